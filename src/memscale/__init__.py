@@ -1,0 +1,1 @@
+"""Fit PyTorch training into the memory you have."""
