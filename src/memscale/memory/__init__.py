@@ -1,0 +1,1 @@
+"""How much memory is in use, and how much was at most."""

@@ -1,0 +1,181 @@
+"""How a device hands out memory: exact bytes, or blocks as CUDA's caching allocator cuts them.
+
+The sizes and rules of :class:`CachingAllocator` are those of torch's CUDA caching allocator with its default
+settings (512-byte rounding, a small and a large pool, best fit, split and merge), because what a user sees as
+``torch.cuda.max_memory_allocated()`` counts whole blocks, and blocks are a few per cent larger than tensors.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+from typing import Protocol
+
+MIB = 1 << 20
+ROUNDING = 512
+SMALL_LIMIT = MIB  # requests up to this size come from the small pool
+SMALL_SEGMENT = 2 * MIB
+LARGE_SEGMENT = 20 * MIB
+LARGE_REQUEST = 10 * MIB  # requests from this size on get a segment of their own, rounded up to 2 MiB
+LARGE_ROUNDING = 2 * MIB
+
+
+class OutOfDeviceMemory(Exception):
+    """An allocator has no room; the tracker turns it into ``torch.OutOfMemoryError`` with the whole story."""
+
+    def __init__(self, requested: int) -> None:
+        super().__init__(f"no room for {requested} bytes")
+        self.requested = requested
+
+
+class Block(Protocol):
+    """A piece of device memory that was handed out."""
+
+    @property
+    def size(self) -> int: ...
+
+
+class Allocator(Protocol):
+    """What the tracker needs of a device's memory."""
+
+    capacity: int | None
+    allocated: int
+    reserved: int
+
+    def allocate(self, nbytes: int) -> Block: ...
+
+    def free(self, block: Block) -> None: ...
+
+
+@dataclass(frozen=True)
+class ExactBlock:
+    """Exactly the bytes that were asked for."""
+
+    size: int
+
+
+@dataclass
+class ExactAllocator:
+    """Counts every tensor at its own size: right for host memory."""
+
+    capacity: int | None = None
+    allocated: int = 0
+    reserved: int = 0
+
+    def allocate(self, nbytes: int) -> Block:
+        if self.capacity is not None and self.allocated + nbytes > self.capacity:
+            raise OutOfDeviceMemory(nbytes)
+        self.allocated += nbytes
+        self.reserved = self.allocated
+        return ExactBlock(nbytes)
+
+    def free(self, block: Block) -> None:
+        self.allocated -= block.size
+        self.reserved = self.allocated
+
+
+@dataclass(eq=False)
+class CachedBlock:
+    """A piece of a segment; neighbours in the same segment are linked so that free pieces can merge."""
+
+    size: int
+    address: int
+    small: bool
+    free: bool = False
+    before: CachedBlock | None = None
+    after: CachedBlock | None = None
+
+
+@dataclass
+class CachingAllocator:
+    """The caching allocator of CUDA, on paper.
+
+    >>> memory = CachingAllocator(capacity=64 * MIB)
+    >>> block = memory.allocate(3 * MIB)
+    >>> memory.allocated // MIB, memory.reserved // MIB
+    (3, 20)
+    """
+
+    capacity: int | None = None
+    allocated: int = 0
+    reserved: int = 0
+    _next_address: int = 0
+    # Free blocks by pool, sorted by size, then address: the first that is large enough is the best fit.
+    _free: dict[bool, list[tuple[int, int, CachedBlock]]] = field(
+        default_factory=lambda: {True: [], False: []}
+    )
+
+    def allocate(self, nbytes: int) -> Block:
+        size = max(ROUNDING, -(-nbytes // ROUNDING) * ROUNDING)
+        small = size <= SMALL_LIMIT
+        block = self._best_fit(size, small) or self._new_segment(size, small)
+        rest = block.size - size
+        if rest >= ROUNDING if small else rest > SMALL_LIMIT:
+            self._split(block, size)
+        block.free = False
+        self.allocated += block.size
+        return block
+
+    def free(self, block: Block) -> None:
+        assert isinstance(block, CachedBlock)
+        self.allocated -= block.size
+        if block.before is not None and block.before.free:
+            self._take(block.before)
+            block.address = block.before.address
+            block.size += block.before.size
+            block.before = block.before.before
+            if block.before is not None:
+                block.before.after = block
+        if block.after is not None and block.after.free:
+            self._take(block.after)
+            block.size += block.after.size
+            block.after = block.after.after
+            if block.after is not None:
+                block.after.before = block
+        self._put(block)
+
+    def empty_cache(self) -> None:
+        """Give back every segment that is wholly free, as CUDA does before it reports that it is out of memory."""
+        for blocks in self._free.values():
+            for size, _, block in [entry for entry in blocks if not (entry[2].before or entry[2].after)]:
+                self._take(block)
+                self.reserved -= size
+
+    def _best_fit(self, size: int, small: bool) -> CachedBlock | None:
+        blocks = self._free[small]
+        position = bisect.bisect_left(blocks, size, key=lambda entry: entry[0])
+        return blocks.pop(position)[2] if position < len(blocks) else None
+
+    def _new_segment(self, size: int, small: bool) -> CachedBlock:
+        if small:
+            segment = SMALL_SEGMENT
+        elif size < LARGE_REQUEST:
+            segment = LARGE_SEGMENT
+        else:
+            segment = -(-size // LARGE_ROUNDING) * LARGE_ROUNDING
+        if self.capacity is not None and self.reserved + segment > self.capacity:
+            self.empty_cache()
+            if self.reserved + segment > self.capacity:
+                raise OutOfDeviceMemory(size)
+        self.reserved += segment
+        self._next_address += 1 << 44  # segments never touch: only pieces of one segment merge
+        return CachedBlock(segment, self._next_address, small)
+
+    def _split(self, block: CachedBlock, size: int) -> None:
+        rest = CachedBlock(
+            block.size - size, block.address + size, block.small, before=block, after=block.after
+        )
+        if block.after is not None:
+            block.after.before = rest
+        block.after = rest
+        block.size = size
+        self._put(rest)
+
+    def _put(self, block: CachedBlock) -> None:
+        block.free = True
+        bisect.insort(self._free[block.small], (block.size, block.address, block))
+
+    def _take(self, block: CachedBlock) -> None:
+        blocks = self._free[block.small]
+        position = bisect.bisect_left(blocks, (block.size, block.address), key=lambda entry: entry[:2])
+        blocks.pop(position)

@@ -1,0 +1,212 @@
+"""The device name ``vgpu``: torch's PrivateUse1 slot, answered from Python.
+
+Private torch API: ``torch.utils.backend_registration._setup_privateuseone_for_python_backend`` (tried on torch
+2.13). Without it there is no second device on a machine without an accelerator. torch has one such slot per
+process and no way to clear it again: after the first use the name ``vgpu`` stays known, but outside a
+``simulate`` or ``executing`` block the device says that it is not available and has no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch.utils import backend_registration
+
+from memscale.errors import SimulationError
+from memscale.memory.tracker import MemoryTracker
+
+NAME = "vgpu"
+AMP_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+class VirtualDevice(Protocol):
+    """Who stands behind the name while a block runs."""
+
+    tracker: MemoryTracker
+    capacity: int
+    device_name: str
+    compute_capability: tuple[int, int]
+
+    def get_rng_state(self) -> torch.Tensor: ...
+
+    def set_rng_state(self, state: torch.Tensor) -> None: ...
+
+    def manual_seed(self, seed: int) -> None: ...
+
+
+_active: VirtualDevice | None = None
+
+
+def _require_active() -> VirtualDevice:
+    if _active is None:
+        raise SimulationError(
+            "The virtual GPU is only there inside `with memscale.simulator.simulate(...)`; "
+            "no such block is active."
+        )
+    return _active
+
+
+class _DeviceModule:
+    """What ``torch.vgpu`` answers; the names are those of ``torch.cuda``."""
+
+    _initialized = True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return _active is not None
+
+    def device_count(self) -> int:
+        return 1 if _active is not None else 0
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: Any) -> None:
+        pass
+
+    def device(self, device: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def _lazy_init(self) -> None:
+        pass
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return AMP_DTYPES
+
+    def is_bf16_supported(self, including_emulation: bool = True) -> bool:
+        return _active is not None and _active.compute_capability >= (8, 0)
+
+    # ---- random numbers
+
+    def manual_seed(self, seed: int) -> None:
+        if _active is not None:
+            _active.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return _require_active().get_rng_state()
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return [self.get_rng_state()]
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        _require_active().set_rng_state(state)
+
+    def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
+        self.set_rng_state(states[0])
+
+    # ---- streams: everything happens in order, so that they only need to exist
+
+    def Stream(self, *args: Any, **kwargs: Any) -> torch.Stream:  # noqa: N802 - torch.cuda's spelling
+        return torch.Stream(device=NAME)
+
+    def Event(self, *args: Any, **kwargs: Any) -> torch.Event:  # noqa: N802
+        return torch.Event(device=NAME)
+
+    def current_stream(self, device: Any = None) -> torch.Stream:
+        return torch.Stream(device=NAME)
+
+    default_stream = current_stream
+
+    def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def set_stream(self, stream: Any) -> None:
+        pass
+
+    def synchronize(self, device: Any = None) -> None:
+        pass
+
+    # ---- memory
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return _active.tracker.live_bytes(NAME) if _active else 0
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return _active.tracker.peak_bytes(NAME) if _active else 0
+
+    def memory_reserved(self, device: Any = None) -> int:
+        return _active.tracker.reserved_bytes(NAME) if _active else 0
+
+    def max_memory_reserved(self, device: Any = None) -> int:
+        return _active.tracker.peak_reserved_bytes(NAME) if _active else 0
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        _require_active().tracker.reset_peak()
+
+    def empty_cache(self) -> None:
+        if _active is not None:
+            _active.tracker.empty_cache()
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        active = _require_active()
+        return active.capacity - active.tracker.reserved_bytes(NAME), active.capacity
+
+    def get_device_name(self, device: Any = None) -> str:
+        return _require_active().device_name
+
+    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
+        return _require_active().compute_capability
+
+    def get_device_properties(self, device: Any = None) -> SimpleNamespace:
+        active = _require_active()
+        major, minor = active.compute_capability
+        return SimpleNamespace(
+            name=active.device_name, total_memory=active.capacity, major=major, minor=minor
+        )
+
+
+class _Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[misc]
+    def is_available(self) -> bool:
+        return _active is not None
+
+    def has_primary_context(self, device_index: int) -> bool:
+        return _active is not None
+
+    def is_built(self) -> bool:
+        return True
+
+
+_module: _DeviceModule | None = None
+
+
+def register() -> None:
+    """Give torch the device name, once per process."""
+    global _module
+    if _module is not None:
+        return
+    module = _DeviceModule()
+    try:
+        backend_registration._setup_privateuseone_for_python_backend(NAME, module, hook=_Hooks())
+    except RuntimeError as error:
+        raise SimulationError(
+            f"torch's one slot for a device of our own (PrivateUse1) is taken by another package: {error}. "
+            "Simulate in a process that does not load it."
+        ) from error
+    _module = module
+
+
+@contextlib.contextmanager
+def activate(device: VirtualDevice) -> Iterator[None]:
+    """Stand behind the name ``vgpu`` for the length of the block; one at a time."""
+    global _active
+    if _active is not None:
+        raise SimulationError(
+            f"A virtual GPU ({_active.device_name}) is active already; leave its block before you open another."
+        )
+    register()
+    _active = device
+    try:
+        yield
+    finally:
+        _active = None

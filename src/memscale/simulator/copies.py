@@ -1,0 +1,75 @@
+"""A model without its data: the same modules, names, ties and flags, with parameters that take no memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from memscale.errors import SimulationError
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def fake_copy(model: ModuleT, device: torch.device) -> ModuleT:
+    """Deep copy ``model`` with every tensor replaced by an empty one on ``device``.
+
+    Must run inside a fake mode. Storage shared by several tensors (views, ties by ``.data``) stays shared.
+    """
+    storages: dict[int, torch.Tensor] = {}
+    memo: dict[int, Any] = {}
+    for tensor in _tensors_of(model):
+        memo[id(tensor)] = _fake_twin(tensor, device, storages)
+    twin = copy.deepcopy(model, memo)
+    if type(twin) is not type(model):
+        raise SimulationError(
+            f"A deep copy of {type(model).__name__} is a {type(twin).__name__}; it can't be simulated."
+        )
+    return twin
+
+
+def fake_tree(tree: Any, device: torch.device) -> Any:
+    """The same nested containers with every tensor replaced by an empty one on ``device``."""
+    storages: dict[int, torch.Tensor] = {}
+
+    def twin(leaf: Any) -> Any:
+        return _fake_twin(leaf, device, storages) if isinstance(leaf, torch.Tensor) else leaf
+
+    return _pytree.tree_map(twin, tree)
+
+
+def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
+    """Every tensor the model holds: parameters, buffers, and those kept as plain attributes."""
+    found: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for value in (*module._parameters.values(), *module._buffers.values()):
+            if value is not None:
+                found[id(value)] = value
+        for value in vars(module).values():
+            for leaf in _pytree.tree_leaves(value):
+                if isinstance(leaf, torch.Tensor):
+                    found[id(leaf)] = leaf
+    return list(found.values())
+
+
+def _fake_twin(tensor: torch.Tensor, device: torch.device, storages: dict[int, torch.Tensor]) -> torch.Tensor:
+    if tensor.layout is not torch.strided:
+        raise SimulationError(f"A {tensor.layout} tensor can't be simulated; profile with a real run instead.")
+    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        raise SimulationError(
+            f"A tensor of class {type(tensor).__name__} can't be simulated; profile with a real run instead."
+        )
+    key = tensor.untyped_storage()._cdata
+    if key not in storages:
+        elements = tensor.untyped_storage().nbytes() // max(1, tensor.element_size())
+        storages[key] = torch.empty(elements, dtype=tensor.dtype, device=device)
+    base = storages[key].detach()
+    if base.dtype is not tensor.dtype:
+        base = base.view(tensor.dtype)
+    twin = base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(twin, requires_grad=tensor.requires_grad)
+    return twin.requires_grad_(tensor.requires_grad) if tensor.is_leaf else twin

@@ -1,0 +1,58 @@
+"""Changes to torch that hold for one block only, undone in reverse order."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
+
+
+@contextlib.contextmanager
+def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """``owner.name`` is ``value`` inside the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def foreach_by_default(kind: type[torch.Tensor]) -> Iterator[None]:
+    """Optimizers take their ``foreach`` path for this kind of tensor, as they do for CUDA tensors."""
+    lists = (torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
+    for kinds in lists:
+        kinds.append(kind)
+    try:
+        yield
+    finally:
+        for kinds in lists:
+            kinds.remove(kind)
+
+
+@contextlib.contextmanager
+def swap_on_conversion() -> Iterator[None]:
+    """``module.to(device)`` exchanges tensors as a whole: ours can't exchange only their data."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def transformers_masks() -> contextlib.AbstractContextManager[None]:
+    """transformers builds attention masks for a tracer that it would leave out on a real device.
+
+    A fake tensor looks like a tracer to it; the masks would cost memory that a real step does not need.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    if masking is None or not hasattr(masking, "is_tracing"):
+        return contextlib.nullcontext()
+    return attribute(masking, "is_tracing", lambda *args, **kwargs: False)

@@ -1,0 +1,146 @@
+"""``simulate``: run unchanged PyTorch training code on a device that is not there.
+
+Note [The virtual GPU]
+~~~~~~~~~~~~~~~~~~~~~~
+Inside the block every tensor is fake: it has a shape, a dtype, a device and a lifetime, but no data. The device
+is torch's PrivateUse1 slot under the name ``vgpu`` (``backend.py``), attention and autocast behave as on CUDA
+(``attention.py``, ``autocast.py``), and the memory tracker follows every storage through a model of CUDA's
+caching allocator. Nothing is computed, so GPT-2 XL takes seconds, and what was patched is put back at the end.
+
+``simulate(..., device="cpu")`` simulates the CPU itself: the same, with the CPU's own kernels and exact bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from memscale.errors import SimulationError
+from memscale.hardware import GpuSpec, find_gpu
+from memscale.memory.allocator import CachingAllocator, ExactAllocator
+from memscale.simulator import attention, autocast, backend, cuda_names, patches
+from memscale.simulator.copies import fake_copy, fake_tree
+from memscale.simulator.fake import FakeMode, StepTracker, module_conversion
+from memscale.units import parse_bytes
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+CUBLAS_WORKSPACE = 8_519_680  # torch's default ":4096:2:16:8"
+CUBLAS_WORKSPACE_HOPPER = 32 * 2**20
+HOPPER = (9, 0)
+DEFAULT_CAPABILITY = (8, 6)
+
+
+class Simulation:
+    """A simulated device while its block runs, and what was seen there afterwards."""
+
+    def __init__(self, name: str, capacity: int, capability: tuple[int, int], device: torch.device) -> None:
+        self.device_name = name
+        self.capacity = capacity
+        self.compute_capability = capability
+        self.device = device
+        if device.type == "cpu":
+            self.tracker = StepTracker(allocators={"cpu": lambda: ExactAllocator(capacity)})
+        else:
+            workspace = CUBLAS_WORKSPACE_HOPPER if capability >= HOPPER else CUBLAS_WORKSPACE
+            self.tracker = StepTracker(
+                workspace_bytes=workspace, allocators={device.type: lambda: CachingAllocator(capacity)}
+            )
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory in use on the device at once (``max_memory_allocated``)."""
+        return self.tracker.peak_bytes(self.device)
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """The most memory the device's allocator held (``max_memory_reserved``)."""
+        return self.tracker.peak_reserved_bytes(self.device)
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """The most host memory in use at once."""
+        return self.tracker.peak_bytes("cpu")
+
+    def copy_of(self, model: ModuleT) -> ModuleT:
+        """A copy of a real model for this device: same structure, no data; the model is not touched."""
+        return fake_copy(model, self.device)
+
+    def batch_of(self, batch: Any) -> Any:
+        """A copy of a real batch (nested containers of tensors) for this device, without data."""
+        return fake_tree(batch, self.device)
+
+    # Fake random numbers have no state, but code that saves and restores it must run.
+
+    def get_rng_state(self) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        pass
+
+
+def _resolve(on: str | int | GpuSpec) -> tuple[str, int, tuple[int, int]]:
+    """Name, capacity and compute capability of what the user asked for."""
+    if isinstance(on, GpuSpec):
+        return on.name, on.memory_bytes, on.compute_capability or DEFAULT_CAPABILITY
+    if isinstance(on, str) and not on.strip()[:1].isdigit():
+        return _resolve(find_gpu(on))
+    if isinstance(on, str) and not on.strip().lower().endswith("b"):
+        return _resolve(find_gpu(on))  # "3090", "4090 laptop"
+    capacity = parse_bytes(on, field="simulate(on)")
+    return f"virtual GPU of {on}", capacity, DEFAULT_CAPABILITY
+
+
+@contextlib.contextmanager
+def simulate(on: str | int | GpuSpec = "RTX 3090", *, device: str = backend.NAME) -> Iterator[Simulation]:
+    """Run the block on a simulated device.
+
+    Args:
+        on: a GPU's name ("RTX 3090"), a size ("24GiB"), a number of bytes or a ``GpuSpec``.
+        device: ``"vgpu"``, or ``"cpu"`` to simulate a host of that much memory.
+
+    Raises:
+        HardwareError: the name is unknown; the message lists the nearest ones.
+        ConfigError: the size is not a positive number of bytes.
+        SimulationError: a simulation is running already, or real weights are moved to the simulated device.
+        torch.OutOfMemoryError: the step needs more than the device has.
+
+    Example:
+        >>> with simulate("RTX 3090") as sim:
+        ...     model = nn.Linear(1024, 1024, device=sim.device)
+        ...     model(torch.randn(8, 1024, device=sim.device)).sum().backward()
+        >>> sim.peak_bytes > 2 * 4 * 1024 * 1024  # weights and gradients
+        True
+    """
+    if device not in (backend.NAME, "cpu"):
+        raise SimulationError(f"simulate(device={device!r}): allowed are {backend.NAME!r} and 'cpu'.")
+    name, capacity, capability = _resolve(on)
+    target = torch.device("cpu") if device == "cpu" else None
+    with contextlib.ExitStack() as stack:
+        if target is None:
+            backend.register()
+            target = torch.device(backend.NAME, 0)
+        simulation = Simulation(name, capacity, capability, target)
+        if target.type == backend.NAME:
+            stack.enter_context(backend.activate(simulation))
+            stack.enter_context(attention.as_on_cuda(capability))
+            stack.enter_context(autocast.as_on_cuda())
+            stack.enter_context(cuda_names.answered_by(target))
+        stack.enter_context(module_conversion())
+        stack.enter_context(patches.swap_on_conversion())
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        stack.enter_context(patches.foreach_by_default(FakeTensor))
+        stack.enter_context(patches.transformers_masks())
+        # Fake mode belongs to a thread, and autograd would run the device's backward in another one.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(FakeMode())
+        stack.enter_context(simulation.tracker)
+        yield simulation
