@@ -123,6 +123,8 @@ def rss_bytes() -> int:
 def peak_rss_bytes() -> int:
     """The most physical memory this process has had, since it started or since :func:`reset_peak_rss`.
 
+    Good to a few hundred KiB: the kernel notes a peak from counters that it keeps per core and sums up late.
+
     Raises:
         ProfileError: The system is not Linux.
 
@@ -223,10 +225,10 @@ def measure_in_fresh_process(
     module, qualname = _importable_name(function)
     _refuse_not_json("args", list(args))
     _refuse_not_json("kwargs", kwargs)
-    request = {
+    request: dict[str, object] = {
         "path": [entry for entry in sys.path if isinstance(entry, str)],
         "module": module,
-        "file": getattr(sys.modules[function.__module__], "__file__", None),
+        "file": _file_of(sys.modules[function.__module__]),
         "qualname": qualname,
         "imports": [imports] if isinstance(imports, str) else list(imports),
         "args": args,
@@ -260,7 +262,18 @@ def _importable_name(function: Callable[..., object]) -> tuple[str, str]:
     # Under `python -m package.module` the name is "__main__" only in this process.
     spec = getattr(module, "__spec__", None)
     name = spec.name if module.__name__ == "__main__" and spec is not None else module.__name__
+    if name == "__main__" and _file_of(module) is None:
+        raise ConfigTypeError(
+            f"function={shown(function)} was typed into a session, where another process cannot find it: "
+            "put it in a file, and import it from there."
+        )
     return name, cast(str, qualname)
+
+
+def _file_of(module: ModuleType) -> str | None:
+    """Where its source is; "<stdin>" and the cells of a notebook are nowhere."""
+    file = getattr(module, "__file__", None)
+    return file if file is not None and os.path.isfile(file) else None
 
 
 def _refuse_not_json(where: str, value: object) -> None:
@@ -276,7 +289,7 @@ def _refuse_not_json(where: str, value: object) -> None:
     else:
         raise ConfigTypeError(
             f"{where}={shown(value)} ({type(value).__name__}) does not pass through JSON unchanged: use "
-            "None, bool, int, float, str, lists, and dicts with str keys (a list for a tuple, the shape for a "
+            "None, bool, int, float, str, lists, and dicts with str keys (a list for a tuple, a shape for a "
             "tensor)."
         )
 
@@ -363,16 +376,15 @@ def _serve(request: dict[str, object], answer_file: str) -> None:
 
 def _import(name: str, file: str | None) -> ModuleType:
     """Import by name, or else from the file: a script, or a module whose importer put it on no path."""
+    if file is None:
+        return importlib.import_module(name)
     if name != "__main__":
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             # Only where this module is what is missing, and not one that it imports in turn.
-            missing_itself = error.name is not None and f"{name}.".startswith(f"{error.name}.")
-            if file is None or not missing_itself:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
-    if file is None:
-        raise ModuleNotFoundError("a function typed into a session has no file to import: put it in a module")
     # Not "__main__": a script's own `if __name__ == "__main__"` must not run here.
     alias = "__memscale_main__" if name == "__main__" else name
     spec = importlib.util.spec_from_file_location(alias, file)

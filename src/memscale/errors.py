@@ -1,0 +1,73 @@
+"""Every error that MemScale raises on purpose, in one small tree.
+
+Each also derives from the built-in a caller would expect (`ValueError`, `TypeError`, `RuntimeError`), so code
+that knows nothing of MemScale can catch it too.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "ConfigTypeError",
+    "HardwareError",
+    "MemScaleError",
+    "PlanError",
+    "ProfileError",
+    "RecomputeError",
+    "SimulationError",
+    "WrapError",
+    "WrapTypeError",
+]
+
+
+class MemScaleError(Exception):
+    """The root of the tree: catch this to catch every error MemScale raises on purpose."""
+
+
+class ConfigError(MemScaleError, ValueError):
+    """A setting has the right type and a value that is not allowed."""
+
+
+class ConfigTypeError(MemScaleError, TypeError):
+    """A setting has the wrong type, or there is no setting of that name."""
+
+
+class HardwareError(MemScaleError, ValueError):
+    """A device was named that is not known, or described in a way no device can be."""
+
+
+class SimulationError(MemScaleError, RuntimeError):
+    """A training step could not be run on the virtual GPU."""
+
+
+class ProfileError(MemScaleError, RuntimeError):
+    """A model, or the memory of a process, could not be measured."""
+
+
+class PlanError(MemScaleError, ValueError):
+    """A plan is not readable: broken JSON, unknown fields, or values that contradict each other."""
+
+
+class RecomputeError(MemScaleError, RuntimeError):
+    """Recomputing a checkpointed region gave something other than its forward did."""
+
+
+class WrapError(MemScaleError, RuntimeError):
+    """A plan could not be attached to a model, or not taken off it."""
+
+
+class WrapTypeError(MemScaleError, TypeError):
+    """Something was given to be wrapped that is neither a module nor a trainer."""
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """The value as a message shows it: its `repr` on one line, cut to `limit`, whatever the value is.
+
+    >>> shown("6 parsecs"), shown([0] * 100, limit=12)
+    ("'6 parsecs'", '[0, 0, 0, 0…')
+    """
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a message about a bad value must not die of it: 10**5000 has no repr
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= limit else text[: limit - 1] + "…"

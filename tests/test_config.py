@@ -1,0 +1,399 @@
+"""Config: defaults, the modes, what the user set and what follows, and every input that is refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import json
+import math
+import pickle
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memscale.config import _CHECKS as CHECKS
+from memscale.config import _MODE_DEFAULTS as MODE_DEFAULTS
+from memscale.config import AsyncOffloadConfig, Config, ConfigFields, OptimizationMode
+from memscale.errors import ConfigError, ConfigTypeError, MemScaleError
+
+FIELD_NAMES = [field.name for field in dataclasses.fields(Config)]
+
+VALUES = {
+    "mode": st.sampled_from([*OptimizationMode, "aggressive", "Balanced", "CONSERVATIVE"]),
+    "max_cpu_offload_gb": st.none() | st.floats(0, 1e6),
+    "target_gpu_utilization": st.floats(0, 1, exclude_min=True),
+    "warmup_steps": st.integers(0, 100),
+    "log_file": st.none() | st.just(Path("logs/run.txt")),
+    "observability_port": st.none() | st.integers(1, 65535),
+    "async_config": st.none() | st.builds(AsyncOffloadConfig, workers=st.integers(1, 8)),
+    "memory_budget": st.none() | st.sampled_from(["auto", "6GB", "512 MiB"]) | st.integers(1024, 2**40),
+    "offload_dir": st.none() | st.just("/scratch"),
+    "max_disk_offload_gb": st.none() | st.integers(0, 4000),
+}
+SETTINGS = st.fixed_dictionaries({}, optional={name: VALUES.get(name, st.booleans()) for name in FIELD_NAMES})
+
+
+# Defaults and modes
+
+
+def test_defaults():
+    config = Config()
+    assert dataclasses.asdict(config) == {
+        "mode": OptimizationMode.BALANCED,
+        "enable_checkpointing": True,
+        "enable_offloading": True,
+        "enable_tiling": False,
+        "use_mixed_precision": False,
+        "use_8bit_optimizer": False,
+        "max_cpu_offload_gb": None,
+        "target_gpu_utilization": 0.85,
+        "force_optimize": False,
+        "use_static_profiling": True,
+        "use_empirical_fallback": True,
+        "warmup_steps": 2,
+        "enable_logging": True,
+        "log_file": None,
+        "observability_port": None,
+        "verify_correctness": False,
+        "async_offload": False,
+        "async_config": None,
+        "auto_policy": False,
+        "memory_budget": None,
+        "offload_dir": None,
+        "max_disk_offload_gb": None,
+    }
+    assert config.explicit_fields == frozenset()
+
+
+TECHNIQUES = [
+    "enable_checkpointing",
+    "enable_offloading",
+    "enable_tiling",
+    "use_mixed_precision",
+    "use_8bit_optimizer",
+]
+
+
+@pytest.mark.parametrize(
+    ("mode", "techniques"),
+    [
+        ("conservative", [True, False, False, False, False]),
+        ("balanced", [True, True, False, False, False]),
+        ("aggressive", [True, True, True, True, True]),
+    ],
+)
+def test_a_mode_sets_the_techniques(mode, techniques):
+    assert [getattr(Config(mode=mode), name) for name in TECHNIQUES] == techniques
+
+
+@pytest.mark.parametrize("mode", list(OptimizationMode))
+@pytest.mark.parametrize("name", TECHNIQUES)
+@pytest.mark.parametrize("value", [True, False])
+def test_a_field_that_is_set_wins_over_the_mode(mode, name, value):
+    config = Config(**{"mode": mode, name: value})
+    assert getattr(config, name) is value
+    assert config.explicit_fields == {"mode", name}
+
+
+@pytest.mark.parametrize("written", ["aggressive", "AGGRESSIVE", "Aggressive", " aggressive "])
+def test_a_mode_by_name(written):
+    assert Config(mode=written).mode is OptimizationMode.AGGRESSIVE
+    assert OptimizationMode(written) is OptimizationMode.AGGRESSIVE
+
+
+def test_a_mode_reads_as_its_name():
+    mode = OptimizationMode.AGGRESSIVE
+    assert mode == "aggressive"
+    assert (str(mode), f"{mode}", json.dumps(mode)) == ("aggressive", "aggressive", '"aggressive"')
+
+
+def test_an_unknown_mode_is_refused_also_outside_a_config():
+    with pytest.raises(ConfigError, match="mode='fast' is not allowed: mode must be one of 'conservative'"):
+        OptimizationMode("fast")
+    with pytest.raises(ConfigTypeError, match="mode=3"):
+        OptimizationMode(3)
+
+
+@pytest.mark.parametrize("mode", list(OptimizationMode))
+def test_the_defaults_pass_their_own_checks(mode):
+    config = Config(mode=mode)
+    assert Config(**{name: getattr(config, name) for name in FIELD_NAMES}) == config
+    assert set(MODE_DEFAULTS[mode]) <= set(FIELD_NAMES)
+
+
+def test_the_three_lists_of_fields_agree():
+    assert list(ConfigFields.__annotations__) == FIELD_NAMES
+    assert list(CHECKS) == FIELD_NAMES
+    assert list(inspect.signature(Config).parameters) == FIELD_NAMES
+
+
+# What the user set, through changes and copies
+
+
+def with_replace(config, **changes):
+    return config.replace(**changes)
+
+
+REPLACERS = [with_replace, dataclasses.replace]
+if hasattr(copy, "replace"):  # Python 3.13
+    REPLACERS.append(copy.replace)
+
+
+@pytest.mark.parametrize("replace", REPLACERS)
+class TestReplace:
+    def test_what_was_not_set_follows_the_new_mode(self, replace):
+        config = replace(Config(warmup_steps=5), mode="aggressive")
+        assert (config.enable_tiling, config.warmup_steps) == (True, 5)
+        assert config.explicit_fields == {"mode", "warmup_steps"}
+
+    def test_and_back(self, replace):
+        config = replace(Config(mode="aggressive"), mode="balanced")
+        assert config == Config()
+        assert config.explicit_fields == {"mode"}
+
+    def test_what_was_set_stays(self, replace):
+        config = replace(Config(mode="aggressive", enable_tiling=False), mode="conservative")
+        assert config.explicit_fields == {"mode", "enable_tiling"}
+        assert replace(config, mode="aggressive").enable_tiling is False
+
+    def test_setting_a_field_to_its_own_default_counts(self, replace):
+        # The value alone cannot tell this from "not set": see Note [Fields the user set].
+        config = replace(Config(), enable_tiling=False, mode="aggressive")
+        assert config.enable_tiling is False
+        config = replace(Config(), enable_tiling=False)
+        assert replace(config, mode="aggressive").enable_tiling is False
+
+    def test_changes_are_checked(self, replace):
+        with pytest.raises(ConfigError, match="warmup_steps=-1"):
+            replace(Config(), warmup_steps=-1)
+        with pytest.raises(ConfigTypeError, match="Did you mean 'warmup_steps'"):
+            replace(Config(), warmup_step=1)
+
+
+@given(SETTINGS, SETTINGS)
+def test_every_way_to_replace_gives_the_same(settings, changes):
+    expected = Config(**{**settings, **changes})
+    for replace in REPLACERS:
+        config = replace(Config(**settings), **changes)
+        assert config == expected
+        assert config.explicit_fields == expected.explicit_fields == set(settings) | set(changes)
+
+
+@given(SETTINGS)
+def test_copies_pickles_and_json_keep_what_was_set(settings):
+    config = Config(**settings)
+    ways = [
+        copy.copy,
+        copy.deepcopy,
+        dataclasses.replace,
+        lambda original: pickle.loads(pickle.dumps(original)),
+        lambda original: Config.from_dict(json.loads(json.dumps(original.to_dict()))),
+        lambda original: eval(repr(original), {"Config": Config, "AsyncOffloadConfig": AsyncOffloadConfig}),
+    ]
+    for way in ways:
+        again = way(config)
+        assert again == config
+        assert hash(again) == hash(config)
+        assert again.explicit_fields == config.explicit_fields == set(settings)
+        assert repr(again) == repr(config)
+
+
+def test_repr_shows_what_was_set():
+    assert repr(Config()) == "Config()"
+    assert repr(Config(warmup_steps=2, mode="Aggressive")) == "Config(mode='aggressive', warmup_steps=2)"
+
+
+def test_to_dict_is_plain_and_in_the_order_of_the_fields():
+    config = Config(async_config=AsyncOffloadConfig(workers=4), log_file=Path("a/b"), mode="balanced")
+    assert list(config.to_dict().items()) == [
+        ("mode", "balanced"),
+        ("log_file", "a/b"),
+        ("async_config", {"prefetch_depth": 2, "pinned_pool_gb": None, "workers": 4}),
+    ]
+    assert type(config.to_dict()["mode"]) is str
+
+
+def test_equality_is_of_the_values_that_hold():
+    assert Config() == Config(mode="balanced", warmup_steps=2)
+    assert hash(Config()) == hash(Config(mode="balanced", warmup_steps=2))
+    assert Config() != Config(warmup_steps=3)
+    assert len({Config(), Config(mode="balanced"), Config(mode="aggressive")}) == 2
+
+
+def test_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().mode = OptimizationMode.AGGRESSIVE
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        AsyncOffloadConfig().workers = 3
+
+
+# Values as they are stored
+
+
+def test_paths_are_stored_as_text():
+    config = Config(log_file=Path("logs/run.txt"), offload_dir="/scratch")
+    assert (config.log_file, config.offload_dir) == ("logs/run.txt", "/scratch")
+
+
+def test_whole_numbers_of_gb_are_stored_as_floats():
+    stored = Config(max_cpu_offload_gb=8).max_cpu_offload_gb
+    assert stored == 8.0
+    assert type(stored) is float
+
+
+@pytest.mark.parametrize(
+    ("given_budget", "stored", "size"),
+    [
+        (None, None, None),
+        ("auto", "auto", None),
+        (" AUTO ", "auto", None),
+        ("6GB", "6GB", 6 * 10**9),
+        (" 6 gib", "6 gib", 6 * 2**30),
+        (4096, 4096, 4096),
+    ],
+)
+def test_memory_budget(given_budget, stored, size):
+    config = Config(memory_budget=given_budget)
+    assert (config.memory_budget, config.memory_budget_bytes) == (stored, size)
+
+
+def test_gb_are_a_billion_bytes():
+    assert Config(max_cpu_offload_gb=1.5).max_cpu_offload_bytes == 1_500_000_000
+    assert Config(max_disk_offload_gb=0).max_disk_offload_bytes == 0
+    assert Config().max_cpu_offload_bytes is None
+    assert AsyncOffloadConfig(pinned_pool_gb=0.5).pinned_pool_bytes == 500_000_000
+    assert AsyncOffloadConfig().pinned_pool_bytes is None
+
+
+# Inputs that are refused
+
+BOOLEANS = [name for name in FIELD_NAMES if isinstance(getattr(Config(), name), bool)]
+
+BAD_SETTINGS = [
+    *[(name, value, ConfigTypeError, "True or False") for name in BOOLEANS for value in (1, "yes", None)],
+    ("mode", "fast", ConfigError, "'conservative', 'balanced', 'aggressive'"),
+    ("mode", "", ConfigError, "'conservative', 'balanced', 'aggressive'"),
+    ("mode", 1, ConfigTypeError, "an OptimizationMode or one of"),
+    ("mode", None, ConfigTypeError, "an OptimizationMode or one of"),
+    ("max_cpu_offload_gb", -1, ConfigError, "0 for none"),
+    ("max_cpu_offload_gb", math.nan, ConfigError, "a number of GB"),
+    ("max_cpu_offload_gb", math.inf, ConfigError, "a number of GB"),
+    ("max_cpu_offload_gb", 10**400, ConfigError, "a number of GB"),
+    ("max_cpu_offload_gb", True, ConfigTypeError, "a number of GB"),
+    ("max_cpu_offload_gb", "8", ConfigTypeError, "a number of GB"),
+    ("max_disk_offload_gb", -0.5, ConfigError, "0 for none"),
+    ("max_disk_offload_gb", math.nan, ConfigError, "a number of GB"),
+    ("max_disk_offload_gb", False, ConfigTypeError, "a number of GB"),
+    ("target_gpu_utilization", 0, ConfigError, "above 0 and at most 1"),
+    ("target_gpu_utilization", 1.01, ConfigError, "above 0 and at most 1"),
+    ("target_gpu_utilization", 85, ConfigError, "0.85 for 85%"),
+    ("target_gpu_utilization", math.nan, ConfigError, "above 0 and at most 1"),
+    ("target_gpu_utilization", -math.inf, ConfigError, "above 0 and at most 1"),
+    ("target_gpu_utilization", True, ConfigTypeError, "above 0 and at most 1"),
+    ("target_gpu_utilization", None, ConfigTypeError, "above 0 and at most 1"),
+    ("warmup_steps", -1, ConfigError, "a whole number, 0 or more"),
+    ("warmup_steps", 2.0, ConfigTypeError, "a whole number, 0 or more"),
+    ("warmup_steps", True, ConfigTypeError, "a whole number, 0 or more"),
+    ("warmup_steps", "2", ConfigTypeError, "a whole number, 0 or more"),
+    ("log_file", "", ConfigError, "not empty"),
+    ("log_file", 3, ConfigTypeError, "a path"),
+    ("log_file", b"run.txt", ConfigTypeError, "a path"),
+    ("offload_dir", "", ConfigError, "not empty"),
+    ("offload_dir", True, ConfigTypeError, "a path"),
+    ("observability_port", 0, ConfigError, "from 1 to 65535"),
+    ("observability_port", 65536, ConfigError, "from 1 to 65535"),
+    ("observability_port", True, ConfigTypeError, "from 1 to 65535"),
+    ("observability_port", "9090", ConfigTypeError, "from 1 to 65535"),
+    ("async_config", {"workers": 2}, ConfigTypeError, "AsyncOffloadConfig(workers=2)"),
+    ("async_config", True, ConfigTypeError, "AsyncOffloadConfig(workers=2)"),
+    ("memory_budget", 0, ConfigError, '"6GB"'),
+    ("memory_budget", -(6 * 10**9), ConfigError, '"6GB"'),
+    ("memory_budget", 6, ConfigError, "add the unit"),
+    ("memory_budget", "6", ConfigError, "add the unit"),
+    ("memory_budget", "much", ConfigError, '"6GB"'),
+    ("memory_budget", 6e9, ConfigTypeError, '"6GB"'),
+    ("memory_budget", math.nan, ConfigTypeError, '"6GB"'),
+    ("memory_budget", True, ConfigTypeError, '"6GB"'),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "error", "allowed"), BAD_SETTINGS)
+def test_settings_that_are_refused(name, value, error, allowed):
+    with pytest.raises(error) as caught:
+        Config(**{name: value})
+    assert isinstance(caught.value, MemScaleError)
+    message = str(caught.value)
+    assert message.startswith(f"{name}=")
+    assert repr(value)[:20] in message
+    assert allowed in message
+    with pytest.raises(error):
+        Config.from_dict({name: value} if name != "async_config" else {name: [value]})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "allowed"),
+    [
+        ("prefetch_depth", 0, ConfigError, "1 or more"),
+        ("prefetch_depth", 1.5, ConfigTypeError, "1 or more"),
+        ("prefetch_depth", True, ConfigTypeError, "1 or more"),
+        ("pinned_pool_gb", 0, ConfigError, "above 0"),
+        ("pinned_pool_gb", math.nan, ConfigError, "above 0"),
+        ("pinned_pool_gb", "1GB", ConfigTypeError, "above 0"),
+        ("workers", 0, ConfigError, "1 or more"),
+        ("workers", None, ConfigTypeError, "1 or more"),
+    ],
+)
+def test_async_settings_that_are_refused(name, value, error, allowed):
+    with pytest.raises(error) as caught:
+        AsyncOffloadConfig(**{name: value})
+    assert str(caught.value).startswith(f"async_config.{name}={value!r}")
+    assert allowed in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "nearest"),
+    [
+        ("enable_checkpoint", "enable_checkpointing"),
+        ("use_8bit", "use_8bit_optimizer"),
+        ("memory_buget", "memory_budget"),
+        ("Mode", "mode"),
+    ],
+)
+def test_an_unknown_field_names_the_nearest(written, nearest):
+    for make in (lambda: Config(**{written: True}), lambda: Config.from_dict({written: True})):
+        with pytest.raises(ConfigTypeError, match=rf"has no field '{written}'\. Did you mean '{nearest}'\?"):
+            make()
+
+
+def test_an_unknown_field_near_to_none_lists_them_all():
+    with pytest.raises(ConfigTypeError, match=r"It has: mode, enable_checkpointing, .*max_disk_offload_gb"):
+        Config(qqq=1)
+
+
+def test_the_inside_keyword_is_not_a_way_in():
+    for smuggled in (None, "mode", frozenset({"nope"})):
+        with pytest.raises(ConfigTypeError, match="has no field"):
+            Config(_explicit=smuggled)
+
+
+def test_positional_arguments_are_refused():
+    with pytest.raises(ConfigTypeError, match="keywords only, and got 'aggressive'"):
+        Config("aggressive")
+
+
+@pytest.mark.parametrize("data", [None, "mode", 3])
+def test_from_dict_takes_a_dict(data):
+    with pytest.raises(ConfigTypeError, match="made from a dict"):
+        Config.from_dict(data)
+
+
+def test_from_dict_reaches_into_the_async_config():
+    with pytest.raises(
+        ConfigTypeError, match=r"AsyncOffloadConfig has no field 'worker'\. Did you mean 'workers'"
+    ):
+        Config.from_dict({"async_config": {"worker": 2}})
+    with pytest.raises(ConfigError, match=r"async_config\.workers=0"):
+        Config.from_dict({"async_config": {"workers": 0}})
