@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils import _pytree
 
 from memscale.memory.allocator import CachingAllocator
-from memscale.memory.tracker import MemoryTracker
 from memscale.simulator import attention, autocast, backend, cuda_names, kernels, patches
+from memscale.simulator.tracking import DeviceTracker, errors_after_backward
+from memscale.simulator.workspace import workspace_bytes
 from memscale.units import parse_bytes
 
 aten = torch.ops.aten
@@ -31,7 +32,7 @@ class ExecutingTensor(torch.Tensor):
     """A CPU tensor under the label of the virtual device."""
 
     host: torch.Tensor
-    __slots__ = ("host",)
+    __slots__ = ()  # tensors with slots of their own cannot be swapped by Module.to
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -188,7 +189,10 @@ class ExecutingDevice:
         self.compute_capability = capability
         self.device_name = "executing virtual GPU"
         self.device = torch.device(backend.NAME, 0)
-        self.tracker = MemoryTracker(allocators={backend.NAME: lambda: CachingAllocator(capacity)})
+        self.tracker = DeviceTracker(
+            workspace_bytes=workspace_bytes(capability),
+            allocators={backend.NAME: lambda: CachingAllocator(capacity)},
+        )
         self.generator = torch.Generator()
 
     @property
@@ -282,6 +286,7 @@ def executing(
         stack.enter_context(patches.swap_on_conversion())
         stack.enter_context(patches.foreach_by_default(ExecutingTensor))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(errors_after_backward(device.tracker))
         stack.enter_context(device.tracker)
         _generator = device.generator
         try:

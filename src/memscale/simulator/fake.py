@@ -15,8 +15,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memscale.errors import SimulationError
-from memscale.memory.tracker import MemoryTracker
 from memscale.simulator.patches import attribute
+from memscale.simulator.tracking import DeviceTracker
 
 aten = torch.ops.aten
 
@@ -36,8 +36,7 @@ ANSWERS: dict[str, float] = {
 }
 FILLED = {"full": 1, "full_like": 1, "scalar_tensor": 0}  # position of the value in the arguments
 SAME_VALUE = {"_to_copy", "clone", "detach", "alias", "lift_fresh", "view", "_unsafe_view"}
-DEFAULT_ANSWER = 1.0
-MATMULS = {"mm", "addmm", "bmm", "baddbmm", "matmul", "linear"}
+DEFAULT_NUMBER = 1.0
 
 
 class FakeMode(FakeTensorMode):
@@ -49,21 +48,15 @@ class FakeMode(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FakeMode:
+        return self  # a copied tensor (nn.TransformerEncoder copies its layer) belongs to the same mode
 
-class StepTracker(MemoryTracker):
-    """The memory tracker, with answers for the few operations that need data or a device."""
 
-    def __init__(self, *, workspace_bytes: int = 0, **options: Any) -> None:
-        super().__init__(**options)
-        self._workspace_bytes = workspace_bytes
-        self._workspaces: set[bool] = set()
+class StepTracker(DeviceTracker):
+    """The device's tracker, with answers for the few operations that need data or a device."""
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def run(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> Any:
         if func is aten._local_scalar_dense.default:
             return _number(args[0])
@@ -71,26 +64,17 @@ class StepTracker(MemoryTracker):
             return None
         if func is aten._pin_memory.default or func is aten.pin_memory.default:
             func, args, kwargs = aten.clone.default, args[:1], {}
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        name = func._schema.name[6:]
-        if self._workspace_bytes and name in MATMULS:
-            self._reserve_workspace(result)
+        result = super().run(func, types, args, kwargs)
         if isinstance(result, FakeTensor) and result.dim() == 0:
-            _remember_value(result, name, args)
+            _remember_value(result, func._schema.name[6:], args)
         return result
-
-    def _reserve_workspace(self, result: Any) -> None:
-        # cuBLAS keeps one workspace per handle, and a handle belongs to a thread: the training loop's and the
-        # one that autograd runs backward in.
-        if self._in_backward not in self._workspaces and result.device.type != "cpu":
-            self._workspaces.add(self._in_backward)
-            self.reserve(self._workspace_bytes, result.device, "cuBLAS workspace")
 
 
 def _number(tensor: torch.Tensor) -> bool | int | float:
-    value = getattr(tensor, "_memscale_value", DEFAULT_ANSWER)
+    value = getattr(tensor, "_memscale_value", None)
     if tensor.dtype is torch.bool:
-        return bool(value)
+        return bool(value)  # a comparison nobody computed is false: no early exit, no dropped layer
+    value = DEFAULT_NUMBER if value is None else value
     return float(value) if tensor.dtype.is_floating_point else int(value)
 
 

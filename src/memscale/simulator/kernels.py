@@ -60,6 +60,15 @@ def _attend(
     return functional.scaled_dot_product_attention(query, key, value, bias, dropout, causal, scale=scale)
 
 
+def _above_autograd() -> Any:
+    """Operations inside record a graph again; within a tensor's dispatch torch has switched that off."""
+    keys = torch._C.DispatchKey
+    autograd = torch._C.DispatchKeySet(keys.AutogradCPU) | torch._C.DispatchKeySet(keys.ADInplaceOrView)
+    return torch._C._ForceDispatchKeyGuard(
+        torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set() - autograd
+    )
+
+
 def _attention_gradients(
     gradient: torch.Tensor,
     inputs: tuple[torch.Tensor | None, ...],
@@ -73,7 +82,7 @@ def _attention_gradients(
     if dropout > 0:
         torch.set_rng_state(_random_states[state])
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), _above_autograd():
             leaves = [
                 None if each is None else each.detach().requires_grad_(want)
                 for each, want in zip(inputs, wanted, strict=True)
@@ -81,8 +90,8 @@ def _attention_gradients(
             query, key, value, bias = leaves
             assert query is not None and key is not None and value is not None
             out = _attend(query, key, value, bias, dropout, causal, scale)
-        asked = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want and leaf is not None]
-        found = iter(torch.autograd.grad(out, asked, gradient))
+            asked = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want and leaf is not None]
+            found = iter(torch.autograd.grad(out, asked, gradient))
         return [
             next(found) if want and leaf is not None else None
             for leaf, want in zip(leaves, wanted, strict=True)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memscale.errors import SimulationError
 from memscale.hardware import GpuSpec, find_gpu
@@ -25,13 +26,12 @@ from memscale.memory.allocator import CachingAllocator, ExactAllocator
 from memscale.simulator import attention, autocast, backend, cuda_names, patches
 from memscale.simulator.copies import fake_copy, fake_tree
 from memscale.simulator.fake import FakeMode, StepTracker, module_conversion
+from memscale.simulator.tracking import errors_after_backward
+from memscale.simulator.workspace import workspace_bytes
 from memscale.units import parse_bytes
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-CUBLAS_WORKSPACE = 8_519_680  # torch's default ":4096:2:16:8"
-CUBLAS_WORKSPACE_HOPPER = 32 * 2**20
-HOPPER = (9, 0)
 DEFAULT_CAPABILITY = (8, 6)
 
 
@@ -46,9 +46,9 @@ class Simulation:
         if device.type == "cpu":
             self.tracker = StepTracker(allocators={"cpu": lambda: ExactAllocator(capacity)})
         else:
-            workspace = CUBLAS_WORKSPACE_HOPPER if capability >= HOPPER else CUBLAS_WORKSPACE
             self.tracker = StepTracker(
-                workspace_bytes=workspace, allocators={device.type: lambda: CachingAllocator(capacity)}
+                workspace_bytes=workspace_bytes(capability),
+                allocators={device.type: lambda: CachingAllocator(capacity)},
             )
 
     @property
@@ -135,12 +135,11 @@ def simulate(on: str | int | GpuSpec = "RTX 3090", *, device: str = backend.NAME
             stack.enter_context(cuda_names.answered_by(target))
         stack.enter_context(module_conversion())
         stack.enter_context(patches.swap_on_conversion())
-        from torch._subclasses.fake_tensor import FakeTensor
-
         stack.enter_context(patches.foreach_by_default(FakeTensor))
         stack.enter_context(patches.transformers_masks())
         # Fake mode belongs to a thread, and autograd would run the device's backward in another one.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeMode())
+        stack.enter_context(errors_after_backward(simulation.tracker))
         stack.enter_context(simulation.tracker)
         yield simulation
