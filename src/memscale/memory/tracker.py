@@ -193,6 +193,25 @@ class MemoryTracker(TorchDispatchMode):
         self._claim_all()
         return timeline(self._allocations, self._marks, self._name(device))
 
+    @property
+    def clock(self) -> int:
+        """Ticks so far: one for each piece of memory that came or went."""
+        return self._clock
+
+    def alive_since(self, tick: int, device: str | torch.device) -> dict[int, int]:
+        """Bytes of what was born after ``tick`` and is alive now, by storage (``storage._cdata``)."""
+        memory = self._find(device)
+        return {
+            key: entry.allocation.nbytes
+            for key, entry in self._live.items()
+            if entry.device is memory and entry.allocation.born > tick
+        }
+
+    def bytes_of_storage(self, key: int) -> int:
+        """Bytes of one storage that is alive, by its ``_cdata``; 0 if it is not followed."""
+        entry = self._live.get(key)
+        return entry.allocation.nbytes if entry else 0
+
     def reset_peak(self) -> None:
         """Start a new high-water mark, and forget what died before it."""
         self._claim_all()

@@ -1,0 +1,54 @@
+# Two commands for a newcomer: `make demo` and `make test`. Each sets up .venv first, once.
+#
+#   PYTHON=python3.12        the interpreter .venv is made with (default: python3)
+#   TORCH="torch==2.9.0"     another torch than the default (tools/setup.sh says which one that is)
+#   TORCH_INDEX=URL          where the CPU build of torch is looked for; empty: only pip's own indexes
+#   VENV=.venv-2.9           another environment beside the first one
+#   JOBS=4                   test processes at a time
+#   PYTEST_ARGS="-k frozen"  more arguments for pytest; a path replaces the whole suite
+
+PYTHON ?=
+TORCH ?=
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+VENV ?= .venv
+# A test process holds torch and transformers in memory, so four are enough on a large machine.
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ "$$n" -lt 4 ] && echo "$$n" || echo 4)
+PYTEST_ARGS ?=
+
+python := $(VENV)/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format clean distclean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+setup: export SETUP_PYTHON := $(PYTHON)
+setup: export SETUP_TORCH := $(TORCH)
+setup: export SETUP_TORCH_INDEX := $(TORCH_INDEX)
+setup: export SETUP_VENV := $(VENV)
+setup: ## Create or update .venv (the other commands do it by themselves)
+	@bash tools/setup.sh
+
+demo: setup ## Train a small model and show where its memory goes
+	$(python) examples/demo.py
+
+# One thread for each test process: the processes already fill the cores.
+test: setup ## Run the whole test suite, doctests included
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(python) -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+check: setup ## Lint, formatting, types
+	$(python) -m ruff check
+	$(python) -m ruff format --check
+	$(python) -m mypy
+
+format: setup ## Apply the formatter and the linter's safe fixes
+	$(python) -m ruff check --fix
+	$(python) -m ruff format
+
+clean: ## Remove caches and build products (.venv stays)
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests examples tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean ## The same, and .venv
+	rm -rf $(VENV)

@@ -1,0 +1,22 @@
+"""The benchmark suite: known models, trained for a few steps, and the memory that takes.
+
+`python -m memscale.benchmarks --help` says how to run it; `memscale.benchmarks.tables` puts its results into
+Markdown files.
+"""
+
+from memscale.benchmarks.registry import MODELS, BenchmarkModel, Published, find_model
+from memscale.benchmarks.results import Results, Row
+from memscale.benchmarks.run import MODES, Case, run, run_case
+
+__all__ = [
+    "MODELS",
+    "MODES",
+    "BenchmarkModel",
+    "Case",
+    "Published",
+    "Results",
+    "Row",
+    "find_model",
+    "run",
+    "run_case",
+]

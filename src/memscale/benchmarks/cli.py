@@ -1,0 +1,164 @@
+"""The command line of the suite."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from memscale.benchmarks.cells import cells, device_name
+from memscale.benchmarks.registry import DEFAULT_MODELS, MODELS
+from memscale.benchmarks.results import Results, Row
+from memscale.benchmarks.run import MODES, run
+from memscale.errors import ConfigError, ConfigTypeError, HardwareError, MemScaleError
+from memscale.report.terminal import Column, table
+from memscale.units import format_bytes
+
+__all__ = ["main"]
+
+_PROGRAM = "python -m memscale.benchmarks"
+
+
+def main(argv: Sequence[str] | None = None, *, program: str = _PROGRAM) -> int:
+    """Run the suite as the command line says, print its table, and return the exit code.
+
+    Args:
+        argv: The arguments; those of this process if None.
+        program: What was typed before them, for help, errors and the document.
+
+    Returns:
+        0; or 2 for arguments that are not allowed, and 1 for a run that failed.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = _parser(program).parse_args(arguments)
+    try:
+        _check_writable(options.json)
+        rows = _run(options)
+        if options.json is not None:
+            Results(
+                command=_command(program, arguments),
+                torch=torch.__version__,
+                transformers=importlib.metadata.version("transformers"),
+                rows=tuple(rows),
+            ).write(options.json)
+    except MemScaleError as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, (ConfigError, ConfigTypeError, HardwareError)) else 1
+    print(_table(rows, options.on))
+    if options.json is not None:
+        print(f"Written to {options.json}.")
+    return 0
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description="Train the models of the suite for a few steps, and show the memory that takes.",
+        epilog="A case that does not fit is a result too: it gets a row that says so.",
+    )
+    parser.add_argument(
+        "--on",
+        default="RTX 3090",
+        metavar="DEVICE",
+        help='a GPU to simulate ("RTX 3090"), a size of one ("24GiB"), or cpu to train and measure for real '
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--models",
+        type=_names,
+        default=list(DEFAULT_MODELS),
+        metavar="A,B",
+        help=f"of {', '.join(MODELS)} (default: {','.join(DEFAULT_MODELS)})",
+    )
+    parser.add_argument(
+        "--modes", type=_names, default=["none"], metavar="A,B", help=f"of {', '.join(MODES)} (default: none)"
+    )
+    parser.add_argument("--batch", type=int, metavar="N", help="samples in a batch (default: the model's)")
+    parser.add_argument("--seq", type=int, metavar="N", help="tokens in a sample (default: the model's)")
+    parser.add_argument(
+        "--steps", type=int, default=2, metavar="N", help="training steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tensor-bytes",
+        action="store_true",
+        help="with --on cpu: train once more, and count the bytes of the tensors alone",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file as well")
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    return list(dict.fromkeys(name for name in names if name)) or [text]
+
+
+def _check_writable(path: Path | None) -> None:
+    """Before a run of minutes, not after it."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"--json {path} is a directory: give the name of a file.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--json {path}: there is no directory {path.parent}, make it first.")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"--json {path}: the directory {path.parent} cannot be written to.")
+
+
+def _run(options: argparse.Namespace) -> list[Row]:
+    found: list[Row] = []
+    start = time.perf_counter()
+    for row in run(
+        options.models,
+        options.modes,
+        on=options.on,
+        batch=options.batch,
+        seq=options.seq,
+        steps=options.steps,
+        tensor_bytes=options.tensor_bytes,
+    ):
+        now = time.perf_counter()
+        peak = row.note if row.peak_bytes is None else format_bytes(row.peak_bytes)
+        print(f"{row.model}, {row.mode}: {peak} ({now - start:.1f} s)", file=sys.stderr, flush=True)
+        start = now
+        found.append(row)
+    return found
+
+
+def _table(rows: Sequence[Row], on: str) -> str:
+    text = cells(rows)
+    columns = [
+        Column(header, "right" if right else "left")
+        for header, right in zip(text.headers, text.right, strict=True)
+    ]
+    title = f"Peak memory of training on {device_name(on)} ({rows[0].source})"
+    return table(title, columns, text.rows, caption="\n".join(text.remarks))
+
+
+def _command(program: str, arguments: Sequence[str]) -> str:
+    """The command line for others: a file by its place in this directory, or by its name alone."""
+    shown = []
+    after_json = False
+    for argument in arguments:
+        option, equals, value = argument.partition("=")
+        if after_json:
+            argument = _without_machine(argument)
+        elif equals and option == "--json":
+            argument = f"--json={_without_machine(value)}"
+        after_json = argument == "--json"
+        shown.append(argument)
+    return " ".join([program, *map(shlex.quote, shown)])
+
+
+def _without_machine(file: str) -> str:
+    path = Path(os.path.normpath(Path.cwd() / file))
+    try:
+        return path.relative_to(Path.cwd()).as_posix()
+    except ValueError:
+        return path.name

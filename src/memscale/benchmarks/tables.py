@@ -1,0 +1,168 @@
+"""Results as tables in Markdown files.
+
+`python -m memscale.benchmarks.tables benchmarks/results/*.json --into README.md` writes them. A table goes between two comments, each alone on its line, the first with the name of the results' file:
+
+    <!-- table: rtx3090_plain -->
+    <!-- /table -->
+
+What was between them is replaced, so figures in the documentation are never typed. `--check` changes nothing
+and fails if something would change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from memscale.benchmarks.cells import cells
+from memscale.benchmarks.choices import unknown_name
+from memscale.benchmarks.results import Results, write_atomically
+from memscale.errors import ConfigError, MemScaleError
+
+__all__ = ["main", "markdown", "replace_tables"]
+
+_PROGRAM = "python -m memscale.benchmarks.tables"
+_OPEN = re.compile(r"<!-- table: *(.*?) *-->\s*")
+_CLOSE = re.compile(r"<!-- /table -->\s*")
+
+
+def markdown(results: Results) -> str:
+    """The table of these results, and below it what the figures are and the command that makes them.
+
+    Example:
+        >>> print(markdown(Results("python -m memscale.benchmarks", "2.13.0", "5.22.0", ())).splitlines()[0])
+        | model | params | batch × seq | mode | peak (GiB) |
+    """
+    text = cells(results.rows)
+    lines = [
+        _line(text.headers),
+        _line(["---:" if right else "---" for right in text.right]),
+        *map(_line, text.rows),
+        "",
+        *(f"{remark}  " for remark in text.remarks),  # two spaces: a line break in Markdown
+        f"Made by {_code(results.command)} (torch {results.torch}, transformers {results.transformers}).",
+    ]
+    return "\n".join(lines)
+
+
+def _line(texts: Sequence[str]) -> str:
+    return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
+
+
+def _code(text: str) -> str:
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
+
+
+def replace_tables(text: str, tables: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
+    """Put the tables between their markers.
+
+    Args:
+        text: A Markdown file.
+        tables: What goes between the markers of each name.
+
+    Returns:
+        The new text, and the names of the tables that changed.
+
+    Raises:
+        ConfigError: A marker names no table, is not closed, or is closed without being open.
+
+    Example:
+        >>> text, changed = replace_tables("<!-- table: a -->\\nold\\n<!-- /table -->\\n", {"a": "new"})
+        >>> text, changed
+        ('<!-- table: a -->\\n\\nnew\\n\\n<!-- /table -->\\n', ('a',))
+    """
+    newline = "\r\n" if "\r\n" in text else "\n"
+    new: list[str] = []
+    changed: list[str] = []
+    name: str | None = None
+    before: list[str] = []
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+        opened = _OPEN.fullmatch(line)
+        if opened:
+            if name is not None:
+                raise ConfigError(
+                    f"line {number}: the table {name!r} is still open; close it with <!-- /table -->."
+                )
+            name, before = opened[1], []
+            if name not in tables:
+                raise unknown_name("table", name, tables)
+            new.append(line)
+        elif _CLOSE.fullmatch(line):
+            if name is None:
+                raise ConfigError(f"line {number}: <!-- /table --> without a <!-- table: NAME --> above it.")
+            content = newline.join(["", *tables[name].split("\n"), "", ""])
+            if content != "".join(before):
+                changed.append(name)
+            new += [content, line]
+            name = None
+        else:
+            (new if name is None else before).append(line)
+    if name is not None:
+        raise ConfigError(f"the table {name!r} is not closed: write <!-- /table --> below it.")
+    return "".join(new), tuple(changed)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write, check or print the tables.
+
+    Returns:
+        0; 1 if `--check` found a table that is not up to date; 2 for what cannot be read or is not allowed.
+    """
+    parser = argparse.ArgumentParser(prog=_PROGRAM, description="Benchmark results as tables in Markdown.")
+    parser.add_argument(
+        "results",
+        nargs="+",
+        type=Path,
+        metavar="RESULTS.json",
+        help="written by python -m memscale.benchmarks",
+    )
+    parser.add_argument(
+        "--into",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE.md",
+        help="replace what is between <!-- table: NAME --> and <!-- /table -->, NAME being the name of a "
+        "results file without .json (default: print the tables)",
+    )
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if something would change")
+    options = parser.parse_args(argv)
+    if options.check and not options.into:
+        parser.error("--check needs --into: say which files to check")
+    try:
+        return _run(options.results, options.into, check=options.check)
+    except MemScaleError as error:
+        print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(files: Sequence[Path], into: Sequence[Path], *, check: bool) -> int:
+    tables: dict[str, str] = {}
+    for file in files:
+        if file.stem in tables:
+            raise ConfigError(f"{file}: there is another results file with the name {file.stem!r}.")
+        tables[file.stem] = markdown(Results.read(file))
+    if not into:
+        for name, text in tables.items():
+            print(f"<!-- table: {name} -->\n\n{text}\n\n<!-- /table -->\n")
+    stale = False
+    for file in into:
+        try:
+            # As bytes: reading as text would change the line ends.
+            old = file.read_bytes().decode("utf-8")
+            new, changed = replace_tables(old, tables)
+        except (OSError, UnicodeDecodeError, ConfigError) as error:
+            raise ConfigError(f"{file}: {error}") from None
+        for name in changed:
+            print(f"{file}: table {name} {'is not up to date' if check else 'written'}")
+        if changed and not check:
+            write_atomically(file, new)
+        stale = stale or bool(changed)
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,5 @@
+"""The decision engine: from a profile and a device to a plan, by rules, the same every time."""
+
+from memscale.engine.engine import decide
+
+__all__ = ["decide"]

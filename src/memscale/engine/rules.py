@@ -1,0 +1,93 @@
+"""The rules of the engine and their constants, in one readable place.
+
+| asked for | the point taken |
+|---|---|
+| CONSERVATIVE | the least peak whose step time is within 1.15 × of the fastest plan that fits |
+| BALANCED | the least product of peak and step time |
+| AGGRESSIVE | the least peak |
+| a memory budget | the fastest plan that fits it |
+
+A point that does not fit the device gives way to the fastest one that does; if none fits, to the smallest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memscale.config import OptimizationMode
+from memscale.engine.choices import Candidate
+from memscale.engine.timeline import Estimate
+from memscale.units import format_bytes
+
+CONSERVATIVE_TIME = 1.15
+
+
+@dataclass(frozen=True)
+class Point:
+    """A candidate and what it costs."""
+
+    candidate: Candidate
+    estimate: Estimate
+
+    @property
+    def cost(self) -> tuple[float, int]:
+        return self.estimate.seconds, self.estimate.peak_bytes
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The point taken, the rule that took it, and what the user should know of it."""
+
+    point: Point
+    rule: str
+    notes: tuple[str, ...] = ()
+
+
+def frontier(points: Sequence[Point]) -> tuple[Point, ...]:
+    """For each peak the least time: the points that no other beats in both, fastest first."""
+    best: list[Point] = []
+    for point in sorted(points, key=lambda each: each.cost):
+        if not best or point.estimate.peak_bytes < best[-1].estimate.peak_bytes:
+            best.append(point)
+    return tuple(best)
+
+
+def choose(
+    curve: Sequence[Point], mode: OptimizationMode, budget: int | None, capacity: int
+) -> Verdict:
+    """Take a point of the frontier."""
+    fitting = [point for point in curve if point.estimate.peak_bytes <= capacity]
+    smallest = curve[-1]
+    if not fitting:
+        needs = format_bytes(smallest.estimate.peak_bytes)
+        note = f"nothing fits: the smallest plan needs {needs}, the device has {format_bytes(capacity)}"
+        return Verdict(smallest, "smallest-plan", (note,))
+    if budget is not None:
+        within = [point for point in fitting if point.estimate.peak_bytes <= budget]
+        if within:
+            return Verdict(within[0], "budget-fastest")
+        needs = format_bytes(smallest.estimate.peak_bytes)
+        note = f"no plan fits the budget of {format_bytes(budget)}: the smallest needs {needs}"
+        return Verdict(smallest, "smallest-plan", (note,))
+    wanted, rule = _by_mode(curve, fitting, mode)
+    if wanted.estimate.peak_bytes <= capacity:
+        return Verdict(wanted, rule)
+    note = (
+        f"the {mode.value} point needs {format_bytes(wanted.estimate.peak_bytes)} and does not fit "
+        f"{format_bytes(capacity)}: the fastest plan that fits was taken"
+    )
+    return Verdict(fitting[0], "fastest-that-fits", (note,))
+
+
+def _by_mode(
+    curve: Sequence[Point], fitting: Sequence[Point], mode: OptimizationMode
+) -> tuple[Point, str]:
+    if mode is OptimizationMode.AGGRESSIVE:
+        return min(curve, key=lambda point: (point.estimate.peak_bytes, point.estimate.seconds)), "least-peak"
+    if mode is OptimizationMode.BALANCED:
+        product = min(curve, key=lambda point: point.estimate.peak_bytes * point.estimate.seconds)
+        return product, "least-peak-times-time"
+    limit = CONSERVATIVE_TIME * fitting[0].estimate.seconds
+    within = [point for point in fitting if point.estimate.seconds <= limit]
+    return min(within, key=lambda point: point.estimate.peak_bytes), "least-peak-within-1.15x"

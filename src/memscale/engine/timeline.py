@@ -1,0 +1,109 @@
+"""The memory of a step over time, as a function of the choices: forward up, backward down, optimizer step.
+
+An estimate for choosing; what the user is told is the peak of simulating the very plan with the very executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memscale.engine.choices import Candidate, Choice, called_blocks
+from memscale.engine.cost import Clock
+from memscale.profiler.profile import BlockProfile, ModelProfile
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a candidate costs.
+
+    Attributes:
+        peak_bytes: the most device memory in use at once.
+        saved_bytes: what forward leaves for backward.
+        seconds: predicted time of a step.
+    """
+
+    peak_bytes: int
+    saved_bytes: int
+    seconds: float
+
+
+def estimate(
+    profile: ModelProfile, candidate: Candidate, clock: Clock, optimizer_transient: int
+) -> Estimate:
+    """The timeline of one candidate, reduced to its peak."""
+    blocks = called_blocks(profile)
+    choices = candidate.choices
+    constant = profile.parameter_bytes + profile.optimizer_bytes + profile.resident_bytes
+    held = [_held(block, choice) for block, choice in zip(blocks, choices, strict=True)]
+    outputs = [_held_output(blocks, choices, index) for index in range(len(blocks))]
+    saved = profile.other_saved_bytes + sum(held) + sum(outputs)
+    peaks = [constant + saved + profile.tail_peak_bytes]
+    peaks += _forward_peaks(blocks, held, outputs, constant + profile.other_saved_bytes)
+    peaks += _backward_peaks(blocks, choices, held, outputs, constant + profile.other_saved_bytes)
+    peaks.append(constant + profile.gradient_bytes + optimizer_transient)
+    recompute = sum(
+        clock.recompute(block, choice.kept_flops)
+        for block, choice in zip(blocks, choices, strict=True)
+        if choice.recompute
+    )
+    return Estimate(max(peaks), saved, clock.step(profile) + recompute)
+
+
+def _held(block: BlockProfile, choice: Choice) -> int:
+    """What a block holds inside between forward and backward."""
+    return choice.kept_bytes * block.calls if choice.recompute else block.saved_bytes
+
+
+def _held_output(blocks: Sequence[BlockProfile], choices: Sequence[Choice], index: int) -> int:
+    """A block's output is held as the next one's input, unless the next one recomputes it."""
+    chained_away = index + 1 < len(choices) and choices[index + 1].chained
+    return 0 if chained_away else blocks[index].output_bytes
+
+
+def _forward_peaks(
+    blocks: Sequence[BlockProfile], held: Sequence[int], outputs: Sequence[int], start: int
+) -> list[int]:
+    peaks = []
+    now = start
+    for block, inside, output in zip(blocks, held, outputs, strict=True):
+        peaks.append(now + block.forward_peak_bytes)
+        now += inside + output
+    return peaks
+
+
+def _backward_peaks(
+    blocks: Sequence[BlockProfile],
+    choices: Sequence[Choice],
+    held: Sequence[int],
+    outputs: Sequence[int],
+    start: int,
+) -> list[int]:
+    peaks = []
+    gradients = 0
+    below = start + sum(held) + sum(outputs)
+    recomputed = 0  # what the segment that is running has recomputed and not yet used up
+    for index in reversed(range(len(blocks))):
+        block, choice = blocks[index], choices[index]
+        if choice.recompute and not recomputed:
+            recomputed = _segment_bytes(blocks, choices, index)
+        peaks.append(below + gradients + recomputed + block.backward_peak_bytes)
+        if choice.recompute:
+            own = block.saved_bytes - min(block.saved_bytes, held[index])
+            recomputed = max(0, recomputed - own - (block.output_bytes if choice.chained else 0))
+            if not choice.chained:
+                recomputed = 0
+        below -= held[index] + outputs[index]
+        gradients += block.gradient_bytes
+    return peaks
+
+
+def _segment_bytes(blocks: Sequence[BlockProfile], choices: Sequence[Choice], last: int) -> int:
+    """What recomputing a segment brings back: what its blocks save, and the tensors between them."""
+    total = 0
+    for index in range(last, -1, -1):
+        total += max(0, blocks[index].saved_bytes - choices[index].kept_bytes * blocks[index].calls)
+        if not choices[index].chained:
+            break
+        total += blocks[index].boundary_bytes
+    return total

@@ -1,0 +1,495 @@
+"""Find the blocks of a model: the repeated layers, and the odd ones beside them, by structure alone.
+
+A block is what a technique is put on: one module that is called as a whole, or a few neighbours in an
+`nn.Sequential`. No class of any model library is known here; what counts is how modules are nested.
+
+Note [Which level is the block]
+    Runs of like modules nest: experts in a layer, layers in a stage, stages in a network. A block should be
+    the level at which the model repeats itself.
+    - Members that are alike are blocks, whatever repeats inside them (Mixtral: the layer, not the expert).
+    - Members that differ and hold stacks of their own are stages; their inner layers are the blocks
+      (ResNet, U-Net).
+    - What inside a member looks like a run but is only the inside of a layer (two convolutions, three
+      linears) is not a stack: a stack is two members with two or more weight matrices each, or four
+      members of any kind.
+    - A module without a forward (ModuleList) is never called, so it is never a block; its children may be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
+from itertools import groupby
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+
+Role = Literal["repeated", "embedding", "head", "other"]
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_Children = list[tuple[str, nn.Module]]
+# Numbers that tell a layer its place; two layers that differ in nothing else are the same layer.
+_PLACE_NAMES = ("idx", "index", "layer_id", "layer_num", "layer_number")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One unit of a model that techniques are put on.
+
+    Attributes:
+        name: Dotted path of the module; for several neighbours in an `nn.Sequential`, a slice:
+            `"features[0:3]"`. The model itself is `""`.
+        container: Path of the list that holds it, or of the parent module.
+        members: Dotted paths of its modules, in call order: one, or several for a slice.
+        role: `"repeated"` for a layer of a stack, otherwise what the odd one is.
+        signature: Text that is equal for blocks equal in structure (classes, shapes, dtypes, trained or
+            frozen, settings), the same in every process.
+        parameter_names: The model's parameters that belong to this block, as `named_parameters()` calls
+            them. A tied parameter belongs to the first block that has it.
+    """
+
+    name: str
+    container: str
+    members: tuple[str, ...]
+    role: Role
+    signature: str
+    parameter_names: tuple[str, ...]
+
+
+def find_blocks(model: nn.Module) -> tuple[Block, ...]:
+    """Finds the blocks of a model, in the order of `named_modules()`.
+
+    Reads shapes only: parameters may be on the meta device, fake or not yet initialised.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        Blocks that share no parameter; a module in no block is a container of blocks, has no parameters,
+        or is never called. Empty for a model without parameters.
+
+    Example:
+        >>> from torch import nn
+        >>> layers = [nn.TransformerEncoderLayer(8, 2) for _ in range(2)]
+        >>> model = nn.Sequential(nn.Embedding(10, 8), *layers, nn.Linear(8, 10))
+        >>> [(block.name, block.role) for block in find_blocks(model)]
+        [('0', 'embedding'), ('1', 'repeated'), ('2', 'repeated'), ('3', 'head')]
+    """
+    found = _with_roles(_first_of_each(_open("", model)))
+
+    names: dict[str, list[str]] = {path: [] for item in found for path in item.paths}
+    for name, _ in model.named_parameters():
+        owner = next((path for path in _ancestors(name) if path in names), None)
+        if owner is not None:
+            names[owner].append(name)
+
+    return tuple(
+        Block(
+            name=item.name,
+            container=item.container,
+            members=item.paths,
+            role=item.role,
+            signature=_signature(item.modules, model.training),
+            parameter_names=tuple(name for path in item.paths for name in names[path]),
+        )
+        for item in found
+    )
+
+
+def leftover_parameters(model: nn.Module, blocks: Iterable[Block]) -> tuple[str, ...]:
+    """Names the parameters in no block.
+
+    They are owned directly by modules that contain blocks (a position table beside a stack) or by modules
+    that are never called (`nn.ParameterList`).
+
+    Args:
+        model: The model the blocks were found in.
+        blocks: What `find_blocks(model)` returned.
+
+    Returns:
+        Names as in `named_parameters()`, in that order.
+    """
+    owned = {name for block in blocks for name in block.parameter_names}
+    return tuple(name for name, _ in model.named_parameters() if name not in owned)
+
+
+def stacks(blocks: Iterable[Block]) -> tuple[tuple[Block, ...], ...]:
+    """Groups neighbouring repeated blocks of one container: the stacks of the model, in order.
+
+    Args:
+        blocks: What `find_blocks` returned.
+
+    Returns:
+        One tuple of blocks for each stack; blocks of other roles are left out.
+    """
+    runs = groupby(blocks, key=lambda block: (block.role == "repeated", block.container))
+    return tuple(tuple(run) for (repeated, _), run in runs if repeated)
+
+
+# The search --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A block before it has its signature and its parameters."""
+
+    name: str
+    container: str
+    paths: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+    role: Role = "other"
+    # One of several slices of a Sequential.
+    sliced: bool = False
+    # Repeated, but only as attributes side by side: see _settle_attributes.
+    guessed: bool = False
+
+    @property
+    def opens(self) -> bool:
+        """Whether the module around it is a mere container, because this is in it."""
+        return self.role == "repeated" or self.sliced
+
+
+def _single(path: str, module: nn.Module) -> _Found:
+    return _Found(path, path.rpartition(".")[0], (path,), (module,))
+
+
+def _open(path: str, module: nn.Module) -> list[_Found]:
+    """Finds the blocks of the model, which is a block itself only if there is nothing in it to find."""
+    found = _split(path, module, _size(module))
+    if any(item.opens for item in found):
+        return found
+    # A layer that torch brings calls its own children as it likes, or reads their weights only.
+    of_torch = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS)
+    if not found or of_torch:
+        return [_single(path, module)] if _has_parameters(module) and _is_called(module) else []
+    # A model that merely wraps another, such as a training harness, is opened with it.
+    inner = found[0]
+    if len(found) == len(inner.modules) == 1 and _size(inner.modules[0]) == _size(module):
+        return _open(inner.name, inner.modules[0])
+    return found
+
+
+def _walk(path: str, module: nn.Module, around: int) -> list[_Found]:
+    """Finds the blocks in a part of the model; a part without any is one block, if it is called.
+
+    Args:
+        path: Dotted path of the module.
+        module: Where to look.
+        around: Size of the module around it.
+    """
+    if not _has_parameters(module):
+        return []
+    found = _split(path, module, around)
+    if _is_called(module) and not any(item.opens for item in found):
+        return [_single(path, module)]
+    return found
+
+
+def _split(path: str, module: nn.Module, around: int) -> list[_Found]:
+    """Finds the blocks among the children of a module. See Note [Which level is the block]."""
+    children = [(_join(path, name), child) for name, child in _children(module)]
+    in_order = type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
+    simple = [in_order and _is_simple(child) for _, child in children]
+
+    size = _size(module)
+    # A list of one is a layer that is called many times, if the module around it is mostly that.
+    alone = len(children) == 1 and 2 * size > around
+    results: dict[str, list[_Found]] = {}
+    groups: dict[str, _Children] = {}
+    for (child_path, child), is_simple in zip(children, simple, strict=True):
+        if not is_simple:
+            results[child_path] = _walk(child_path, child, size)
+            if _has_parameters(child):
+                groups.setdefault(_class_name(child), []).append((child_path, child))
+    for group in groups.values():
+        if not isinstance(module, _CONTAINERS):
+            _settle_attributes(group, results)
+        elif not _is_called(group[0][1]):
+            _align(path, group, results)
+        elif _are_blocks(group, results, alone):
+            for child_path, child in group:
+                results[child_path] = [replace(_single(child_path, child), role="repeated")]
+
+    found: list[_Found] = []
+    for is_simple, run in groupby(range(len(children)), key=simple.__getitem__):
+        if is_simple:
+            found += _slices(path, children, list(run))
+        else:
+            found += (item for index in run for item in results[children[index][0]])
+    return found
+
+
+def _are_blocks(group: _Children, results: dict[str, list[_Found]], alone: bool) -> bool:
+    """Whether members of one class in a list are blocks, rather than what was found inside them."""
+    modules = [module for _, module in group]
+    nested = [_has_stack(results[path]) for path, _ in group]
+    if len(group) == 1:
+        return alone and not nested[0]
+    if _are_alike(modules):
+        return True
+    if type(modules[0]) is nn.Sequential:
+        return not any(nested)  # the class does not say that they are of a kind
+    return 2 * sum(nested) <= len(nested)
+
+
+def _settle_attributes(group: _Children, results: dict[str, list[_Found]]) -> None:
+    """Takes attributes such as down1, down2, down3 for blocks.
+
+    That is a guess: two of a class may be towers, so it takes three, each with two weights or more. It gives
+    way to any stack inside, and is not one to the module around: q, k and v with adapters look like it too.
+    """
+    if len(group) < 3 or not _is_called(group[0][1]) or type(group[0][1]) is nn.Sequential:
+        return
+    if all(_matrices(module) >= 2 and not _has_stack(results[path]) for path, module in group):
+        for path, module in group:
+            results[path] = [replace(_single(path, module), role="repeated", guessed=True)]
+
+
+def _align(container: str, rows: _Children, results: dict[str, list[_Found]]) -> None:
+    """Finds what repeats across lists in a list: `[[attention, mlp], [attention, mlp], ...]`."""
+    stacked = any(item.role == "repeated" and item.container == p for p, _ in rows for item in results[p])
+    if stacked and not _are_alike([row for _, row in rows]):
+        return  # each list is a stage with a stack of its own
+    columns: dict[tuple[str, str], _Children] = {}
+    inner: dict[str, list[_Found]] = {}
+    for path, row in rows:
+        for name, child in _children(row):
+            child_path = _join(path, name)
+            inner[child_path] = [
+                item for item in results[path] if f"{item.paths[0]}.".startswith(f"{child_path}.")
+            ]
+            if inner[child_path]:
+                columns.setdefault((name, _class_name(child)), []).append((child_path, child))
+    for column in columns.values():
+        if not _is_called(column[0][1]):
+            _align(container, column, inner)
+        elif _are_blocks(column, inner, alone=False):
+            for path, module in column:
+                inner[path] = [replace(_single(path, module), role="repeated", container=container)]
+    for path, row in rows:
+        results[path] = [item for name, _ in _children(row) for item in inner[_join(path, name)]]
+
+
+def _slices(path: str, children: _Children, run: list[int]) -> list[_Found]:
+    """Cuts neighbouring simple layers of a Sequential before each weight layer except the first."""
+    heavy = [index for index in run if _matrices(children[index][1])]
+    if not heavy:
+        return [_single(*children[index]) for index in run if _has_parameters(children[index][1])]
+    if len(heavy) == 1 and len(run) == len(children):
+        return []  # nothing to cut: the Sequential is the block
+    kinds = Counter(_class_name(children[index][1]) for index in heavy)
+    found = []
+    for first, start, stop in zip(heavy, [run[0], *heavy[1:]], [*heavy[1:], run[-1] + 1], strict=True):
+        item = _single(*children[first])
+        if stop - start > 1:
+            paths, modules = zip(*children[start:stop], strict=True)
+            item = _Found(f"{path}[{start}:{stop}]", path, paths, modules)
+        repeated = kinds[_class_name(children[first][1])] > 1
+        found.append(replace(item, role="repeated" if repeated else "other", sliced=len(heavy) > 1))
+    return found
+
+
+def _first_of_each(found: list[_Found]) -> list[_Found]:
+    """Drops what is only another name for modules that are in earlier blocks."""
+    seen: set[int] = set()
+    first = []
+    for item in found:
+        owners = {id(module) for module, _ in _owned(item)}
+        if not owners <= seen:
+            first.append(item)
+        seen |= owners
+    return first
+
+
+def _with_roles(found: list[_Found]) -> list[_Found]:
+    """Tells the embeddings and the head from the other blocks."""
+    found = [replace(item, role="embedding") if _mostly(item, _is_table) else item for item in found]
+    tables = {id(p) for item in found if item.role == "embedding" for _, p in _owned(item)}
+    for index, item in enumerate(found):
+        is_last = index == len(found) - 1 and (item.role == "other" or _breaks_pattern(found))
+        is_tied = item.role == "other" and any(id(p) in tables for _, p in _owned(item))
+        # Of few weights, or it would be a layer.
+        if (is_last or is_tied) and sum(map(_matrices, item.modules)) <= 3 and _mostly(item, _is_projection):
+            found[index] = replace(item, role="head")
+    # A slice whose only like has become the head repeats nothing.
+    repeated = Counter(item.container for item in found if item.role == "repeated")
+    return [
+        replace(item, role="other")
+        if item.sliced and item.role == "repeated" and repeated[item.container] == 1
+        else item
+        for item in found
+    ]
+
+
+def _breaks_pattern(found: list[_Found]) -> bool:
+    """Whether the last block is a slice unlike the one before: a last Linear without activation."""
+    if len(found) < 2 or not found[-1].sliced:
+        return False
+    before, last = ([type(module) for module in item.modules] for item in found[-2:])
+    return before != last
+
+
+# What is known about modules ---------------------------------------------------------------------
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    """Paths of the modules around a parameter, from its owner up to the model."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _class_name(value: object) -> str:
+    # By name: parametrized modules have a class of their own each, all of one name.
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Named children, a shared one under each of its names; parametrizations are part of the module."""
+    hidden = "parametrizations" if is_parametrized(module) else None
+    return [(name, m) for name, m in module._modules.items() if m is not None and name != hidden]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _is_simple(module: nn.Module) -> bool:
+    return _is_called(module) and not (_children(module) and _has_parameters(module))
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    return 1 if is_lazy(parameter) else parameter.numel()
+
+
+def _size(module: nn.Module) -> int:
+    return sum(map(_numel, module.parameters()))
+
+
+def _own_matrices(module: nn.Module) -> int:
+    if hasattr(module, "normalized_shape"):
+        return 0  # a norm over several dimensions has a weight of as many
+    # Until it has seen a batch, a lazy layer's weight has no dimensions; statistics tell a norm.
+    lazy_norm = any(buffer is not None and is_lazy(buffer) for buffer in module._buffers.values())
+    count = sum(
+        (name == "weight" and not lazy_norm) if is_lazy(parameter) else parameter.ndim >= 2
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    )
+    # The parts of a parametrized weight (direction and length, say) make one weight.
+    return min(count, 1) if isinstance(module, ParametrizationList) else count
+
+
+def _matrices(module: nn.Module) -> int:
+    """Counts weights of two or more dimensions: what tells a layer that computes from a norm."""
+    return sum(map(_own_matrices, module.modules()))
+
+
+def _is_table(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag)
+
+
+def _is_projection(module: nn.Module) -> bool:
+    """Whether a module is like Linear or Conv: one weight matrix, by that name."""
+    return "weight" in module._parameters and _own_matrices(module) == 1 and not _is_table(module)
+
+
+def _owned(item: _Found) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    """Yields each module in a block with each parameter that it owns directly."""
+    for module in (inner for member in item.modules for inner in member.modules()):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                yield module, parameter
+
+
+def _mostly(item: _Found, test: Callable[[nn.Module], bool]) -> bool:
+    """Whether most of a block's parameters are in modules that pass a test."""
+    sizes = [(test(module), _numel(parameter)) for module, parameter in _owned(item)]
+    return 2 * sum(size for passed, size in sizes if passed) > sum(size for _, size in sizes)
+
+
+def _has_stack(found: list[_Found]) -> bool:
+    """Whether a stack is among these. See Note [Which level is the block]."""
+    runs: dict[str, list[bool]] = {}
+    for item in found:
+        if item.role == "repeated" and not item.guessed:
+            runs.setdefault(item.container, []).append(sum(map(_matrices, item.modules)) >= 2)
+    return any(len(run) >= 4 or sum(run) >= 2 for run in runs.values())
+
+
+def _are_alike(modules: list[nn.Module]) -> bool:
+    """Whether modules have the same shapes for the most part; one layer in two may be of another kind."""
+    counts = Counter(_digest(module, settings=False) for module in modules)
+    return 2 * len(counts) <= len(modules) or 2 * max(counts.values()) > len(modules)
+
+
+# Signatures --------------------------------------------------------------------------------------
+
+
+def _hash(lines: Iterable[str]) -> str:
+    # Not hash(): that differs from process to process.
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+
+
+def _signature(modules: Iterable[nn.Module], training: bool) -> str:
+    # A block in another mode than its model (a frozen part, batch norm in eval) keeps other tensors.
+    return _hash(f"{m.training == training} {_digest(m, settings=True)}" for m in modules)
+
+
+def _digest(module: nn.Module, *, settings: bool) -> str:
+    """Digests the structure of a module, with or without its plain attributes."""
+    lines = [_class_name(module)]
+    if settings:
+        lines += [f"{name} = {_setting(value)}" for name, value in sorted(_attributes(module))]
+    for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+        lines += [f"{kind} {name}: {_tensor(t)}" for name, t in tensors.items() if t is not None]
+    for name, child in module._modules.items():
+        if child is not None:
+            same_mode = child.training == module.training
+            lines.append(f"child {name}: {same_mode} {_digest(child, settings=settings)}")
+    return _hash(lines)
+
+
+def _tensor(tensor: torch.Tensor) -> str:
+    shape = "lazy" if is_lazy(tensor) else tuple(tensor.shape)
+    return f"{shape} {tensor.dtype} {tensor.requires_grad}"
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
+    for name, value in vars(module).items():
+        is_place = type(value) is int and name.endswith(_PLACE_NAMES)
+        if not name.startswith("_") and name not in ("training", "forward") and not is_place:
+            yield name, value
+
+
+def _setting(value: object, depth: int = 3) -> str:
+    """Writes an attribute down, the same in every process; of an unknown object only its class."""
+    if isinstance(value, Enum):
+        return f"{_class_name(value)}.{value.name}"
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return _tensor(value)
+    if isinstance(value, partial):
+        return f"partial {_setting((value.func, value.args, value.keywords), depth - 1)}"
+    if isinstance(value, tuple | list | set | frozenset | dict) and depth and len(value) <= 64:
+        items: Iterable[object] = value.items() if isinstance(value, dict) else value
+        texts = [_setting(item, depth - 1) for item in items]
+        return f"{_class_name(value)} {texts if isinstance(value, tuple | list) else sorted(texts)}"
+    name = getattr(value, "__qualname__", None)  # of functions and classes: activations, mostly
+    return f"{getattr(value, '__module__', None)}.{name}" if isinstance(name, str) else _class_name(value)

@@ -1,0 +1,116 @@
+"""What a model needs, block by block: the profile that the engine decides on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from memscale.profiler.blocks import Role
+
+ProfileSource = Literal["static", "empirical", "hints"]
+
+
+@dataclass(frozen=True)
+class OpProfile:
+    """One operation of a block's forward that computes much (a product of matrices, attention, a convolution).
+
+    Attributes:
+        key: the overload and its number among the block's calls of it: ``"aten.addmm.default#3"``.
+        flops: floating-point operations of one call.
+        output_bytes: device memory of its result.
+    """
+
+    key: str
+    flops: int
+    output_bytes: int
+
+
+@dataclass(frozen=True)
+class BlockProfile:
+    """One block's needs in one training step; bytes are device memory as the allocator counts it.
+
+    Attributes:
+        name: the block's name in the model.
+        container: the list that holds it; blocks that may be chained share it.
+        members: paths of its modules.
+        role: a layer of a stack, or what else it is.
+        signature: equal for blocks of equal structure.
+        calls: how often forward calls it.
+        order: its place in the order of first calls; -1 if forward never calls it.
+        parameter_bytes: its parameters.
+        gradient_bytes: their gradients, of those that are trained.
+        optimizer_bytes: the state that Adam keeps for them.
+        saved_bytes: what its forward leaves for backward, all calls together, without its inputs and outputs.
+        boundary_bytes: its inputs that nothing else holds: the output of the block before it.
+        output_bytes: its outputs.
+        forward_peak_bytes: the most its forward has in use above what was there before it.
+        backward_peak_bytes: the most its backward has in use above what was there when it began.
+        forward_flops: floating-point operations of forward.
+        backward_flops: floating-point operations of backward.
+        forward_traffic: bytes that forward's operations read and write.
+        backward_traffic: bytes that backward's operations read and write.
+        has_own_checkpointing: the model recomputes this block by itself already.
+        ops: the operations worth keeping, if the block is recomputed.
+    """
+
+    name: str
+    container: str
+    members: tuple[str, ...]
+    role: Role
+    signature: str
+    calls: int
+    order: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    saved_bytes: int
+    boundary_bytes: int
+    output_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    forward_flops: int
+    backward_flops: int
+    forward_traffic: int
+    backward_traffic: int
+    has_own_checkpointing: bool
+    ops: tuple[OpProfile, ...]
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """A model's needs in one training step.
+
+    Attributes:
+        blocks: in model order.
+        source: how it was found: "static" (fake tensors), "empirical" (a real run) or "hints" (structure only).
+        reason: why that way.
+        batch: the batch it holds for, in words.
+        parameter_bytes: all parameters.
+        gradient_bytes: all gradients.
+        optimizer_bytes: all of Adam's state.
+        resident_bytes: what is there all the time besides: buffers, inputs, workspaces.
+        other_saved_bytes: what forward leaves for backward outside of the blocks.
+        tail_peak_bytes: the most in use between the last block's forward and its backward (head, loss), above
+            what was there after the last block's forward.
+        other_flops: floating-point operations of a step outside of the blocks.
+        other_traffic: bytes read and written outside of the blocks.
+        peak_bytes: the step's peak, as the profile's own run saw it; 0 if the run was of a shortened model.
+    """
+
+    blocks: tuple[BlockProfile, ...]
+    source: ProfileSource
+    reason: str
+    batch: str
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    resident_bytes: int
+    other_saved_bytes: int
+    tail_peak_bytes: int
+    other_flops: int
+    other_traffic: int
+    peak_bytes: int
+
+    def block(self, name: str) -> BlockProfile:
+        """One block by name."""
+        return next(block for block in self.blocks if block.name == name)

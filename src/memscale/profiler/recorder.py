@@ -1,0 +1,247 @@
+"""One recorded training step: what each block holds, computes and moves.
+
+The same recording works on fake tensors (static profile) and on real ones (empirical profile): it listens to the
+blocks' forward hooks, to every operation, and to the memory tracker, and knows in backward whose operation is
+running by autograd's sequence numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+from torch.utils.flop_counter import flop_registry
+
+from memscale.memory import _autograd
+from memscale.memory.tracker import MemoryTracker
+from memscale.profiler.profile import OpProfile
+from memscale.recompute._torch_private import LightDispatchMode
+from memscale.recompute.trees import Tree
+
+
+@dataclass
+class BlockRecord:
+    """What was seen of one block."""
+
+    calls: int = 0
+    order: int = -1
+    saved: int = 0
+    boundary: int = 0
+    output: int = 0
+    forward_peak: int = 0
+    backward_peak: int = 0
+    forward_flops: int = 0
+    backward_flops: int = 0
+    forward_traffic: int = 0
+    backward_traffic: int = 0
+    ops: list[OpProfile] = field(default_factory=list)
+
+
+@dataclass
+class StepRecord:
+    """What was seen of one step."""
+
+    blocks: dict[str, BlockRecord]
+    resident: int = 0  # bytes in use when forward began
+    saved_total: int = 0  # bytes in use at the end of forward, above that
+    tail_peak: int = 0
+    other_flops: int = 0
+    other_traffic: int = 0
+    peak: int = 0
+
+
+class _OpMode(LightDispatchMode):
+    """Sees every operation after the tracker has accounted for it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._recorder.saw(func, args, kwargs, result)
+        return result
+
+
+class Recorder:
+    """Listens to one forward and backward of a model."""
+
+    def __init__(self, tracker: MemoryTracker, device: torch.device) -> None:
+        self.step = StepRecord({})
+        self._tracker = tracker
+        self._device = device
+        self._running: list[str] = []
+        self._entered: list[tuple[int, int]] = []  # (tick, bytes in use) at each running block's entry
+        self._counts: list[dict[str, int]] = []
+        self._spans: list[tuple[int, str | None]] = []
+        self._outputs: set[int] = set()  # storages that a block has handed out
+        self._backward_start: dict[str, int] = {}
+        self._after_last_block = 0
+        self._tail_running = False
+
+    # ------------------------------------------------------------------ listening
+
+    @contextlib.contextmanager
+    def listening(self, blocks: Sequence[tuple[str, Sequence[nn.Module]]]) -> Iterator[None]:
+        """Record what runs inside; ``blocks`` are names and the modules of each, in call order."""
+        handles = []
+        for name, modules in blocks:
+            self.step.blocks[name] = BlockRecord()
+            first, last = modules[0], modules[-1]
+            handles.append(
+                first.register_forward_pre_hook(_Enter(self, name), with_kwargs=True, prepend=True)
+            )
+            handles.append(
+                last.register_forward_hook(_Leave(self, name), with_kwargs=True, always_call=True)
+            )
+        try:
+            with _OpMode(self):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def forward_begins(self) -> None:
+        self.step.resident = self._in_use()
+
+    def forward_ends(self) -> None:
+        self.step.saved_total = self._in_use() - self.step.resident
+
+    def step_ends(self) -> None:
+        self.step.peak = self._tracker.peak_bytes(self._device)
+
+    # ------------------------------------------------------------------ blocks
+
+    def enter(self, name: str, inputs: Any) -> None:
+        if _autograd.in_backward():
+            return  # the model recomputes this block by itself
+        record = self.step.blocks[name]
+        if record.order < 0:
+            record.order = sum(other.order >= 0 for other in self.step.blocks.values())
+        record.calls += 1
+        if record.calls == 1:
+            record.boundary = sum(
+                self._bytes_of(key) for key in _storages(inputs) if key in self._outputs
+            )
+        self._running.append(name)
+        self._counts.append({})
+        self._entered.append((self._tracker.clock, self._in_use()))
+        self._span()
+        self._tail_running = False
+
+    def leave(self, name: str, output: Any) -> None:
+        if _autograd.in_backward() or not self._running:
+            return
+        self._running.pop()
+        self._counts.pop()
+        tick, _ = self._entered.pop()
+        record = self.step.blocks[name]
+        outputs = _storages(output)
+        alive = self._tracker.alive_since(tick, self._device)
+        record.saved += sum(size for key, size in alive.items() if key not in outputs)
+        record.output = sum(self._bytes_of(key) for key in outputs)
+        self._outputs.update(outputs)
+        self._after_last_block = self._in_use()
+        self._tail_running = not self._running
+        self._span()
+
+    def _span(self) -> None:
+        name = self._running[-1] if self._running else None
+        self._spans.append((_autograd.next_sequence_number(), name))
+
+    # ------------------------------------------------------------------ operations
+
+    def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        backward = _autograd.in_backward()
+        name = self._block_in_backward() if backward else (self._running[-1] if self._running else None)
+        flops = _flops(func, args, kwargs, result)
+        traffic = 0 if _is_view(func) else _bytes((args, kwargs)) + _bytes(result)
+        in_use = self._in_use()
+        if name is None:
+            self.step.other_flops += flops
+            self.step.other_traffic += traffic
+            if self._tail_running:
+                self.step.tail_peak = max(self.step.tail_peak, in_use - self._after_last_block)
+            return
+        record = self.step.blocks[name]
+        if backward:
+            self._tail_running = False
+            start = self._backward_start.setdefault(name, in_use)
+            record.backward_peak = max(record.backward_peak, in_use - start)
+            record.backward_flops += flops
+            record.backward_traffic += traffic
+            return
+        record.forward_peak = max(record.forward_peak, in_use - self._entered[-1][1])
+        record.forward_flops += flops
+        record.forward_traffic += traffic
+        if flops and record.calls == 1:
+            overload = str(func)
+            number = self._counts[-1].get(overload, 0)
+            record.ops.append(OpProfile(f"{overload}#{number}", flops, _bytes(result)))
+        if record.calls == 1:
+            overload = str(func)
+            self._counts[-1][overload] = self._counts[-1].get(overload, 0) + 1
+
+    def _block_in_backward(self) -> str | None:
+        number = _autograd.running_sequence_number()
+        if number is None:
+            return None
+        position = bisect_right(self._spans, number, key=lambda span: span[0])
+        return self._spans[position - 1][1] if position else None
+
+    def _in_use(self) -> int:
+        return self._tracker.live_bytes(self._device)
+
+    def _bytes_of(self, key: int) -> int:
+        return self._tracker.bytes_of_storage(key)
+
+
+class _Enter:
+    """A forward pre-hook for one block."""
+
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder, self._name = recorder, name
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._recorder.enter(self._name, (args, kwargs))
+
+
+class _Leave:
+    """A forward hook for one block."""
+
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder, self._name = recorder, name
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._recorder.leave(self._name, output)
+
+
+def _storages(tree: Any) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in Tree.of(tree).tensors()}
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _is_view(func: Any) -> bool:
+    # A view's result shares memory with an argument and nothing is read or written.
+    return bool(func.is_view)
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    formula = flop_registry.get(func._overloadpacket)
+    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0

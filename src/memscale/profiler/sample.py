@@ -1,0 +1,121 @@
+"""The batch to plan for: what the user gave, or what the model itself hints at."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from memscale.errors import ProfileError
+
+HINT_LENGTH = 512
+HINT_BATCH = 1
+
+
+@dataclass(frozen=True)
+class Sample:
+    """How the model is called in training."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def describe(self) -> str:
+        """The shapes, in words.
+
+        >>> Sample((torch.zeros(2, 3),), {"labels": torch.zeros(2, dtype=torch.long)}).describe()
+        'float32[2, 3], labels=int64[2]'
+        """
+        parts = [_shape(value) for value in self.args]
+        parts += [f"{name}={_shape(value)}" for name, value in self.kwargs.items() if _has_tensor(value)]
+        return ", ".join(part for part in parts if part)
+
+    def shapes(self) -> tuple[Any, ...]:
+        """What two batches must share to be planned alike."""
+        leaves = _pytree.tree_leaves((self.args, self.kwargs))
+        return tuple(
+            (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, torch.Tensor) else None for leaf in leaves
+        )
+
+
+def sample_of(sample_input: Any) -> Sample:
+    """Turn what a user passes as ``sample_input`` into a call.
+
+    A tensor is the one argument, a tuple or list the positional ones, a mapping (a dict, Hugging Face's
+    ``BatchEncoding``) the keyword ones; a dataclass or an object with tensors as attributes is taken as keywords.
+    """
+    if isinstance(sample_input, Sample):
+        return sample_input
+    if isinstance(sample_input, torch.Tensor):
+        return Sample((sample_input,), {})
+    if isinstance(sample_input, Mapping):
+        return Sample((), _keywords(dict(sample_input)))
+    if hasattr(sample_input, "_asdict"):
+        return Sample(tuple(sample_input), {})
+    if isinstance(sample_input, (tuple, list)):
+        return Sample(tuple(sample_input), {})
+    attributes = _attributes(sample_input)
+    if attributes:
+        return Sample((), attributes)
+    raise ProfileError(
+        f"sample_input is a {type(sample_input).__name__} without tensors. Pass what you pass to the model: "
+        "a tensor, a tuple of positional arguments, a dict of keyword arguments, or the batch object itself."
+    )
+
+
+def hinted_sample(model: nn.Module) -> Sample | None:
+    """A batch of one from what the model says of itself, on the meta device; None if it says too little."""
+    config = getattr(model, "config", None)
+    main_input = getattr(model, "main_input_name", None)
+    if config is None or not isinstance(main_input, str):
+        return None
+    accepted = inspect.signature(type(model).forward).parameters
+    text = getattr(config, "text_config", config)
+    kwargs: dict[str, Any] = {}
+    if main_input == "input_ids" and hasattr(text, "vocab_size"):
+        length = min(HINT_LENGTH, int(getattr(text, "max_position_embeddings", HINT_LENGTH) or HINT_LENGTH))
+        ids = torch.zeros(HINT_BATCH, length, dtype=torch.long, device="meta")
+        kwargs["input_ids"] = ids
+        if "labels" in accepted:
+            kwargs["labels"] = ids
+        if "labels" not in accepted and getattr(config, "is_encoder_decoder", False):
+            kwargs["decoder_input_ids"] = ids
+    elif main_input == "pixel_values" and hasattr(config, "image_size"):
+        size = config.image_size
+        height, width = size if isinstance(size, (tuple, list)) else (size, size)
+        channels = int(getattr(config, "num_channels", 3))
+        kwargs["pixel_values"] = torch.zeros(HINT_BATCH, channels, height, width, device="meta")
+    else:
+        return None
+    return Sample((), kwargs)
+
+
+def _keywords(values: dict[Any, Any]) -> dict[str, Any]:
+    wrong = [key for key in values if not isinstance(key, str)]
+    if wrong:
+        raise ProfileError(
+            f"sample_input is a dict with the key {wrong[0]!r}; keys are the names of the model's arguments."
+        )
+    return values
+
+
+def _attributes(batch: Any) -> dict[str, Any]:
+    if is_dataclass(batch) and not isinstance(batch, type):
+        values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    else:
+        values = {name: value for name, value in getattr(batch, "__dict__", {}).items() if name[:1] != "_"}
+    return values if any(_has_tensor(value) for value in values.values()) else {}
+
+
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in _pytree.tree_leaves(value))
+
+
+def _shape(value: Any) -> str:
+    tensors = [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    texts = [f"{str(leaf.dtype)[6:]}{list(leaf.shape)}" for leaf in tensors]
+    return texts[0] if len(texts) == 1 else "(" + ", ".join(texts) + ")" if texts else ""

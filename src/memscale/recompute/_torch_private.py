@@ -1,0 +1,118 @@
+"""The private torch names that recomputation stands on, in one place.
+
+Tried on torch 2.13.0 (CPU). Each docstring says what happens on a torch that lacks the name behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "OUTSIDE_BACKWARD",
+    "LightDispatchMode",
+    "alias_below_autograd",
+    "at_end_of_backward",
+    "backward_keeps_graph",
+    "graph_task_id",
+    "hooks_are_allowed",
+    "running_node_name",
+    "surrounding_hooks",
+]
+
+OUTSIDE_BACKWARD = -1
+"""What `graph_task_id` says when no backward pass is running."""
+
+PackHook = Callable[[torch.Tensor], Any]
+UnpackHook = Callable[[Any], torch.Tensor]
+
+_C: Any = torch._C
+_autograd: Any = _C._autograd
+
+
+def graph_task_id() -> int:
+    """A number that each backward pass has for itself, or `OUTSIDE_BACKWARD`.
+
+    Without it (torch before 2.1) nothing works: two backward passes could not be told apart.
+    """
+    return cast(int, _C._current_graph_task_id())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call back when the backward pass that is running now has ended without an error.
+
+    Without it nothing works: what a backward pass has not used would live as long as its graph.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def backward_keeps_graph() -> bool:
+    """Whether the running backward pass was asked to keep its graph; yes, where that cannot be known.
+
+    Without it kept outputs live as long as their region.
+    """
+    if graph_task_id() == OUTSIDE_BACKWARD:
+        return True
+    ask = getattr(_autograd, "_get_current_graph_task_keep_graph", None)
+    return True if ask is None else cast(bool, ask())
+
+
+def surrounding_hooks() -> tuple[PackHook, UnpackHook] | None:
+    """The saved-tensor hooks that a tensor saved right here would go through.
+
+    Without it (torch before 2.8) a region inside a region holds its inputs itself: right, but dearer.
+    """
+    ask = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+    return None if ask is None else cast("tuple[PackHook, UnpackHook] | None", ask(False))
+
+
+def hooks_are_allowed() -> bool:
+    """False where torch refuses saved-tensor hooks, as it does under `torch.func` transforms.
+
+    Without it a region raises there, instead of running plainly.
+    """
+    ask = getattr(_autograd, "_saved_tensors_hooks_is_enabled", None)
+    return True if ask is None else cast(bool, ask())
+
+
+def alias_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
+    """A second tensor over the same memory and the same version counter, with no history.
+
+    Inside a dispatch mode the key that passes version counters on to aliases is switched off, so a plain
+    `detach()` there would not see later in-place changes. Without the guard nothing could safely be kept.
+    """
+    with _C._SetExcludeDispatchKeyGuard(_C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def running_node_name() -> str | None:
+    """The name of the backward node that is running, such as `AddmmBackward0`.
+
+    Without it error messages do not name the operation.
+    """
+    ask = getattr(_C, "_current_autograd_node", None)
+    node = None if ask is None else ask()
+    return None if node is None else str(node.name())
+
+
+class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
+    """A dispatch mode that does not pull in the compiler.
+
+    Torch hides the body of a mode from the compiler, and for that imports the whole of `torch._dynamo` when
+    the first operation runs: seconds, and a traceback that holds on to the caller's frames. Torch before 2.11
+    does not do that, and does not ask.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False

@@ -1,0 +1,184 @@
+"""Buffers that a forward pass changes: running statistics, moving averages, counters.
+
+Note [Buffers of a region]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+A recomputation must start from the buffers as the forward pass found them, and must not change the real ones
+a second time. So the forward pass copies buffers before it runs, and the recomputation runs with copies in
+place of the real ones: each module's `_buffers` dictionary is exchanged for another as long as it runs, and
+then put back, so that even a buffer that the function registers, replaces or deletes leaves no trace.
+
+Which buffers to copy? All of them would be safe and dear: a causal mask of a megabyte never changes. So it is
+learned, a module at a time and for training and evaluation apart, from what the first call does:
+
+- The first call copies every buffer and afterwards looks which modules changed theirs in place: a higher
+  version, or other values. The second is needed: batch norm writes its running statistics in a kernel that
+  raises no version. (One module's buffers stand or fall together. Batch norm is known by its class too: the
+  first values could be equal.)
+- Later calls copy the buffers of those modules only, besides the small ones, where a copy costs nothing.
+- Copies of what has not changed are dropped as soon as forward ends.
+- A buffer that forward replaced by another tensor needs no copy: the old tensor is still what it was.
+
+If a large buffer changes for the first time in a later call, its old value is lost: recomputing that call
+raises an error, and from then on the module is known. A buffer of which forward changed nothing must also
+stay as it is until the recomputation: a new tensor under its name is exchanged for the old one, a change in
+place raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from memscale.errors import RecomputeError
+
+__all__ = ["Buffers"]
+
+SMALL_BYTES = 64 * 1024
+"""A buffer up to this size is copied at every call, whether or not its module was seen to change any."""
+
+# Of each module, and of each value of `training`: does forward change its buffers?
+_changes: weakref.WeakKeyDictionary[nn.Module, dict[bool, bool]] = weakref.WeakKeyDictionary()
+
+
+class Buffers:
+    """The buffers of some modules, before a forward pass and after it. See Note [Buffers of a region]."""
+
+    __slots__ = ("_bare", "_owners")
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        with torch.no_grad():
+            copies: dict[int, torch.Tensor] = {}  # a buffer shared by two modules has one copy
+            self._owners = [
+                _Owner(module, dict(module._buffers), copies) for module in modules if _has_buffers(module)
+            ]
+        # Modules without a buffer may register one.
+        self._bare = [(module, dict(module._buffers)) for module in modules if not _has_buffers(module)]
+
+    def settle(self) -> None:
+        """Forward has run: learn which modules changed their buffers, and drop the other copies."""
+        for owner in self._owners:
+            owner.settle()
+        for module, before in self._bare:
+            if _has_buffers(module):
+                self._owners.append(_Owner(module, before, {}))
+        self._bare = []
+
+    @contextlib.contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Run with the buffers as forward found them, on copies; leave the real ones untouched.
+
+        Raises:
+            RecomputeError: A buffer's value at forward is not known any more.
+        """
+        copies: dict[int, torch.Tensor] = {}
+        with torch.no_grad():
+            exchanged = [(owner.module, owner.at_forward(copies)) for owner in self._owners]
+        real = [(module, module._buffers) for module, buffers in exchanged if buffers is not None]
+        try:
+            for module, buffers in exchanged:
+                if buffers is not None:
+                    module.__dict__["_buffers"] = buffers
+            yield
+        finally:
+            for module, original in real:
+                module.__dict__["_buffers"] = original
+
+
+class _Owner:
+    """One module's own buffers."""
+
+    __slots__ = ("before", "changed", "copies", "lost", "module", "training", "versions")
+
+    def __init__(
+        self, module: nn.Module, before: dict[str, torch.Tensor | None], copies: dict[int, torch.Tensor]
+    ) -> None:
+        self.module = module
+        self.training = module.training
+        self.before = before
+        self.versions = _versions(self.before)
+        self.changed = True  # until `settle` has looked
+        self.lost: str | None = None
+        known = _changes.get(module, {}).get(self.training)
+        self.copies = {
+            name: _copy(buffer, copies)
+            for name, buffer in self.before.items()
+            if buffer is not None and (known is not False or buffer.nbytes <= SMALL_BYTES)
+        }
+
+    def settle(self) -> None:
+        known = _changes.setdefault(self.module, {})
+        first_call = self.training not in known
+        in_place = [
+            name for name, version in _versions(self.before).items() if version != self.versions[name]
+        ]
+        if first_call and not in_place:
+            in_place = [name for name, copy in self.copies.items() if _differs(copy, self.before[name])]
+        known[self.training] = (
+            bool(in_place) or known.get(self.training, False) or _is_batch_norm(self.module)
+        )
+        self.changed = known[self.training] or not _same(self.before, self.module._buffers)
+        self.lost = next((name for name in in_place if name not in self.copies), None)
+        if not self.changed:
+            self.copies = {}
+
+    def at_forward(self, copies: dict[int, torch.Tensor]) -> dict[str, torch.Tensor | None] | None:
+        """What `_buffers` was, for a recomputation to change; None if the real ones will do."""
+        if self.lost is not None:
+            raise RecomputeError(
+                f"The buffer {self.lost!r} of {type(self.module).__name__} was changed in place by a forward "
+                "pass, for the first time after passes that left it alone, so its value before that is not "
+                "known and the pass cannot be recomputed exactly. Run the step again (the buffer is copied "
+                "from now on), or leave this module out of checkpointing."
+            )
+        if self.changed:
+            return {
+                name: _copy(self.copies[name], copies) if name in self.copies else buffer
+                for name, buffer in self.before.items()
+            }
+        for name, version in _versions(self.before).items():
+            if version != self.versions[name]:
+                raise RecomputeError(
+                    f"The buffer {name!r} of {type(self.module).__name__} was changed in place between "
+                    "forward and backward, so the forward pass cannot be recomputed. Change it after "
+                    "backward, or assign a new tensor instead. (Under DistributedDataParallel, two forward "
+                    "passes before one backward do this: pass broadcast_buffers=False.)"
+                )
+        return None if _same(self.before, self.module._buffers) else dict(self.before)
+
+
+def _has_buffers(module: nn.Module) -> bool:
+    buffers = module.__dict__.get("_buffers")  # a scripted module keeps its own elsewhere, out of reach
+    return bool(buffers) and any(buffer is not None for buffer in module._buffers.values())
+
+
+def _same(before: dict[str, torch.Tensor | None], now: dict[str, torch.Tensor | None]) -> bool:
+    return before.keys() == now.keys() and all(now[name] is buffer for name, buffer in before.items())
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, _NormBase) and module.training and module.track_running_stats
+
+
+def _versions(buffers: dict[str, torch.Tensor | None]) -> dict[str, int]:
+    return {
+        name: buffer._version
+        for name, buffer in buffers.items()
+        if buffer is not None and not buffer.is_inference()
+    }
+
+
+def _copy(buffer: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:
+    if id(buffer) not in copies:
+        copies[id(buffer)] = buffer.detach().clone()
+    return copies[id(buffer)]
+
+
+def _differs(copy: torch.Tensor, buffer: torch.Tensor | None) -> bool:
+    if type(buffer) is not torch.Tensor or buffer.is_meta:
+        return False  # a fake tensor has no values to look at
+    return copy.shape != buffer.shape or not torch.equal(copy, buffer)

@@ -1,0 +1,190 @@
+"""Keeping the outputs of chosen operations, so that a recomputation need not run them again.
+
+Note [Keeping outputs]
+~~~~~~~~~~~~~~~~~~~~~~
+A region that recomputes everything pays its whole forward again. Some outputs are dear to compute and cheap
+to keep (a matrix product, an attention); a `KeepPolicy` names them. In forward, a dispatch mode sees each
+operation after autograd has, and keeps a detached alias of what a named operation returns. In the
+recomputation another mode returns the kept output in place of running the operation: below autograd, so the
+graph, and what it saves, comes out as in forward.
+
+Operations are told apart by their overload and their place in the order of calls, which are the same both
+times. Not every operation can be kept; these are computed again, named or not:
+
+- An operation that changes an argument or returns an alias of one (views, `add_`, `out=`), by its schema:
+  there is nothing of its own to keep.
+- A cast (`aten._to_copy`): autocast caches casts of weights, so their number may differ from one call to the
+  next.
+- An output that was changed in place after it was kept (`relu_(linear(x))`): its version tells.
+
+An operation that draws random numbers may be kept. The random state it left behind is kept with it and set
+when it is skipped, so what comes after draws the same numbers.
+
+Kept outputs are never needed for a right result, only for a fast one. So each is given up as soon as a
+backward pass that frees the graph has used it; one that retains the graph leaves them for the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memscale.errors import ConfigError, ConfigTypeError, shown
+from memscale.recompute._torch_private import LightDispatchMode, alias_below_autograd, backward_keeps_graph
+from memscale.recompute.inputs import version_of
+from memscale.recompute.rng import RngState
+from memscale.recompute.trees import Tree
+
+__all__ = ["KeepPolicy", "Kept"]
+
+EVERY = -1
+
+
+@dataclass(frozen=True)
+class KeepPolicy:
+    """Which operations of a region to keep the outputs of.
+
+    Attributes:
+        ops: Operations as `"aten.addmm.default"`, every call of it in the region, or
+            `"aten.addmm.default#3"`, the fourth call of it (counted from 0). Which operations cannot be kept:
+            Note [Keeping outputs].
+
+    Example:
+        >>> KeepPolicy(("aten.addmm.default#0", "aten.mm.default"))
+        KeepPolicy(ops=('aten.addmm.default#0', 'aten.mm.default'))
+    """
+
+    ops: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ops, tuple) or not all(isinstance(op, str) for op in self.ops):
+            raise ConfigTypeError(
+                "KeepPolicy.ops must be a tuple of names such as ('aten.addmm.default',), not "
+                f"{shown(self.ops)}."
+            )
+        for op in self.ops:
+            name, sign, number = op.partition("#")
+            if name.count(".") != 2 or not all(name.split(".")) or (sign and not number.isdecimal()):
+                raise ConfigError(
+                    f"KeepPolicy.ops: {shown(op)} names no operation. Write namespace.operation.overload, "
+                    "such as 'aten.addmm.default', and '#3' behind it for the fourth call only."
+                )
+
+    def calls(self) -> Mapping[str, frozenset[int]]:
+        """Of each named operation, the calls to keep; `EVERY` among them for all."""
+        calls: dict[str, set[int]] = {}
+        for op in self.ops:
+            name, _, number = op.partition("#")
+            calls.setdefault(name, set()).add(int(number) if number else EVERY)
+        return {name: frozenset(numbers) for name, numbers in calls.items()}
+
+
+class Kept:
+    """The outputs kept for one region."""
+
+    def __init__(self, policy: KeepPolicy, device_types: Sequence[str]) -> None:
+        self._calls = policy.calls()
+        self._device_types = device_types
+        self._outputs: dict[tuple[str, int], _Output] = {}
+        self.recording = True
+
+    def forward_mode(self) -> LightDispatchMode:
+        return _Keep(self)
+
+    def recompute_mode(self) -> LightDispatchMode:
+        return _Replay(self)
+
+    def settle(self) -> None:
+        """Forward has run: drop what it changed in place."""
+        self._outputs = {call: output for call, output in self._outputs.items() if output.is_intact()}
+
+    def wants(self, name: str, number: int) -> bool:
+        numbers = self._calls.get(name, frozenset())
+        return number in numbers or EVERY in numbers
+
+    def names(self, name: str) -> bool:
+        return name in self._calls
+
+    def put(self, call: tuple[str, int], result: object, is_random: bool) -> None:
+        self._outputs[call] = _Output(result, RngState(self._device_types) if is_random else None)
+
+    def take(self, call: tuple[str, int]) -> _Output | None:
+        """The kept output of a call, if there is one and nobody has changed it since."""
+        output = self._outputs.get(call) if backward_keeps_graph() else self._outputs.pop(call, None)
+        return output if output is not None and output.is_intact() else None
+
+
+class _Output:
+    """What one call returned, and the random state it left behind."""
+
+    __slots__ = ("_rng", "_tree", "_versions")
+
+    def __init__(self, result: object, rng: RngState | None) -> None:
+        self._tree = Tree.of(result).map(torch.Tensor, alias_below_autograd)
+        self._versions = [version_of(tensor) for tensor in self._tree.tensors()]
+        self._rng = rng
+
+    def is_intact(self) -> bool:
+        return self._versions == [version_of(tensor) for tensor in self._tree.tensors()]
+
+    def give(self) -> Any:
+        if self._rng is not None:
+            self._rng.restore()
+        # Fresh aliases: autograd writes the history of the recomputation into what it is given.
+        return self._tree.map(torch.Tensor, alias_below_autograd).build()
+
+
+class _CountingMode(LightDispatchMode):
+    """Gives each call of a named operation that can be kept its number."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()
+        self.kept = kept
+        self._names: dict[Any, str | None] = {}
+        self._numbers: dict[str, int] = {}
+
+    def call_of(self, func: Any) -> tuple[str, int] | None:
+        if func not in self._names:
+            name = str(func)
+            self._names[func] = name if self.kept.names(name) and _can_be_kept(func) else None
+        known = self._names[func]
+        if known is None:
+            return None
+        number = self._numbers.get(known, 0)
+        self._numbers[known] = number + 1
+        return (known, number) if self.kept.wants(known, number) else None
+
+
+class _Keep(_CountingMode):
+    """Forward: keep what the named operations return."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.kept.recording:
+            call = self.call_of(func)
+            if call is not None:
+                self.kept.put(call, result, torch.Tag.nondeterministic_seeded in func.tags)
+        return result
+
+
+class _Replay(_CountingMode):
+    """Recomputation: return what was kept in place of running the operation."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        call = self.call_of(func)
+        output = None if call is None else self.kept.take(call)
+        return func(*args, **(kwargs or {})) if output is None else output.give()
+
+
+def _can_be_kept(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    if schema is None or str(func).startswith("aten._to_copy."):
+        return False
+    return all(value.alias_info is None for value in (*schema.arguments, *schema.returns))

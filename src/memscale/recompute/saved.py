@@ -1,0 +1,119 @@
+"""The tensors that a region's graph would have saved: what stands in for them, and what they looked like."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from memscale.errors import RecomputeError
+from memscale.recompute.inputs import version_of
+
+if TYPE_CHECKING:
+    from memscale.recompute.region import Region
+
+__all__ = ["CAUSES", "Holder", "Saved", "changed_parameter"]
+
+
+class Holder:
+    """What autograd saves in place of a tensor: empty, until a recomputation fills it for one backward pass.
+
+    The graph owns the holder, the holder owns the region, and nothing points back: when the graph goes, all
+    goes.
+    """
+
+    __slots__ = ("__weakref__", "_tensors", "index", "region")
+
+    def __init__(self, region: Region, index: int) -> None:
+        self.region = region
+        self.index = index
+        self._tensors: dict[int, tuple[torch.Tensor, int]] | None = None
+
+    def put(self, task: int, tensor: torch.Tensor) -> None:
+        if self._tensors is None:
+            self._tensors = {}
+        self._tensors[task] = (tensor, version_of(tensor))
+
+    def take(self, task: int) -> torch.Tensor | None:
+        """The tensor for a backward pass, if it is there; it is handed out once.
+
+        Raises:
+            RecomputeError: The region changed the tensor in place after autograd had saved it.
+        """
+        found = self._tensors.pop(task, None) if self._tensors else None
+        if found is None:
+            return None
+        tensor, version = found
+        if version_of(tensor) != version:
+            raise RecomputeError(
+                f"{_described(self.index, tensor)} was changed in place by the checkpointed region after an "
+                f"operation had saved it for backward: version {version} when it was saved, "
+                f"{version_of(tensor)} now. This fails without checkpointing too: use the out-of-place form "
+                "of the operation."
+            )
+        return tensor
+
+    def drop(self, task: int) -> None:
+        if self._tensors:
+            self._tensors.pop(task, None)
+
+
+class Saved:
+    """One tensor that forward would have saved: its holder, if the graph has it still, and its looks."""
+
+    __slots__ = ("_device", "_dtype", "_shape", "_version", "holder", "index")
+
+    def __init__(self, holder: Holder, tensor: torch.Tensor) -> None:
+        self.holder = weakref.ref(holder)
+        self.index = holder.index
+        self._shape = tensor.shape
+        self._dtype = tensor.dtype
+        self._device = tensor.device
+        self._version = version_of(tensor) if _is_weight(tensor) else None
+
+    def check(self, tensor: torch.Tensor, node: str | None) -> RecomputeError | None:
+        """What is wrong with the tensor that a recomputation saved in this place, if anything is."""
+        if (tensor.shape, tensor.dtype, tensor.device) != (self._shape, self._dtype, self._device):
+            made_by = tensor.grad_fn.name() if tensor.grad_fn is not None else None
+            return RecomputeError(
+                "Recomputing a checkpointed region gave another tensor than its forward pass: "
+                f"{_described(self.index, tensor)}{f', made by {made_by},' if made_by else ''} was expected "
+                f"to have shape {tuple(self._shape)}, {self._dtype}, "
+                f"{self._device}.{f' Backward was in {node}.' if node else ''}\n{CAUSES}"
+            )
+        if self._version is not None and self.holder() is not None and version_of(tensor) != self._version:
+            return changed_parameter(tensor, self._version)
+        return None
+
+
+CAUSES = (
+    "Likely causes: the function depends on something that changed since forward, such as a Python counter "
+    "or flag, Python's or NumPy's random numbers, a cache that it appends to (use_cache=True), or a global "
+    "setting. Make the function depend on its arguments, its modules and torch's random numbers only, or "
+    "leave this module out of checkpointing."
+)
+
+
+def changed_parameter(parameter: torch.Tensor, version: int) -> RecomputeError:
+    return RecomputeError(
+        f"A parameter (shape {tuple(parameter.shape)}, {parameter.dtype}) of a checkpointed region was "
+        f"changed in place since its forward pass: version {version} then, {version_of(parameter)} now. The "
+        "region would be recomputed with other weights than forward had. Call backward before "
+        "optimizer.step(), or run forward again after it."
+    )
+
+
+def _described(index: int, tensor: torch.Tensor) -> str:
+    return f"saved tensor {index} (shape {tuple(tensor.shape)}, {tensor.dtype}, {tensor.device})"
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter, or a view of one (`nn.Linear` saves its weight transposed).
+
+    Only of those can the version be compared with that at forward: of all else the recomputation makes new
+    tensors.
+    """
+    owner = tensor._base if tensor._is_view() else tensor
+    return isinstance(owner, nn.Parameter) or (owner is not None and owner.is_leaf and owner.requires_grad)

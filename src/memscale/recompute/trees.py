@@ -1,0 +1,86 @@
+"""Tensors inside arguments and results: in dicts, lists, tuples, dataclasses, and all that pytree knows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+__all__ = ["Tree"]
+
+
+class Tree:
+    """A nested value, taken apart so that its tensors can be replaced and the value built again.
+
+    Taking apart and building again make new containers; anything that is not a container is passed on as it
+    is. Hugging Face's outputs are registered with pytree. A dataclass that is not is opened here, field by
+    field.
+    """
+
+    __slots__ = ("_leaves", "_spec")
+
+    def __init__(self, leaves: list[Any], spec: pytree.TreeSpec) -> None:
+        self._leaves = leaves
+        self._spec = spec
+
+    @classmethod
+    def of(cls, value: object) -> Tree:
+        leaves, spec = pytree.tree_flatten(value)
+        return cls([_Record.of(leaf) if _is_record(leaf) else leaf for leaf in leaves], spec)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The tensors, in order, each as often as it occurs."""
+        for leaf in self._leaves:
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
+            elif isinstance(leaf, _Record):
+                yield from leaf.fields.tensors()
+
+    def map(self, of: type, change: Callable[[Any], object]) -> Tree:
+        """The same tree with every leaf of one type changed."""
+        leaves = [
+            change(leaf)
+            if isinstance(leaf, of)
+            else _Record(leaf.cls, leaf.fields.map(of, change), leaf.rest)
+            if isinstance(leaf, _Record)
+            else leaf
+            for leaf in self._leaves
+        ]
+        return Tree(leaves, self._spec)
+
+    def build(self) -> Any:
+        leaves = [leaf.build() if isinstance(leaf, _Record) else leaf for leaf in self._leaves]
+        return pytree.tree_unflatten(leaves, self._spec)
+
+
+class _Record:
+    """A dataclass instance, taken apart."""
+
+    __slots__ = ("cls", "fields", "rest")
+
+    def __init__(self, cls: type, fields: Tree, rest: dict[str, Any]) -> None:
+        self.cls = cls
+        self.fields = fields
+        self.rest = rest
+
+    @classmethod
+    def of(cls, value: Any) -> _Record:
+        names = {field.name for field in dataclasses.fields(value)}
+        fields = {name: getattr(value, name) for name in names if hasattr(value, name)}
+        rest = {name: v for name, v in getattr(value, "__dict__", {}).items() if name not in names}
+        return cls(type(value), Tree.of(fields), rest)
+
+    def build(self) -> Any:
+        value: Any = object.__new__(self.cls)
+        for name, field in {**self.fields.build(), **self.rest}.items():
+            object.__setattr__(value, name, field)  # as dataclasses do it: the class may be frozen
+        return value
+
+
+def _is_record(leaf: object) -> bool:
+    if isinstance(leaf, torch.Tensor) or not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return False
+    return not isinstance(leaf, (dict, list, tuple))  # those keep more than their fields: pass them on whole

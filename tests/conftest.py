@@ -1,0 +1,40 @@
+"""What every test stands on: no network, few threads, known seeds, quiet libraries."""
+
+import os
+
+# Before anything imports them: these libraries read their environment once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import random
+
+import hypothesis
+import pytest
+import torch
+
+torch.set_num_threads(min(2, torch.get_num_threads()))
+
+# No deadline: a first example pays for lazy imports, and a busy machine is not a bug.
+hypothesis.settings.register_profile("memscale", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("memscale-ci", deadline=None, print_blob=True, derandomize=True)
+hypothesis.settings.load_profile("memscale-ci" if os.environ.get("CI") else "memscale")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """Every test starts from the same random state, whatever ran before it."""
+    random.seed(0)
+    torch.manual_seed(0)
