@@ -2,14 +2,12 @@
 #
 #   PYTHON=python3.12        the interpreter .venv is made with (default: python3)
 #   TORCH="torch==2.9.0"     another torch than the default (tools/setup.sh says which one that is)
-#   TORCH_INDEX=URL          where the CPU build of torch is looked for; empty: only pip's own indexes
 #   VENV=.venv-2.9           another environment beside the first one
 #   JOBS=4                   test processes at a time
 #   PYTEST_ARGS="-k frozen"  more arguments for pytest; a path replaces the whole suite
 
 PYTHON ?=
 TORCH ?=
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VENV ?= .venv
 # A test process holds torch and transformers in memory, so four are enough on a large machine.
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ "$$n" -lt 4 ] && echo "$$n" || echo 4)
@@ -25,7 +23,6 @@ help: ## Show this list
 
 setup: export SETUP_PYTHON := $(PYTHON)
 setup: export SETUP_TORCH := $(TORCH)
-setup: export SETUP_TORCH_INDEX := $(TORCH_INDEX)
 setup: export SETUP_VENV := $(VENV)
 setup: ## Create or update .venv (the other commands do it by themselves)
 	@bash tools/setup.sh

@@ -11,7 +11,6 @@ default_torch="torch==2.13.0"
 extras="hf,rich,dev"
 requested_python=${SETUP_PYTHON:-}
 requested_torch=${SETUP_TORCH:-}
-torch_index=${SETUP_TORCH_INDEX:-}
 venv=${SETUP_VENV:-.venv}
 host_python=${requested_python:-python3}
 venv_python=$venv/bin/python
@@ -90,16 +89,8 @@ make_venv() {
     fi
 }
 
-# The CPU build is smaller than the default one by gigabytes; where its index does not answer, pip's own decide.
-torch_index_options() {
-    if [ -n "$torch_index" ] && "$venv_python" -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)' \
-        "$torch_index/torch/" 2>/dev/null; then
-        printf '%s\n' --extra-index-url "$torch_index"
-    fi
-}
-
 install_torch() {
-    local found="" options=()
+    local found=""
     # A torch that an earlier TORCH= put there is not kept once TORCH= is gone.
     if [ -z "$requested_torch" ] && { [ ! -f "$stamp" ] || grep -q '^torch default$' "$stamp"; } &&
         found=$(torch_version "$venv_python"); then
@@ -107,9 +98,8 @@ install_torch() {
         return
     fi
     printf 'torch %s\n' "${requested_torch:-default}" >"$stamp" # not yet a whole stamp
-    mapfile -t options < <(torch_index_options)
     say "installing ${requested_torch:-$default_torch} (the largest download; a few minutes on a slow line)"
-    pip_install "${options[@]}" "${requested_torch:-$default_torch}" ||
+    pip_install "${requested_torch:-$default_torch}" ||
         fail "pip could not install ${requested_torch:-$default_torch} for Python $(python_version "$venv_python") (see above)." \
             'Another version: make test TORCH="torch==X.Y.Z"; another Python: make test PYTHON=python3.11'
     found=$(torch_version "$venv_python") ||

@@ -1,1 +1,63 @@
-"""Fit PyTorch training into the memory you have."""
+"""Fit PyTorch training into the memory you have.
+
+    model = memscale.wrap(model)
+
+profiles the model, decides per layer which memory techniques to use, and attaches them; the training loop stays as
+it is, and ``memscale.detach(model)`` takes every trace away.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from memscale.version import __version__
+
+if TYPE_CHECKING:
+    from memscale.api import detach, optimize, plan, wrap
+    from memscale.config import AsyncOffloadConfig, Config, OptimizationMode
+    from memscale.errors import MemScaleError
+    from memscale.memory.tracker import MemoryTracker
+    from memscale.plan import Plan
+    from memscale.simulator import simulate
+
+# Where each public name lives. They are imported on first use, so that `import memscale` costs next to nothing.
+_HOMES = {
+    "AsyncOffloadConfig": "memscale.config",
+    "Config": "memscale.config",
+    "MemScaleError": "memscale.errors",
+    "MemoryTracker": "memscale.memory.tracker",
+    "OptimizationMode": "memscale.config",
+    "Plan": "memscale.plan",
+    "detach": "memscale.api",
+    "optimize": "memscale.api",
+    "plan": "memscale.api",
+    "simulate": "memscale.simulator",
+    "wrap": "memscale.api",
+}
+
+__all__ = [
+    "AsyncOffloadConfig",
+    "Config",
+    "MemScaleError",
+    "MemoryTracker",
+    "OptimizationMode",
+    "Plan",
+    "__version__",
+    "detach",
+    "optimize",
+    "plan",
+    "simulate",
+    "wrap",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'memscale' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,21 +1,49 @@
 """The plan: what the engine decided, as plain data.
 
-Left of the plan nothing touches the user's model; right of it nothing decides. A plan can be printed, compared,
-hashed, written to JSON and read back.
+Left of the plan nothing touches the user's model; right of it nothing decides. A plan can be printed,
+compared, hashed, written to JSON and read back.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+import math
+import re
+import sys
+import types
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from memscale.errors import PlanError
+from memscale.errors import PlanError, shown
+from memscale.units import format_bytes
+
+if TYPE_CHECKING:
+    from memscale.report import Terminal
+
+__all__ = [
+    "DECISION_SOURCES",
+    "PREDICTION_SOURCES",
+    "SCHEMA",
+    "Checkpointing",
+    "DecisionSource",
+    "FrontierPoint",
+    "LayerPlan",
+    "Plan",
+    "PredictionSource",
+]
 
 SCHEMA = 1
+"""The version of the JSON form; it changes with the fields."""
 
 DecisionSource = Literal["user_config", "ml", "rule", "rule_fallback"]
-DECISION_SOURCES: tuple[DecisionSource, ...] = ("user_config", "ml", "rule", "rule_fallback")
+DECISION_SOURCES: tuple[DecisionSource, ...] = get_args(DecisionSource)
+
+PredictionSource = Literal["simulated", "measured", "estimated"]
+PREDICTION_SOURCES: tuple[PredictionSource, ...] = get_args(PredictionSource)
 
 
 @dataclass(frozen=True)
@@ -23,8 +51,8 @@ class Checkpointing:
     """How a block is recomputed.
 
     Attributes:
-        keep: operations whose outputs are kept nevertheless, as ``"aten.addmm.default#3"`` (the fourth call of
-            that overload in the block) or ``"aten.addmm.default"`` (every call).
+        keep: operations whose outputs are kept nevertheless, as ``"aten.addmm.default#3"`` (the fourth call
+            of that overload in the block) or ``"aten.addmm.default"`` (every call).
         chained: the block's input is not kept either, but recomputed from the block before it.
     """
 
@@ -100,7 +128,7 @@ class Plan:
     host_bytes: int = 0
     disk_bytes: int = 0
     decision_source: DecisionSource = "rule"
-    prediction_source: str = "simulated"
+    prediction_source: PredictionSource = "simulated"
     notes: tuple[str, ...] = ()
     frontier: tuple[FrontierPoint, ...] = ()
 
@@ -112,5 +140,241 @@ class Plan:
         raise PlanError(f"The plan has no layer {name!r}; it has {[layer.name for layer in self.layers]}.")
 
     def to_json(self) -> str:
-        """The plan as JSON text, the same bytes for equal plans."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, sort_keys=True)
+        """The plan as JSON text, the same bytes for equal plans.
+
+        Raises:
+            PlanError: A number is not finite, which JSON cannot say.
+
+        Example:
+            >>> plan = Plan(layers=(LayerPlan("head", ("head",), (), "small", "nothing to gain"),))
+            >>> Plan.from_json(plan.to_json()) == plan
+            True
+        """
+        return json.dumps({"schema": SCHEMA, **_as_data(self, "plan")}, indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan back from what :meth:`to_json` wrote.
+
+        Raises:
+            PlanError: The text is not JSON, of another schema, or has a field that is missing, unknown or of
+                a wrong type; or two of its values contradict each other.
+        """
+        try:
+            data = json.loads(text, object_pairs_hook=_object)
+        except (TypeError, ValueError, RecursionError) as error:
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(
+                f"The plan is not JSON ({error}); it begins {shown(text, 40)}. Give Plan.from_json the whole "
+                "text that Plan.to_json returned."
+            ) from None
+        if not isinstance(data, dict):
+            raise PlanError(f"The plan must be a JSON object, not {shown(data)}. {_AGAIN}")
+        schema = data.pop("schema", None)
+        if type(schema) is not int or schema != SCHEMA:
+            raise PlanError(
+                f"The plan has schema {shown(schema)}, and this version of MemScale reads {SCHEMA}. {_AGAIN}"
+            )
+        plan: Plan = _build(cls, data, "plan")
+        _check(plan)
+        return plan
+
+    def explain(self, *, terminal: Terminal | None = None) -> str:
+        """The plan as a table that a person reads: what each layer gets and why, what it saves and costs.
+
+        Args:
+            terminal: What to write for; by default what `Terminal.detect` finds.
+        """
+        from memscale.report import Terminal, table
+        from memscale.report.text import clean, wrap
+
+        screen = terminal or Terminal.detect()
+        about = [self.device, f"mode {self.mode}", self.batch, f"numbers are {self.prediction_source}"]
+        title = f"Plan: {', '.join(text for text in about if text)}"
+        columns = ["layer", "technique", "why", "saves", "costs"]
+        parts = [table(title, columns, _layer_rows(self.layers), terminal=screen)]
+        columns = ["totals", "plain", "with this plan", "change"]
+        parts.append(table("", columns, _total_rows(self), terminal=screen))
+        if self.frontier:
+            rows = [(p.label, format_bytes(p.peak_bytes), _ratio(p.time_ratio)) for p in self.frontier]
+            parts.append(table("The trades found", ["plan", "peak", "step time"], rows, terminal=screen))
+        for note in self.notes:
+            parts.append(screen.show(wrap(f"Note: {clean(note)}", screen.width)))
+        return "\n".join(parts)
+
+    def __str__(self) -> str:
+        counts = Counter(name for layer in self.layers for name in layer.techniques)
+        done = ", ".join(f"{name} on {count}" for name, count in counts.items()) or "nothing on any"
+        return (
+            f"Plan for {self.device or 'an unnamed device'} ({self.mode}): {done} of {len(self.layers)} "
+            f"layers; peak {format_bytes(self.baseline_peak_bytes)} → "
+            f"{format_bytes(self.predicted_peak_bytes)}, step time {_ratio(self.predicted_time_ratio)} "
+            f"({self.prediction_source})"
+        )
+
+
+# JSON --------------------------------------------------------------------------------------------
+
+_AGAIN = "Make the plan again with memscale.plan(), or give the text as Plan.to_json wrote it."
+
+
+def _as_data(value: Any, where: str) -> Any:
+    if isinstance(value, tuple):
+        return [_as_data(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if not dataclasses.is_dataclass(value):
+        return value
+    data = {}
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name)
+        if field.type == "float":
+            # 1 and 1.0, and 0.0 and -0.0, are equal, and equal plans are the same bytes.
+            inner = float(inner) + 0.0
+            if not math.isfinite(inner):
+                raise PlanError(
+                    f"{where}.{field.name} is {inner}, which JSON cannot say. Give a finite number."
+                )
+        data[field.name] = _as_data(inner, f"{where}.{field.name}")
+    return data
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise PlanError(f"The plan has the field {shown(twice)} twice in one object. {_AGAIN}")
+    return data
+
+
+def _build(cls: type, data: object, where: str) -> Any:
+    """Make a dataclass from a JSON object that has exactly its fields."""
+    if not isinstance(data, dict):
+        raise PlanError(f"{where} must be an object, not {shown(data)}. {_AGAIN}")
+    hints = get_type_hints(cls)
+    unknown, missing = sorted(data.keys() - hints.keys()), sorted(hints.keys() - data.keys())
+    if unknown:
+        raise PlanError(
+            f"{where} has the unknown field {shown(unknown[0])}; it has {', '.join(hints)}. {_AGAIN}"
+        )
+    if missing:
+        raise PlanError(f"{where} lacks the field {missing[0]!r}. {_AGAIN}")
+    return cls(**{name: _read(hint, data[name], f"{where}.{name}") for name, hint in hints.items()})
+
+
+def _read(hint: Any, value: Any, where: str) -> Any:
+    """A JSON value as the type of the field that it is for."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is tuple:
+        if isinstance(value, list):
+            return tuple(_read(inner[0], item, f"{where}[{index}]") for index, item in enumerate(value))
+        wanted = "a list"
+    elif origin is Literal:
+        if isinstance(value, str) and value in inner:
+            return value
+        wanted = " or ".join(map(repr, inner))
+    elif origin in (Union, types.UnionType):
+        return None if value is None else _read(inner[0], value, where)
+    elif dataclasses.is_dataclass(hint):
+        return _build(hint, value, where)  # type: ignore[arg-type]  # a class: hints are
+    elif hint is float:
+        # JSON has one kind of number: a tool may have written 1.0 as 1.
+        if type(value) in (int, float) and abs(value) <= sys.float_info.max:
+            return float(value)
+        wanted = "a finite number"
+    else:
+        if type(value) is hint:
+            return value
+        wanted = {int: "a whole number", str: "a text", bool: "true or false"}[hint]
+    raise PlanError(f"{where} must be {wanted}, not {shown(value)}. {_AGAIN}")
+
+
+def _check(plan: Plan) -> None:
+    """Refuse a plan whose values contradict each other."""
+    seen = set()
+    for layer in plan.layers:
+        where = f"The layer {layer.name!r} of the plan"
+        if layer.name in seen:
+            raise PlanError(f"{where} is there twice. {_AGAIN}")
+        seen.add(layer.name)
+        if not layer.members:
+            raise PlanError(f"{where} has no members; it must name at least one module. {_AGAIN}")
+        if len(set(layer.techniques)) != len(layer.techniques):
+            raise PlanError(f"{where} names a technique twice: {layer.techniques}. {_AGAIN}")
+        if layer.checkpointing is not None and "checkpointing" not in layer.techniques:
+            raise PlanError(
+                f"{where} has settings for checkpointing, which is not among its techniques "
+                f"{layer.techniques}. {_AGAIN}"
+            )
+    for field in dataclasses.fields(plan):
+        value = getattr(plan, field.name)
+        if field.name.endswith("_bytes") and value < 0:
+            raise PlanError(f"plan.{field.name} is {value}; it must be 0 or more. {_AGAIN}")
+    if plan.predicted_time_ratio <= 0:
+        raise PlanError(
+            f"plan.predicted_time_ratio is {plan.predicted_time_ratio}; it must be above 0 (1.0 is the plain "
+            f"step). {_AGAIN}"
+        )
+
+
+# For a person ------------------------------------------------------------------------------------
+
+
+def _layer_rows(layers: Iterable[LayerPlan]) -> Iterator[tuple[str | None, ...]]:
+    """Rows of the table: neighbours that differ in nothing but a number in their names are one row."""
+    for _, run in groupby(layers, key=_likeness):
+        first, *others = group = list(run)
+        name = first.name or "(the model)"
+        saved = sum(layer.saved_bytes for layer in group)
+        seconds = sum(layer.extra_seconds for layer in group)
+        yield (
+            f"{name} … {others[-1].name} ×{len(group)}" if others else name,
+            "; ".join(_technique(technique, first) for technique in first.techniques) or None,
+            f"{first.rule}: {first.reason}" if first.rule else first.reason,
+            format_bytes(saved) if saved else None,
+            _seconds(seconds) if seconds else None,
+        )
+
+
+def _likeness(layer: LayerPlan) -> LayerPlan:
+    pattern = re.sub(r"\d+", "#", layer.name)
+    return dataclasses.replace(layer, name=pattern, members=("",) * len(layer.members))
+
+
+def _technique(name: str, layer: LayerPlan) -> str:
+    settings = layer.checkpointing
+    if name != "checkpointing" or settings is None:
+        return name
+    if settings.keep:
+        kept = ", ".join(op.removeprefix("aten.").replace(".default", "") for op in settings.keep)
+        name += f", keeps {kept if len(settings.keep) <= 3 else f'{len(settings.keep)} outputs'}"
+    return f"{name}, chained" if settings.chained else name
+
+
+def _total_rows(plan: Plan) -> Iterator[tuple[str, str | None, str | None, str | None]]:
+    for what, plain, planned in (
+        ("peak of device memory", plan.baseline_peak_bytes, plan.predicted_peak_bytes),
+        ("activations saved for backward", plan.baseline_saved_bytes, plan.predicted_saved_bytes),
+        ("host memory", 0, plan.host_bytes),
+        ("disk", 0, plan.disk_bytes),
+    ):
+        if plain or planned:
+            change = f"{100 * (planned - plain) / plain:+.1f}%" if plain else None
+            yield what, format_bytes(plain), format_bytes(planned), change
+    yield (
+        "step time",
+        _ratio(1.0),
+        _ratio(plan.predicted_time_ratio),
+        f"{100 * (plan.predicted_time_ratio - 1):+.1f}%",
+    )
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}×"
+
+
+def _seconds(value: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if abs(value) * factor >= 1:
+            return f"{value * factor:+.3g} {unit}"
+    return f"{value * 1e6:+.3g} µs"

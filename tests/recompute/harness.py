@@ -45,7 +45,7 @@ def train(
     steps: int = 3,
     backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
 ) -> list[torch.Tensor]:
-    """Everything a training run leaves behind, step by step: losses, gradients, buffers, weights, random state."""
+    """What a training run leaves behind: losses, gradients, buffers, weights, random states."""
     torch.manual_seed(7)
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

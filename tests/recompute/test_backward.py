@@ -1,4 +1,4 @@
-"""All the ways to call backward: twice, in part, doubly, nested, from inside a region, from another thread."""
+"""All the ways to call backward: twice, in part, doubly, nested, from inside a region, from a thread."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from recompute.harness import LiveBytes, Mlp, assert_same, flops, in_region, regions_alive, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memscale.recompute import run_region
+from recompute.harness import LiveBytes, Mlp, assert_same, flops, in_region, regions_alive, train
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 

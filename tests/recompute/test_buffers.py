@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from recompute.harness import Mlp, assert_same, in_region, regions_alive, train
 from torch import nn
 
 from memscale.errors import RecomputeError
 from memscale.recompute import buffers as buffers_module
+from recompute.harness import Mlp, assert_same, in_region, regions_alive, train
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 

@@ -1,4 +1,4 @@
-"""The recomputation finds what forward found: random state, autocast, flags, default device, attention kernels."""
+"""The recomputation finds what forward found: random state, autocast, flags, attention kernels."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from recompute.harness import LiveBytes, Mlp, assert_same, in_region, train
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memscale.recompute import KeepPolicy, run_region
+from recompute.harness import LiveBytes, Mlp, assert_same, in_region, train
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -54,10 +54,7 @@ class TestRandomState:
 
             torch.manual_seed(0)
             x = X.clone().requires_grad_()
-            if in_a_region:
-                out = run_region(function, (x,), {}, device_types=("xpu",))
-            else:
-                out = function(x)
+            out = run_region(function, (x,), {}, device_types=("xpu",)) if in_a_region else function(x)
             for generator in accelerator.generators:
                 torch.rand(3, generator=generator)  # the world moves on
             torch.rand(5)

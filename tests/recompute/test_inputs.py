@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from recompute.harness import LiveBytes, Mlp, assert_same, in_region
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from memscale.errors import RecomputeError
 from memscale.recompute import run_region
+from recompute.harness import LiveBytes, Mlp, assert_same, in_region
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 

@@ -178,5 +178,7 @@ def _remarks(rows: Sequence[Row], compared: bool) -> tuple[str, ...]:
             "Measured on the CPU: peak resident memory of a fresh process, above what it had after imports."
         )
     if compared:
-        said.append("Published: by the makers of memscale 1.1, another package, for an RTX 3090.")
+        said.append(
+            "Published: by the makers of memscale 1.1 (another package) for an RTX 3090; not measured here."
+        )
     return tuple(said)

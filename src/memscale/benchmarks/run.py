@@ -1,9 +1,9 @@
 """Running a case: on the virtual GPU, or on the CPU in a process of its own.
 
 Note [Which steps are run]
-Every case trains a model in fp32 with the default AdamW, in the loop of the tutorials: `loss = model(...).loss`,
-`loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. It takes two steps at least to see the peak: only
-in the second one are activations and optimizer state alive together.
+Every case trains a model in fp32 with the default AdamW, in the loop of the tutorials:
+`loss = model(...).loss`, `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. It takes two steps
+to see the peak: only in the second one are activations and optimizer state alive together.
 """
 
 from __future__ import annotations

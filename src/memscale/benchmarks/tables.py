@@ -1,6 +1,7 @@
 """Results as tables in Markdown files.
 
-`python -m memscale.benchmarks.tables benchmarks/results/*.json --into README.md` writes them. A table goes between two comments, each alone on its line, the first with the name of the results' file:
+`python -m memscale.benchmarks.tables benchmarks/results/*.json --into README.md` writes them. A table
+goes between two comments, each alone on its line, the first with the name of the results' file:
 
     <!-- table: rtx3090_plain -->
     <!-- /table -->

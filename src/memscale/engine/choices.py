@@ -32,6 +32,7 @@ class Choice:
 
 
 PLAIN = Choice()
+ODD_SHARE = 50  # odd blocks that hold less than a fiftieth of what the stacks hold are not worth a choice
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Candidate:
 
     label: str
     choices: tuple[Choice, ...]
+    is_full_checkpointing: bool = False  # every repeated block recomputed whole: what one would switch on by hand
 
 
 def called_blocks(profile: ModelProfile) -> tuple[BlockProfile, ...]:
@@ -83,6 +85,8 @@ def candidates(profile: ModelProfile) -> Iterator[Candidate]:
     yield Candidate("as it is", tuple(PLAIN for _ in blocks))
     repeated = [block for block in blocks if block.role == "repeated" and can_recompute(block)]
     odd = [block for block in blocks if block.role != "repeated" and can_recompute(block)]
+    if sum(block.saved_bytes for block in odd) * ODD_SHARE < sum(block.saved_bytes for block in repeated):
+        odd = []
     most_ops = max((len(worth_keeping(block)) for block in repeated), default=0)
     lengths = _segment_lengths(len(repeated)) if repeated else (1,)
     for with_odd in (False, True) if odd else (False,):
@@ -130,4 +134,5 @@ def _uniform(
         parts.append(f"keeping {kept_ops} of their products" + ("" if share == 1 else f" in {share:.0%}"))
     if with_odd and eligible:
         parts.append("odd blocks too")
-    return Candidate(", ".join(parts), tuple(choices))
+    full = length == 1 and kept_ops == 0 and not with_odd
+    return Candidate(", ".join(parts), tuple(choices), is_full_checkpointing=full)

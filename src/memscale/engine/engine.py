@@ -28,11 +28,11 @@ def decide(profile: ModelProfile, hardware: Hardware, config: Config) -> Plan:
     ]
     plain = points[0]
     curve = frontier(points)
-    verdict = _verdict(curve, points, hardware, config)
+    verdict = _verdict(points, hardware, config)
     ratio = verdict.point.estimate.seconds / plain.estimate.seconds if plain.estimate.seconds else 1.0
     return Plan(
         layers=_layers(profile, verdict, clock),
-        device=hardware.summary(),
+        device=hardware.device.describe(),
         mode=config.mode.value,
         batch=profile.batch,
         baseline_peak_bytes=plain.estimate.peak_bytes,
@@ -70,14 +70,12 @@ def _nothing(profile: ModelProfile) -> tuple[Candidate, ...]:
     return (Candidate("as it is", tuple(Choice() for _ in called_blocks(profile))),)
 
 
-def _verdict(
-    curve: tuple[Point, ...], points: list[Point], hardware: Hardware, config: Config
-) -> Verdict:
+def _verdict(points: list[Point], hardware: Hardware, config: Config) -> Verdict:
     capacity = hardware.device.total_bytes
     budget = config.memory_budget_bytes
     if config.memory_budget == "auto":
         budget = int(capacity * config.target_gpu_utilization)
-    verdict = choose(curve, config.mode, budget, capacity)
+    verdict = choose(points, config.mode, budget, capacity)
     if config.force_optimize and not any(choice.recompute for choice in verdict.point.candidate.choices):
         forced = [p for p in points if any(choice.recompute for choice in p.candidate.choices)]
         if forced:

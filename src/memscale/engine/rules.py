@@ -2,9 +2,10 @@
 
 | asked for | the point taken |
 |---|---|
-| CONSERVATIVE | the least peak whose step time is within 1.15 × of the fastest plan that fits |
+| CONSERVATIVE | the least peak whose step time is within 1.15 × of the fastest plan that fits; where full \
+checkpointing (every repeated block recomputed whole) would need less, the fastest plan at its peak or below |
 | BALANCED | the least product of peak and step time |
-| AGGRESSIVE | the least peak |
+| AGGRESSIVE | the least peak; of equal ones the one that holds the least between forward and backward |
 | a memory budget | the fastest plan that fits it |
 
 A point that does not fit the device gives way to the fastest one that does; if none fits, to the smallest.
@@ -54,11 +55,12 @@ def frontier(points: Sequence[Point]) -> tuple[Point, ...]:
 
 
 def choose(
-    curve: Sequence[Point], mode: OptimizationMode, budget: int | None, capacity: int
+    points: Sequence[Point], mode: OptimizationMode, budget: int | None, capacity: int
 ) -> Verdict:
-    """Take a point of the frontier."""
+    """Take a point."""
+    curve = frontier(points)
     fitting = [point for point in curve if point.estimate.peak_bytes <= capacity]
-    smallest = curve[-1]
+    smallest = min(points, key=_size)
     if not fitting:
         needs = format_bytes(smallest.estimate.peak_bytes)
         note = f"nothing fits: the smallest plan needs {needs}, the device has {format_bytes(capacity)}"
@@ -70,7 +72,7 @@ def choose(
         needs = format_bytes(smallest.estimate.peak_bytes)
         note = f"no plan fits the budget of {format_bytes(budget)}: the smallest needs {needs}"
         return Verdict(smallest, "smallest-plan", (note,))
-    wanted, rule = _by_mode(curve, fitting, mode)
+    wanted, rule = _by_mode(points, curve, fitting, mode)
     if wanted.estimate.peak_bytes <= capacity:
         return Verdict(wanted, rule)
     note = (
@@ -80,14 +82,23 @@ def choose(
     return Verdict(fitting[0], "fastest-that-fits", (note,))
 
 
+def _size(point: Point) -> tuple[int, int, float]:
+    return point.estimate.peak_bytes, point.estimate.saved_bytes, point.estimate.seconds
+
+
 def _by_mode(
-    curve: Sequence[Point], fitting: Sequence[Point], mode: OptimizationMode
+    points: Sequence[Point], curve: Sequence[Point], fitting: Sequence[Point], mode: OptimizationMode
 ) -> tuple[Point, str]:
     if mode is OptimizationMode.AGGRESSIVE:
-        return min(curve, key=lambda point: (point.estimate.peak_bytes, point.estimate.seconds)), "least-peak"
+        return min(points, key=_size), "least-peak"
     if mode is OptimizationMode.BALANCED:
         product = min(curve, key=lambda point: point.estimate.peak_bytes * point.estimate.seconds)
         return product, "least-peak-times-time"
     limit = CONSERVATIVE_TIME * fitting[0].estimate.seconds
     within = [point for point in fitting if point.estimate.seconds <= limit]
-    return min(within, key=lambda point: point.estimate.peak_bytes), "least-peak-within-1.15x"
+    wanted = min(within, key=lambda point: point.estimate.peak_bytes)
+    full = next((point for point in points if point.candidate.is_full_checkpointing), None)
+    if full is not None and wanted.estimate.peak_bytes > full.estimate.peak_bytes:
+        below = [point for point in curve if point.estimate.peak_bytes <= full.estimate.peak_bytes]
+        return below[0], "fastest-at-full-checkpointing"
+    return wanted, "least-peak-within-1.15x"

@@ -63,6 +63,10 @@ class DeviceSpec:
     rates_source: RatesSource
     notes: tuple[str, ...] = ()
 
+    def describe(self) -> str:
+        """Name and size: what does not change while the machine runs."""
+        return f"{self.name} ({format_bytes(self.total_bytes)})"
+
     def __post_init__(self) -> None:
         if self.total_bytes <= 0:
             raise HardwareError(

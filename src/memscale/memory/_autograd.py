@@ -5,12 +5,18 @@ Without them the tracker could not tell backward from forward, nor which module 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+
+graph_task = torch._C._current_graph_task_id
+OUTSIDE_BACKWARD = -1
 
 
 def in_backward() -> bool:
     """Is this thread running inside a backward pass?"""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(graph_task() != OUTSIDE_BACKWARD)
 
 
 def next_sequence_number() -> int:
@@ -19,9 +25,14 @@ def next_sequence_number() -> int:
 
 
 def running_sequence_number() -> int | None:
-    """The number of the node whose backward is running; leaves (AccumulateGrad) have none that means anything."""
+    """The number of the node whose backward is running; the nodes of leaves (AccumulateGrad) have none."""
     node = torch._C._current_autograd_node()
     if node is None:
         return None
     number = int(node._sequence_nr())
     return number if number < 1 << 62 else None
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call back once when the backward pass that is running has made all gradients; not if it fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]

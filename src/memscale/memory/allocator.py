@@ -135,7 +135,7 @@ class CachingAllocator:
         self._put(block)
 
     def empty_cache(self) -> None:
-        """Give back every segment that is wholly free, as CUDA does before it reports that it is out of memory."""
+        """Give back every segment that is wholly free, as CUDA does before it says that it is out of memory."""
         for blocks in self._free.values():
             for size, _, block in [entry for entry in blocks if not (entry[2].before or entry[2].after)]:
                 self._take(block)

@@ -6,6 +6,8 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 
 class Category(str, enum.Enum):
     """What a piece of memory is for."""
@@ -16,7 +18,9 @@ class Category(str, enum.Enum):
     OPTIMIZER = "optimizer state"
     ACTIVATIONS = "activations"  # made in forward, still there when backward begins
     INPUTS = "inputs"
-    TEMPORARY = "temporary"  # lives within a forward, a backward or a step
+    TEMPORARY = (
+        "temporary"  # everything else: scratch of a forward, a backward or a step, results that are kept
+    )
     WORKSPACE = "workspace"  # a library's scratch memory (cuBLAS)
 
     def __str__(self) -> str:
@@ -28,6 +32,7 @@ class Phase(str, enum.Enum):
 
     SETUP = "setup"
     FORWARD = "forward"
+    EVALUATION = "evaluation"  # a forward without gradients: nothing is kept for a backward
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
 
@@ -38,23 +43,23 @@ class Phase(str, enum.Enum):
 class Allocation:
     """One piece of memory from birth to death; times are ticks of the tracker's clock.
 
-    ``category`` is set once it is known (a tensor is known to be a gradient only when it has become one), and
-    then holds for the whole life of the piece.
+    ``category`` is set once it is known (a tensor is known to be a gradient only when it has become one), at
+    death at the latest, and then holds for the whole life of the piece.
     """
 
+    # ``op`` and ``dtype`` are turned into text only when somebody reads it: most pieces nobody asks about.
     __slots__ = ("born", "category", "device", "died", "dtype", "module", "nbytes", "op", "phase", "shape")
 
     def __init__(
         self,
-        *,
         nbytes: int,
         device: str,
         born: int,
         phase: Phase,
-        op: str,
+        op: object,
         module: str,
         shape: tuple[int, ...],
-        dtype: str,
+        dtype: torch.dtype,
     ) -> None:
         self.nbytes = nbytes
         self.device = device
@@ -70,16 +75,23 @@ class Allocation:
     def alive_at(self, tick: int) -> bool:
         return self.born <= tick and (self.died is None or self.died > tick)
 
+    def known_as(self) -> Category:
+        """What the piece is, as far as it is known now: what forward made may yet be an activation."""
+        if self.category is not None:
+            return self.category
+        return Category.ACTIVATIONS if self.phase is Phase.FORWARD else Category.TEMPORARY
+
     def describe(self) -> str:
         """One line for a person.
 
         >>> Allocation(nbytes=8, device="cpu", born=0, phase=Phase.FORWARD, op="aten.mul.Tensor",
-        ...            module="h.0.mlp", shape=(2,), dtype="float32").describe()
+        ...            module="h.0.mlp", shape=(2,), dtype=torch.float32).describe()
         'float32[2] by aten.mul.Tensor in h.0.mlp (forward)'
         """
+        dtype = str(self.dtype).removeprefix("torch.")
         shape = ", ".join(map(str, self.shape))
         where = f" in {self.module}" if self.module else ""
-        return f"{self.dtype}[{shape}] by {self.op}{where} ({self.phase})"
+        return f"{dtype}[{shape}] by {self.op}{where} ({self.phase})"
 
 
 @dataclass(frozen=True)
@@ -129,34 +141,14 @@ class Timeline:
         return tuple(map(sum, zip(*(values for _, values in self.series), strict=True)))
 
 
-def category_of(allocation: Allocation, marks: Sequence[Mark]) -> Category:
-    """What a piece is, with hindsight: what became known of it, else how long it lived."""
-    if allocation.category is not None:
-        return allocation.category
-    if allocation.phase is Phase.FORWARD:
-        for mark in marks:
-            if mark.tick > allocation.born:
-                # Alive when the next phase began: it was kept for that phase, which makes it an activation.
-                survives = allocation.died is None or allocation.died > mark.tick
-                return Category.ACTIVATIONS if survives else Category.TEMPORARY
-        return Category.ACTIVATIONS if allocation.died is None else Category.TEMPORARY
-    return Category.TEMPORARY
-
-
-def snapshot(
-    allocations: Iterable[Allocation], marks: Sequence[Mark], device: str, tick: int, top: int
-) -> Snapshot:
+def snapshot(pieces: Iterable[Allocation], device: str, tick: int, phase: Phase, top: int) -> Snapshot:
     """What was alive on ``device`` at ``tick``, the ``top`` largest pieces by name."""
-    alive = [piece for piece in allocations if piece.device == device and piece.alive_at(tick)]
+    alive = [piece for piece in pieces if piece.device == device and piece.alive_at(tick)]
     sums: dict[Category, int] = {}
     for piece in alive:
-        category = category_of(piece, marks)
+        category = piece.known_as()
         sums[category] = sums.get(category, 0) + piece.nbytes
     largest = sorted(alive, key=lambda piece: (-piece.nbytes, piece.born))[:top]
-    phase = Phase.SETUP
-    for mark in marks:
-        if mark.tick <= tick:
-            phase = mark.phase
     return Snapshot(
         device=device,
         tick=tick,
@@ -164,27 +156,30 @@ def snapshot(
         total=sum(sums.values()),
         by_category=tuple((category, sums[category]) for category in Category if category in sums),
         top=tuple(
-            TopTensor(piece.nbytes, category_of(piece, marks), piece.describe(), piece.module)
-            for piece in largest
+            TopTensor(piece.nbytes, piece.known_as(), piece.describe(), piece.module) for piece in largest
         ),
     )
 
 
-def timeline(allocations: Iterable[Allocation], marks: Sequence[Mark], device: str) -> Timeline:
-    """Bytes by category after every change on ``device``."""
+def timeline(pieces: Iterable[Allocation], marks: Sequence[Mark], device: str, since: int) -> Timeline:
+    """Bytes by category at ``since`` and after every change on ``device`` from then on."""
     changes: list[tuple[int, Category, int]] = []
-    for piece in allocations:
-        if piece.device != device:
+    now: dict[Category, int] = {}
+    for piece in pieces:
+        if piece.device != device or not piece.nbytes or (piece.died is not None and piece.died <= since):
             continue
-        category = category_of(piece, marks)
-        changes.append((piece.born, category, piece.nbytes))
+        category = piece.known_as()
+        now.setdefault(category, 0)
+        if piece.born <= since:
+            now[category] += piece.nbytes
+        else:
+            changes.append((piece.born, category, piece.nbytes))
         if piece.died is not None:
             changes.append((piece.died, category, -piece.nbytes))
     changes.sort(key=lambda change: change[0])
-    present = [category for category in Category if any(change[1] is category for change in changes)]
-    now = dict.fromkeys(present, 0)
-    ticks: list[int] = []
-    values: dict[Category, list[int]] = {category: [] for category in present}
+    present = [category for category in Category if category in now]
+    ticks = [since] if present else []
+    values = {category: [now[category]] for category in present}
     for tick, category, nbytes in changes:
         now[category] += nbytes
         ticks.append(tick)

@@ -1,1 +1,73 @@
-"""What a model needs: its blocks, and what each costs in memory and time."""
+"""What a model needs: its blocks, and the memory and computation of each in a training step."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from memscale.errors import ProfileError
+from memscale.profiler.blocks import Block, find_blocks
+from memscale.profiler.empirical import profile_empirical
+from memscale.profiler.profile import BlockProfile, ModelProfile, OpProfile
+from memscale.profiler.sample import Sample, hinted_sample, sample_of
+from memscale.profiler.static import profile_static
+
+__all__ = [
+    "Block",
+    "BlockProfile",
+    "ModelProfile",
+    "OpProfile",
+    "Sample",
+    "find_blocks",
+    "hinted_sample",
+    "profile_model",
+    "sample_of",
+]
+
+
+def profile_model(
+    model: nn.Module, sample: Sample, *, device: str, static: bool = True, empirical: bool = True
+) -> ModelProfile:
+    """Profile one training step: on fake tensors if possible, by a guarded real run if not.
+
+    Args:
+        model: the model; it is not changed.
+        sample: how it is called.
+        device: the device to account for: "cpu" or "vgpu".
+        static: try fake tensors first (``Config.use_static_profiling``).
+        empirical: fall back to a real run (``Config.use_empirical_fallback``).
+
+    Raises:
+        ProfileError: neither way worked, with the reasons.
+    """
+    why_not_static = "switched off by use_static_profiling=False"
+    if static:
+        try:
+            return profile_static(model, sample, device=device)
+        except Exception as error:
+            why_not_static = f"{type(error).__name__}: {_first_line(error)}"
+    if not empirical:
+        raise ProfileError(
+            f"{type(model).__name__} can't be profiled without running it ({why_not_static}), and a real run is "
+            "switched off by use_empirical_fallback=False. Check that sample_input is what the model takes in "
+            "training, or allow the fallback."
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ProfileError(
+            f"{type(model).__name__} can't be profiled without running it ({why_not_static}), and it can't be "
+            "run while its weights are on the meta device. Check sample_input, or materialise the model first."
+        )
+    try:
+        return profile_empirical(model, sample, reason=f"a real run, as fake tensors failed: {why_not_static}")
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ProfileError(
+            f"{type(model).__name__} does not run on the sample: {type(error).__name__}: {_first_line(error)}. "
+            f"The sample was: {sample.describe() or 'no tensors'}. Pass as sample_input what you pass to the "
+            "model in training."
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]

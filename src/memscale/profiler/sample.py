@@ -42,11 +42,12 @@ class Sample:
         )
 
 
-def sample_of(sample_input: Any) -> Sample:
+def sample_of(sample_input: Any, model: nn.Module | None = None) -> Sample:
     """Turn what a user passes as ``sample_input`` into a call.
 
     A tensor is the one argument, a tuple or list the positional ones, a mapping (a dict, Hugging Face's
     ``BatchEncoding``) the keyword ones; a dataclass or an object with tensors as attributes is taken as keywords.
+    Of a loader's ``(inputs, targets)`` as many are taken as the model's forward has room for.
     """
     if isinstance(sample_input, Sample):
         return sample_input
@@ -57,7 +58,7 @@ def sample_of(sample_input: Any) -> Sample:
     if hasattr(sample_input, "_asdict"):
         return Sample(tuple(sample_input), {})
     if isinstance(sample_input, (tuple, list)):
-        return Sample(tuple(sample_input), {})
+        return Sample(tuple(sample_input)[: _room(model)], {})
     attributes = _attributes(sample_input)
     if attributes:
         return Sample((), attributes)
@@ -92,6 +93,17 @@ def hinted_sample(model: nn.Module) -> Sample | None:
     else:
         return None
     return Sample((), kwargs)
+
+
+def _room(model: nn.Module | None) -> int | None:
+    """How many positional arguments the model's forward takes; None if any number."""
+    if model is None:
+        return None
+    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return None
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(kind in positional for kind in kinds)
 
 
 def _keywords(values: dict[Any, Any]) -> dict[str, Any]:

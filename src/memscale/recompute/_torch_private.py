@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "OUTSIDE_BACKWARD",
+    "Hooks",
     "LightDispatchMode",
     "alias_below_autograd",
     "at_end_of_backward",
@@ -28,6 +29,7 @@ OUTSIDE_BACKWARD = -1
 
 PackHook = Callable[[torch.Tensor], Any]
 UnpackHook = Callable[[Any], torch.Tensor]
+Hooks = tuple[PackHook, UnpackHook]
 
 _C: Any = torch._C
 _autograd: Any = _C._autograd
@@ -61,13 +63,13 @@ def backward_keeps_graph() -> bool:
     return True if ask is None else cast(bool, ask())
 
 
-def surrounding_hooks() -> tuple[PackHook, UnpackHook] | None:
+def surrounding_hooks() -> Hooks | None:
     """The saved-tensor hooks that a tensor saved right here would go through.
 
     Without it (torch before 2.8) a region inside a region holds its inputs itself: right, but dearer.
     """
     ask = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
-    return None if ask is None else cast("tuple[PackHook, UnpackHook] | None", ask(False))
+    return None if ask is None else cast("Hooks | None", ask(False))
 
 
 def hooks_are_allowed() -> bool:

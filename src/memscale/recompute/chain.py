@@ -18,6 +18,10 @@ out just the inputs that come from its own segment. A tensor from further back (
 decoder block takes, a skip connection of a U-Net) is kept: it is kept elsewhere anyway, and recomputing it
 from each of its users would cost a whole encoder each time.
 
+*Inside another region.* A region inside an outer one chains only to regions of the same run of the outer one.
+When that is recomputed, a tensor from outside it is no region's output any more; were it one in forward, the
+outer region would see another number of saved tensors the second time.
+
 *How long an output lives.* Until the last chained region that will ask for it, in this backward pass, has it;
 with one successor, which is the rule, that is at once. What nobody asks for is dropped at the end of the
 backward pass.
@@ -35,12 +39,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from memscale.recompute._torch_private import Hooks
 from memscale.recompute.inputs import Slot, version_of
 
 if TYPE_CHECKING:
     from memscale.recompute.region import Region
 
-__all__ = ["Link", "Segment", "links_to", "order_to_run", "remember"]
+__all__ = ["Link", "Segment", "Surroundings", "links_to", "no_links", "order_to_run", "remember"]
 
 _numbers = itertools.count()
 
@@ -60,8 +65,41 @@ class _Origin:
         self.index = index
         self.number = number
 
-    def region_of(self, tensor: torch.Tensor) -> Region | None:
-        return self._region() if version_of(tensor) == self._version else None
+    def region_of(self, tensor: torch.Tensor, surroundings: Surroundings) -> Region | None:
+        """The region, if it is alive and still stands for this tensor in these surroundings."""
+        region = self._region()
+        if region is None or version_of(tensor) != self._version:
+            return None
+        return region if region.surroundings.are(surroundings) else None
+
+
+class Surroundings:
+    """The saved-tensor hooks around a region, by which one run of an outer region is told from another."""
+
+    __slots__ = ("_hook",)
+
+    def __init__(self, hooks: Hooks | None) -> None:
+        # A bound method is made anew at every use; what it is bound to is what lasts.
+        hook = _NO_HOOKS if hooks is None else getattr(hooks[0], "__self__", hooks[0])
+        try:
+            self._hook: Callable[[], object] = weakref.ref(hook)  # weakly: it may be an outer region's
+        except TypeError:
+            self._hook = _nothing
+
+    def are(self, others: Surroundings) -> bool:
+        mine = self._hook()
+        return mine is not None and mine is others._hook()
+
+
+class _NoHooks:
+    """What is around a region that nothing is around."""
+
+
+_NO_HOOKS = _NoHooks()
+
+
+def _nothing() -> None:
+    return None
 
 
 _origins: MutableMapping[torch.Tensor, _Origin] = WeakTensorKeyDictionary()
@@ -77,13 +115,13 @@ def remember(region: Region, outputs: Iterable[torch.Tensor], inputs: Iterable[t
 
 
 def links_to(
-    tensors: Iterable[torch.Tensor],
+    tensors: Iterable[torch.Tensor], surroundings: Surroundings
 ) -> tuple[Segment | None, Callable[[torch.Tensor], Slot | None]]:
     """The segment to join for a region with these inputs, and the way to find an input's link into it."""
     origins: dict[int, tuple[_Origin, Region]] = {}
     for tensor in tensors:
         origin = _origins.get(tensor)
-        region = None if origin is None else origin.region_of(tensor)
+        region = None if origin is None else origin.region_of(tensor, surroundings)
         if origin is not None and region is not None:
             origins[id(tensor)] = (origin, region)
     if not origins:

@@ -28,7 +28,7 @@ def submodules(roots: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 class ModuleFlags:
-    """`training` of some modules, `requires_grad` of their parameters, and that these have not been changed."""
+    """`training` of some modules, `requires_grad` of their parameters, and the versions of these."""
 
     __slots__ = ("_modules", "_parameters", "_versions", "any_requires_grad", "device_types")
 
@@ -47,8 +47,8 @@ class ModuleFlags:
     def check_parameters(self) -> None:
         """To be called before the first recomputation of a backward pass.
 
-        An optimizer that steps inside backward (`register_post_accumulate_grad_hook`) changes a parameter when
-        nothing that depends on it is left to recompute, so such parameters are not looked at.
+        An optimizer that steps inside backward (`register_post_accumulate_grad_hook`) changes a parameter
+        when nothing that depends on it is left to recompute, so such parameters are not looked at.
 
         Raises:
             RecomputeError: A parameter was changed in place after the forward pass began.
@@ -100,10 +100,6 @@ class Conditions:
     def check_parameters(self) -> None:
         """Raise a `RecomputeError` if a parameter was changed since. See `ModuleFlags`."""
         self._flags.check_parameters()
-
-    @property
-    def device_types(self) -> Sequence[str]:
-        return self._device_types
 
     @contextlib.contextmanager
     def replay(self) -> Iterator[None]:

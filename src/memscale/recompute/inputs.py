@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memscale.errors import RecomputeError
-from memscale.recompute._torch_private import surrounding_hooks
+from memscale.recompute._torch_private import Hooks
 from memscale.recompute.trees import Tree
 
 __all__ = ["Inputs", "Slot", "version_of"]
@@ -33,10 +33,9 @@ class Inputs:
 
     __slots__ = ("_slots", "_tree")
 
-    def __init__(self, tree: Tree, find: Callable[[torch.Tensor], Slot | None]) -> None:
+    def __init__(self, tree: Tree, find: Callable[[torch.Tensor], Slot | None], hooks: Hooks | None) -> None:
         places: dict[int, _Place] = {}
         self._slots: list[Slot] = []
-        hooks = surrounding_hooks()
 
         def place(tensor: torch.Tensor) -> _Place:
             if id(tensor) not in places:
@@ -70,7 +69,7 @@ class _Place:
         self.index = index
 
 
-def _keep(tensor: torch.Tensor, position: int, hooks: tuple[Any, Any] | None) -> Slot:
+def _keep(tensor: torch.Tensor, position: int, hooks: Hooks | None) -> Slot:
     # Note [Inputs go through the surrounding hooks]
     # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     # To whatever surrounds a region, its inputs are what it saves for backward, so they go through the

@@ -42,9 +42,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memscale.errors import RecomputeError
 from memscale.recompute import rerun
-from memscale.recompute._torch_private import graph_task_id, hooks_are_allowed
+from memscale.recompute._torch_private import graph_task_id, hooks_are_allowed, surrounding_hooks
 from memscale.recompute.buffers import Buffers
-from memscale.recompute.chain import Link, Segment, links_to, no_links, remember
+from memscale.recompute.chain import Link, Segment, Surroundings, links_to, no_links, remember
 from memscale.recompute.conditions import Conditions, ModuleFlags, submodules
 from memscale.recompute.inputs import Inputs, version_of
 from memscale.recompute.keep import KeepPolicy, Kept
@@ -105,9 +105,17 @@ def run_region(
         return function(*args, **kwargs)
 
     types = {tensor.device.type for tensor in tensors}.union(device_types or ())
-    segment, find = links_to(tensors) if chain else (None, no_links)
+    hooks = surrounding_hooks()
+    surroundings = Surroundings(hooks)
+    segment, find = links_to(tensors, surroundings) if chain else (None, no_links)
     region = Region(
-        function, Inputs(tree, find), Conditions(flags, types), Buffers(inside), keep, segment or Segment()
+        function,
+        Inputs(tree, find, hooks),
+        Conditions(flags, types),
+        Buffers(inside),
+        None if keep is None else Kept(keep, sorted(types | flags.device_types)),
+        surroundings,
+        segment or Segment(),
     )
     versions = [version_of(tensor) for tensor in tensors]
     output: T = region.run_forward(args, kwargs)
@@ -133,14 +141,16 @@ class Region:
         inputs: Inputs,
         conditions: Conditions,
         buffers: Buffers,
-        keep: KeepPolicy | None,
+        kept: Kept | None,
+        surroundings: Surroundings,
         segment: Segment,
     ) -> None:
         self.function = function
         self.inputs = inputs
         self.conditions = conditions
         self.buffers = buffers
-        self.kept = None if keep is None else Kept(keep, conditions.device_types)
+        self.kept = kept
+        self.surroundings = surroundings
         self.segment = segment
         self.saved: list[Saved] = []
         self.is_settled = False

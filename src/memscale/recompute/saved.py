@@ -48,8 +48,8 @@ class Holder:
         tensor, version = found
         if version_of(tensor) != version:
             raise RecomputeError(
-                f"{_described(self.index, tensor)} was changed in place by the checkpointed region after an "
-                f"operation had saved it for backward: version {version} when it was saved, "
+                f"Saved tensor {self.index} ({_looks_of(tensor)}) was changed in place by the checkpointed "
+                f"region after an operation had saved it for backward: version {version} when it was saved, "
                 f"{version_of(tensor)} now. This fails without checkpointing too: use the out-of-place form "
                 "of the operation."
             )
@@ -63,7 +63,7 @@ class Holder:
 class Saved:
     """One tensor that forward would have saved: its holder, if the graph has it still, and its looks."""
 
-    __slots__ = ("_device", "_dtype", "_shape", "_version", "holder", "index")
+    __slots__ = ("_device", "_dtype", "_requires_grad", "_shape", "_version", "holder", "index")
 
     def __init__(self, holder: Holder, tensor: torch.Tensor) -> None:
         self.holder = weakref.ref(holder)
@@ -71,17 +71,24 @@ class Saved:
         self._shape = tensor.shape
         self._dtype = tensor.dtype
         self._device = tensor.device
+        self._requires_grad = tensor.requires_grad
         self._version = version_of(tensor) if _is_weight(tensor) else None
 
     def check(self, tensor: torch.Tensor, node: str | None) -> RecomputeError | None:
         """What is wrong with the tensor that a recomputation saved in this place, if anything is."""
-        if (tensor.shape, tensor.dtype, tensor.device) != (self._shape, self._dtype, self._device):
+        is_same = (
+            tensor.shape == self._shape
+            and tensor.dtype == self._dtype
+            and tensor.device == self._device
+            and tensor.requires_grad == self._requires_grad
+        )
+        if not is_same:
             made_by = tensor.grad_fn.name() if tensor.grad_fn is not None else None
+            expected = _looks(self._shape, self._dtype, self._device, self._requires_grad)
             return RecomputeError(
-                "Recomputing a checkpointed region gave another tensor than its forward pass: "
-                f"{_described(self.index, tensor)}{f', made by {made_by},' if made_by else ''} was expected "
-                f"to have shape {tuple(self._shape)}, {self._dtype}, "
-                f"{self._device}.{f' Backward was in {node}.' if node else ''}\n{CAUSES}"
+                "Recomputing a checkpointed region gave another tensor than its forward pass. It was to save "
+                f"tensor {self.index} with {expected}; it saved one with {_looks_of(tensor)}{f', made by {made_by}' if made_by else ''}."
+                f"{f' Backward was in {node}.' if node else ''}\n{CAUSES}"
             )
         if self._version is not None and self.holder() is not None and version_of(tensor) != self._version:
             return changed_parameter(tensor, self._version)
@@ -105,8 +112,12 @@ def changed_parameter(parameter: torch.Tensor, version: int) -> RecomputeError:
     )
 
 
-def _described(index: int, tensor: torch.Tensor) -> str:
-    return f"saved tensor {index} (shape {tuple(tensor.shape)}, {tensor.dtype}, {tensor.device})"
+def _looks(shape: torch.Size, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> str:
+    return f"shape {tuple(shape)}, {dtype}, {device}{'' if requires_grad else ', no gradient'}"
+
+
+def _looks_of(tensor: torch.Tensor) -> str:
+    return _looks(tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:

@@ -68,7 +68,7 @@ class DeviceTracker(MemoryTracker):
 
     def _put_aside(self, error: Exception) -> None:
         self._failure = error
-        for root in self._modules:
+        for root in self._running.roots:
             self._gradients.extend((parameter, parameter.grad) for parameter in root.parameters())
 
     def _nothing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,221 @@
+"""``wrap``, ``optimize``, ``detach`` and ``plan``: the thin surface over the corridor."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memscale.config import AsyncOffloadConfig, Config
+from memscale.errors import ProfileError, WrapError, WrapTypeError
+from memscale.executor import Executor
+from memscale.hardware import Hardware, detect, virtual_hardware
+from memscale.plan import Plan
+from memscale.planning import make_plan
+from memscale.profiler import hinted_sample, sample_of
+from memscale.replanning import FirstBatch
+from memscale.report.log import logger, speaking
+from memscale.report.wrapped import say_plan
+
+TargetT = TypeVar("TargetT")
+EXECUTOR = "_memscale_executor"
+
+
+def wrap(
+    target: TargetT,
+    config: Config | None = None,
+    sample_input: Any = None,
+    *,
+    optimizer: Optimizer | None = None,
+    async_offload: bool | None = None,
+    async_config: AsyncOffloadConfig | None = None,
+) -> TargetT:
+    """Make a model train in less memory; returns the same object.
+
+    Args:
+        target: any ``nn.Module``, or a Hugging Face ``Trainer``.
+        config: what to use and how far to go; the defaults of BALANCED if not given.
+        sample_input: a batch as the model is called with it: a tensor, a tuple, a dict or a batch object. Without
+            it the model's own hints are used, and the plan is made anew from the first training batch.
+        optimizer: the optimizer, if there is one already.
+        async_offload: overrides ``config.async_offload``.
+        async_config: overrides ``config.async_config``.
+
+    Raises:
+        WrapTypeError: ``target`` or another argument is of a wrong type.
+        WrapError: the model has no parameters.
+        ProfileError: the model does not run on ``sample_input``.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+        >>> wrap(model, Config(enable_logging=False), torch.ones(2, 4)) is model
+        True
+        >>> detach(model)
+    """
+    settings = _settings(config, async_offload, async_config)
+    _check_optimizer(optimizer)
+    if isinstance(target, nn.Module):
+        _wrap_module(target, settings, sample_input)
+        return target
+    if _is_trainer(target):
+        from memscale.integrations.huggingface import wrap_trainer
+
+        wrap_trainer(target, lambda model: _wrap_module(model, settings, sample_input))
+        return target
+    raise WrapTypeError(
+        f"memscale.wrap takes an nn.Module or a Hugging Face Trainer, got {_kind(target)}. "
+        "Pass the model itself, for example memscale.wrap(model)."
+    )
+
+
+def detach(model: Any) -> None:
+    """Take every trace of MemScale off a model (or a Trainer's model).
+
+    On a model that is not wrapped it logs a warning and does nothing.
+    """
+    if _is_trainer(model):
+        from memscale.integrations.huggingface import detach_trainer
+
+        detach_trainer(model, detach)
+        return
+    executor = vars(model).get(EXECUTOR) if isinstance(model, nn.Module) else None
+    if executor is None:
+        logger.warning("detach: %s is not wrapped, so that there is nothing to take off.", _kind(model))
+        return
+    executor.detach()
+
+
+@contextlib.contextmanager
+def optimize(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    config: Config | None = None,
+    sample_input: Any = None,
+) -> Iterator[Executor]:
+    """Wrap a model for the length of a block; it is detached at the end, also after an exception.
+
+    Example:
+        >>> model = nn.Linear(4, 1)
+        >>> with optimize(model, config=Config(enable_logging=False), sample_input=torch.ones(2, 4)) as executor:
+        ...     model(torch.ones(2, 4)).sum().backward()
+        >>> hasattr(model, "_memscale_executor")
+        False
+    """
+    if not isinstance(model, nn.Module):
+        raise WrapTypeError(f"memscale.optimize takes an nn.Module, got {_kind(model)}.")
+    wrap(model, config, sample_input, optimizer=optimizer)
+    executor: Executor = vars(model)[EXECUTOR]
+    try:
+        yield executor
+    finally:
+        if EXECUTOR in vars(model):  # the block may have detached it already
+            detach(model)
+
+
+def plan(
+    model: nn.Module,
+    sample_input: Any = None,
+    config: Config | None = None,
+    hardware: str | int | Hardware | None = None,
+) -> Plan:
+    """What ``wrap`` would do, with its predicted peak and step-time ratio; nothing is attached.
+
+    Args:
+        model: the model; its weights may be on the meta device.
+        sample_input: a batch, as for ``wrap``.
+        config: as for ``wrap``.
+        hardware: a GPU that is not there (``"RTX 3090"``), a size in bytes, or a ``Hardware``; the machine's own
+            device if not given.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4), 6)
+        >>> plan(model, torch.ones(32, 8, 64), hardware="RTX 3090").predicted_peak_bytes > 0
+        True
+    """
+    if not isinstance(model, nn.Module):
+        raise WrapTypeError(f"memscale.plan takes an nn.Module, got {_kind(model)}.")
+    settings = _settings(config, None, None)
+    return _plan(model, sample_input, settings, _hardware(model, hardware, settings))
+
+
+# ---------------------------------------------------------------------- the parts
+
+
+def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
+    if next(model.parameters(), None) is None:
+        raise WrapError(
+            f"{type(model).__name__} has no parameters, so that there is nothing to train. "
+            "Wrap the model that the optimizer steps."
+        )
+    before: Executor | None = vars(model).get(EXECUTOR)
+    hardware = _hardware(model, None, config)
+    decided = _plan(model, sample_input, config, hardware)
+    if before is not None:
+        before.detach()
+    executor = Executor(
+        model, decided, config, on_training_batch=FirstBatch(config) if sample_input is None else None
+    )
+    executor.attach()
+    with speaking(config) as log:
+        say_plan(log, decided, hardware)
+
+
+def _plan(model: nn.Module, sample_input: Any, config: Config, hardware: Hardware) -> Plan:
+    """Plan a model as it is without MemScale, whether or not it is wrapped now."""
+    executor: Executor | None = vars(model).get(EXECUTOR)
+    with executor.suspended() if executor is not None else contextlib.nullcontext():
+        if sample_input is not None:
+            return make_plan(model, sample_of(sample_input, model), config, hardware)
+        try:
+            return make_plan(model, hinted_sample(model), config, hardware)
+        except ProfileError:
+            # The model's hints were a guess of ours, and a wrong one.
+            return make_plan(model, None, config, hardware)
+
+
+def _hardware(model: nn.Module, hardware: str | int | Hardware | None, config: Config) -> Hardware:
+    if isinstance(hardware, Hardware):
+        return hardware
+    if hardware is not None:
+        return virtual_hardware(hardware)
+    devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
+    on = next(iter(devices), None)
+    return detect(on, offload_dir=config.offload_dir)
+
+
+def _settings(
+    config: Config | None, async_offload: bool | None, async_config: AsyncOffloadConfig | None
+) -> Config:
+    if config is None:
+        config = Config()
+    if not isinstance(config, Config):
+        hint = " Write memscale.Config(**your_dict)." if isinstance(config, dict) else ""
+        raise WrapTypeError(f"config must be a memscale.Config, got {_kind(config)}.{hint}")
+    if async_offload is not None:
+        config = config.replace(async_offload=async_offload)
+    if async_config is not None:
+        config = config.replace(async_config=async_config)
+    return config
+
+
+def _check_optimizer(optimizer: Optimizer | None) -> None:
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise WrapTypeError(f"optimizer must be a torch.optim.Optimizer, got {_kind(optimizer)}.")
+
+
+def _is_trainer(target: object) -> bool:
+    """A Hugging Face Trainer or something shaped like one: it holds a model and trains it."""
+    return (
+        not isinstance(target, (nn.Module, type))
+        and isinstance(getattr(target, "model", None), nn.Module)
+        and all(callable(getattr(target, name, None)) for name in ("train", "add_callback", "log"))
+    )
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"{type(value).__name__} ({str(value)[:60]!r})"

@@ -1,0 +1,7 @@
+"""Puts a plan on a model, and takes it off again."""
+
+from __future__ import annotations
+
+from memscale.executor.executor import EXECUTOR, Executor, TrainingBatch, executor_of
+
+__all__ = ["EXECUTOR", "Executor", "TrainingBatch", "executor_of"]

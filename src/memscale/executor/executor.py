@@ -1,0 +1,238 @@
+"""The executor: attaches what a plan says to a model's own modules, and undoes it exactly."""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.config import Config
+from memscale.errors import WrapError
+from memscale.executor.record import Record, WeakModule
+from memscale.executor.use_cache import no_cache_hooks
+from memscale.plan import LayerPlan, Plan
+from memscale.techniques import TECHNIQUES, Site
+from memscale.techniques.checkpointing import hold_place
+from memscale.techniques.forwards import ReplacedForward
+
+__all__ = ["EXECUTOR", "Executor", "TrainingBatch", "executor_of"]
+
+logger = logging.getLogger("memscale")
+
+EXECUTOR = "_memscale_executor"
+"""The attribute under which a wrapped model has its executor."""
+
+TrainingBatch = Callable[["Executor", tuple[Any, ...], dict[str, Any]], None]
+"""What is called before each forward pass in training: the executor, and the arguments of the call."""
+
+
+class Executor:
+    """A plan on a model.
+
+    The model has its executor as `model._memscale_executor`, in its `__dict__` and not as a submodule; the executor
+    refers to the model weakly. A `deepcopy` or unpickled copy of the model has an executor of its own.
+
+    Args:
+        model: The model that the plan was made for.
+        plan: What to do.
+        config: What the plan was made with, for whoever makes the next one. Only `enable_logging` is read here.
+        on_training_batch: Called before each forward pass of the model in training, as
+            `on_training_batch(executor, args, kwargs)`; it may call `replan`, and the pass that is about to begin
+            goes by the new plan. A copied or unpickled executor keeps it only if it is a function of a module
+            (others may hold on to the original model).
+
+    Example:
+        >>> from memscale.plan import LayerPlan, Plan
+        >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 2))
+        >>> plan = Plan((LayerPlan("0", ("0",), ("checkpointing",), "all", "as an example"),))
+        >>> executor = Executor(model, plan)
+        >>> executor.attach()
+        >>> model._memscale_executor is executor
+        True
+        >>> executor.detach()
+        >>> "forward" in vars(model[0])
+        False
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        config: Config | None = None,
+        *,
+        on_training_batch: TrainingBatch | None = None,
+    ) -> None:
+        self._model = WeakModule(model)
+        self._plan = plan
+        self.config = config
+        self._on_training_batch = on_training_batch
+        self._attached = False
+        self._surroundings = Record()
+        self._techniques = Record()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model; it is not kept alive by its executor."""
+        model = self._model()
+        if model is None:
+            raise WrapError("The model of this executor is gone: nothing else referred to it any more.")
+        return model
+
+    @property
+    def plan(self) -> Plan:
+        """What is attached, or is to be."""
+        return self._plan
+
+    @property
+    def attached(self) -> bool:
+        """Whether the plan is on the model."""
+        return self._attached
+
+    @property
+    def on_training_batch(self) -> TrainingBatch | None:
+        """What is called before each forward pass in training. Without it the model has no hook for it."""
+        return self._on_training_batch
+
+    @on_training_batch.setter
+    def on_training_batch(self, callback: TrainingBatch | None) -> None:
+        had_one, self._on_training_batch = self._on_training_batch is not None, callback
+        if self._attached and had_one != (callback is not None):
+            self._surroundings.undo()
+            self._attach_surroundings(self.model)
+
+    def attach(self) -> None:
+        """Put the plan on the model; if that fails, the model is as it was before.
+
+        Raises:
+            WrapError: The plan does not fit the model, or the model is wrapped already.
+        """
+        model = self.model
+        if EXECUTOR in vars(model):
+            raise WrapError(
+                "The model already has an executor. Take that off first with memscale.detach(model), or give it "
+                "another plan with model._memscale_executor.replan(plan)."
+            )
+        try:
+            self._attach_surroundings(model)
+            self._attach_techniques(model, self._plan)
+        except BaseException:
+            self._undo()
+            raise
+        self._attached = True
+
+    def detach(self) -> None:
+        """Undo every change, in reverse; does nothing if the plan is not attached."""
+        self._attached = False
+        self._undo()
+
+    def replan(self, plan: Plan) -> None:
+        """Replace the plan by another; if that fails, the model has the old one.
+
+        Raises:
+            WrapError: The plan does not fit the model, or no plan is attached.
+        """
+        if not self._attached:
+            raise WrapError("Only an attached executor can be given another plan; attach it first.")
+        model = self.model
+        self._techniques.undo()
+        try:
+            self._attach_techniques(model, plan)
+        except BaseException:
+            self._techniques.undo()
+            self._attach_techniques(model, self._plan)
+            raise
+        self._plan = plan
+
+    def _attach_surroundings(self, model: nn.Module) -> None:
+        """What every wrapped model has, whatever the plan."""
+        record = self._surroundings
+        record.set_attribute(model, EXECUTOR, self)
+        for module, hook in no_cache_hooks(model, logs=self._logs):
+            record.add_forward_pre_hook(module, hook)
+        if self._on_training_batch is not None:
+            record.add_forward_pre_hook(model, _before_forward)
+
+    def _attach_techniques(self, model: nn.Module, plan: Plan) -> None:
+        record = self._techniques
+        for layer in plan.layers:
+            site = Site(model, layer, tuple(_find(model, layer, member) for member in layer.members))
+            for name in layer.techniques:
+                technique = TECHNIQUES.get(name)
+                if technique is None:
+                    raise WrapError(
+                        f"The plan wants {name!r} on the layer {layer.name!r}; this version of MemScale has "
+                        f"{', '.join(TECHNIQUES)}. Make the plan with the version that is to attach it."
+                    )
+                objection = technique.objection(site)
+                if objection is None:
+                    technique.attach(site, record)
+                elif self._logs:
+                    logger.warning("%s is not put on %s: %s.", name, layer.name or "the model", objection)
+        if self._on_training_batch is not None:
+            hold_place(model, record)
+        for forward in record.forwards():
+            forward.belongs_to(model)
+
+    def _undo(self) -> None:
+        try:
+            self._techniques.undo()
+        finally:
+            self._surroundings.undo()
+
+    @property
+    def _logs(self) -> bool:
+        return self.config is None or self.config.enable_logging
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**vars(self), "_model": self._model()}
+        if not _is_of_a_module(self._on_training_batch):
+            state["_on_training_batch"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        model = state["_model"]
+        vars(self).update(state, _model=WeakModule(model))
+        for forward in self._techniques.forwards():
+            forward.belongs_to(model)
+
+    def __repr__(self) -> str:
+        return f"<Executor ({'attached' if self._attached else 'not attached'}): {self._plan}>"
+
+
+def executor_of(model: nn.Module) -> Executor | None:
+    """The executor of a wrapped model; None if it is not wrapped."""
+    found = vars(model).get(EXECUTOR)
+    return found if isinstance(found, Executor) else None
+
+
+def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # A function, which finds its executor by the model: it is the same for a copy of the model.
+    executor = executor_of(model)
+    callback = None if executor is None else executor.on_training_batch
+    if executor is None or callback is None or not (model.training and torch.is_grad_enabled()):
+        return
+    looked_up = vars(model).get("forward")
+    callback(executor, args, kwargs)
+    if isinstance(looked_up, ReplacedForward) and vars(model).get("forward") is not looked_up:
+        looked_up.pass_on(model.forward)
+
+
+def _find(model: nn.Module, layer: LayerPlan, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        raise WrapError(
+            f"The plan's layer {layer.name!r} has the module {name!r}, and the model ({type(model).__name__}) has "
+            "none of that name. A plan fits the model that it was made for: make a new one."
+        ) from None
+
+
+def _is_of_a_module(callback: TrainingBatch | None) -> bool:
+    """Whether a callback is a function that is found by its name, and so holds on to nothing."""
+    return (
+        isinstance(callback, types.FunctionType) and callback.__qualname__ == callback.__name__ != "<lambda>"
+    )

@@ -1,0 +1,152 @@
+"""The record of what was changed in a model, so that it can be undone.
+
+Modules are referred to weakly, and in `deepcopy` and pickle as ordinary objects: the record of a copied model is
+about the copy, and a record keeps no model alive.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from memscale.techniques.forwards import ReplacedForward
+
+__all__ = ["Change", "Record", "SetAttribute", "WeakModule"]
+
+logger = logging.getLogger("memscale")
+
+
+class WeakModule:
+    """A weak reference to a module that can be copied and pickled, with the module."""
+
+    __slots__ = ("__weakref__", "_reference")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._reference: weakref.ref[nn.Module] | None = weakref.ref(module)
+
+    def __call__(self) -> nn.Module | None:
+        """The module, or None if it is gone."""
+        return None if self._reference is None else self._reference()
+
+    def __getstate__(self) -> tuple[nn.Module | None]:
+        return (self(),)
+
+    def __setstate__(self, state: tuple[nn.Module | None]) -> None:
+        (module,) = state
+        self._reference = None if module is None else weakref.ref(module)
+
+
+class Change(Protocol):
+    """One change of a model."""
+
+    def undo(self) -> None:
+        """Take it back."""
+
+
+class SetAttribute:
+    """An attribute of a module's own `__dict__` that was set, and what was there before."""
+
+    def __init__(self, module: nn.Module, module_name: str, name: str, value: object) -> None:
+        attributes = vars(module)
+        self.module = WeakModule(module)
+        self.module_name = module_name
+        self.name = name
+        self.value = value
+        self.had_before = name in attributes
+        self.before = attributes.get(name)
+        # Not setattr: a module may have its own, and nn.Module's looks for parameters and submodules.
+        attributes[name] = value
+
+    def undo(self) -> None:
+        if isinstance(self.value, ReplacedForward):
+            self.value.release()
+        module = self.module()
+        if module is None:
+            return
+        attributes = vars(module)
+        if attributes.get(self.name) is not self.value:
+            logger.warning(
+                "%s.%s was replaced after MemScale had set it, and stays as it is; what MemScale had put there "
+                "is switched off.",
+                self.module_name or type(module).__name__,
+                self.name,
+            )
+        elif self.had_before:
+            attributes[self.name] = self.before
+        else:
+            del attributes[self.name]
+
+
+class AddedHook:
+    """A hook that was registered."""
+
+    def __init__(self, handle: RemovableHandle) -> None:
+        self._handle = handle
+
+    def undo(self) -> None:
+        self._handle.remove()
+
+
+class Record:
+    """Changes of a model, in order.
+
+    Example:
+        >>> layer, record = nn.Linear(2, 2), Record()
+        >>> record.set_attribute(layer, "note", "hello")
+        >>> layer.note
+        'hello'
+        >>> record.undo()
+        >>> hasattr(layer, "note")
+        False
+    """
+
+    def __init__(self) -> None:
+        self._changes: list[Change] = []
+
+    def __len__(self) -> int:
+        return len(self._changes)
+
+    def set_attribute(self, module: nn.Module, attribute: str, value: object, *, name: str = "") -> None:
+        """Set an attribute of a module's own `__dict__`.
+
+        Args:
+            module: Whose attribute.
+            attribute: Its name.
+            value: Its value.
+            name: What the module is called, for messages.
+        """
+        self._changes.append(SetAttribute(module, name, attribute, value))
+
+    def add_forward_pre_hook(self, module: nn.Module, hook: Callable[..., Any]) -> Callable[[], None]:
+        """Register a hook `(module, args, kwargs)` that runs before all others; returns how to take it off."""
+        handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        change = AddedHook(handle)
+        self._changes.append(change)
+        return lambda: self._undo_one(change)
+
+    def forwards(self) -> Iterator[ReplacedForward]:
+        """The forwards that were put on modules."""
+        for change in self._changes:
+            if isinstance(change, SetAttribute) and isinstance(change.value, ReplacedForward):
+                yield change.value
+
+    def undo(self) -> None:
+        """Take all changes back, the last one first; an error in one does not keep the others."""
+        errors = []
+        while self._changes:
+            try:
+                self._changes.pop().undo()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _undo_one(self, change: Change) -> None:
+        if change in self._changes:
+            self._changes.remove(change)
+            change.undo()

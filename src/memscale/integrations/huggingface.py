@@ -1,0 +1,73 @@
+"""Hugging Face ``Trainer``: its model is wrapped, and its log gets the plan and the peak."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+
+from memscale.memory.process import peak_rss_bytes
+from memscale.plan import Plan
+
+GIB = 2**30
+PREFIX = "memscale/"
+
+
+class PlanInLog(TrainerCallback):  # type: ignore[misc]
+    """Writes what MemScale predicted, and what was measured, into the Trainer's log."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = weakref.ref(trainer)  # the Trainer holds its callbacks
+        self._logged: Plan | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._logged = None
+        device = args.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        plan = self._plan()
+        if plan is None or plan is self._logged:
+            return
+        self._logged = plan  # the first batch may have made a new plan
+        self._log(
+            baseline_peak_gib=plan.baseline_peak_bytes / GIB,
+            predicted_peak_gib=plan.predicted_peak_bytes / GIB,
+            predicted_time_ratio=plan.predicted_time_ratio,
+            layers_optimized=sum(bool(layer.techniques) for layer in plan.layers),
+        )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._plan() is None:
+            return
+        if args.device.type == "cuda":
+            self._log(measured_peak_gib=torch.cuda.max_memory_allocated(args.device) / GIB)
+        else:
+            self._log(measured_process_peak_gib=peak_rss_bytes() / GIB)
+
+    def _plan(self) -> Plan | None:
+        trainer = self._trainer()
+        executor = None if trainer is None else vars(trainer.model).get("_memscale_executor")
+        return None if executor is None else executor.plan
+
+    def _log(self, **values: float) -> None:
+        trainer = self._trainer()
+        if trainer is not None:
+            trainer.log({f"{PREFIX}{name}": round(value, 4) for name, value in values.items()})
+
+
+def wrap_trainer(trainer: Trainer, wrap_model: Callable[[torch.nn.Module], None]) -> None:
+    """Wrap the Trainer's model, and let its log know."""
+    wrap_model(trainer.model)
+    trainer.remove_callback(PlanInLog)
+    trainer.add_callback(PlanInLog(trainer))
+
+
+def detach_trainer(trainer: Trainer, detach_model: Callable[[torch.nn.Module], None]) -> None:
+    """The reverse of :func:`wrap_trainer`."""
+    trainer.remove_callback(PlanInLog)
+    detach_model(trainer.model)

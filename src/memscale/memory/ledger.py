@@ -1,0 +1,270 @@
+"""The ledger: which storages are alive on which device, which have died, and when each device was fullest.
+
+Note [Deaths at any time]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+A storage in a reference cycle dies when Python's garbage collector runs, which may be in the middle of the
+allocator's book-keeping, or in another thread. While that is going on a death is only noted, and dealt with
+right after.
+
+Note [History]
+~~~~~~~~~~~~~~
+A long training must not fill the memory with records of what has died. The last ``history`` dead pieces are
+remembered, and of older ones those that were alive at a device's peak. So what was alive at the peak is always
+known in full, and the timeline begins after the last piece that was forgotten.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from memscale.memory.allocator import Allocator, Block, ExactAllocator, OutOfDeviceMemory
+from memscale.memory.record import (
+    Allocation,
+    Category,
+    Mark,
+    Phase,
+    Snapshot,
+    Timeline,
+    snapshot,
+    timeline,
+)
+
+AllocatorFactory = Callable[[], Allocator]
+
+
+class DeviceMemory:
+    """One device's memory: its allocator and its high-water mark."""
+
+    __slots__ = ("allocator", "name", "peak", "peak_phase", "peak_reserved", "peak_tick")
+
+    def __init__(self, name: str, allocator: Allocator) -> None:
+        self.name = name
+        self.allocator = allocator
+        self.peak = allocator.allocated
+        self.peak_reserved = allocator.reserved
+        self.peak_tick = 0
+        self.peak_phase = Phase.SETUP
+
+
+class _StorageRef(weakref.ref[Any]):
+    """A weak reference that knows which entry to remove when the storage dies."""
+
+    __slots__ = ("key",)
+    key: int
+
+
+class Entry:
+    """A storage that is alive."""
+
+    __slots__ = ("allocation", "block", "device", "ref", "size")
+
+    def __init__(
+        self, ref: _StorageRef, size: int, block: Block | None, device: DeviceMemory, allocation: Allocation
+    ) -> None:
+        self.ref = ref
+        self.size = size  # of the storage; a block may be larger
+        self.block = block
+        self.device = device
+        self.allocation = allocation
+
+
+class Ledger:
+    """Every piece of memory, by the storage it belongs to (``storage._cdata``)."""
+
+    def __init__(self, allocators: Mapping[str, AllocatorFactory], history: int) -> None:
+        self.live: dict[int, Entry] = {}
+        self.devices: dict[torch.device, DeviceMemory] = {}
+        self.clock = 0
+        self.phase = Phase.SETUP
+        self._factories = dict(allocators)
+        self._history = history
+        self._phase_began = 0
+        self._marks: list[Mark] = []
+        self._reserved: list[Allocation] = []  # memory that no storage stands for
+        self._dead: list[Allocation] = []  # in the order of their deaths
+        self._dead_at_peak: list[Allocation] = []  # of what is forgotten, the part that peaks are made of
+        self._since = 0  # what died up to this tick may be forgotten
+        self._busy = False
+        self._died_meanwhile: list[_StorageRef] = []
+
+    # ------------------------------------------------------------------ devices
+
+    def device(self, device: torch.device) -> DeviceMemory:
+        memory = self.devices.get(device)
+        if memory is None:
+            factory = self._factories.get(device.type, ExactAllocator)
+            memory = self.devices[device] = DeviceMemory(str(device), factory())
+        return memory
+
+    def find(self, device: str | torch.device) -> DeviceMemory | None:
+        """A device that memory was seen on; "cuda" is the first of its kind."""
+        wanted = torch.device(device)
+        for candidate in (wanted, torch.device(wanted.type, wanted.index or 0)):
+            if candidate in self.devices:
+                return self.devices[candidate]
+        return None
+
+    # ------------------------------------------------------------------ birth and death
+
+    def take(self, memory: DeviceMemory, nbytes: int) -> Block:
+        """Memory from the device's allocator.
+
+        Raises:
+            OutOfDeviceMemory: the device has not that much left.
+        """
+        allocator = memory.allocator
+        self._busy = True
+        try:
+            block = allocator.allocate(nbytes)
+        finally:
+            self._busy = False
+        self.clock += 1
+        if allocator.allocated > memory.peak:
+            memory.peak = allocator.allocated
+            memory.peak_tick = self.clock
+            memory.peak_phase = self.phase
+        if allocator.reserved > memory.peak_reserved:
+            memory.peak_reserved = allocator.reserved
+        if self._died_meanwhile:
+            self._bury_late()
+        return block
+
+    def add(
+        self,
+        storage: torch.UntypedStorage,
+        tensor: torch.Tensor,
+        device: torch.device,
+        op: object,
+        module: str,
+    ) -> Entry:
+        """Follow a storage from now until it dies; one that is empty too, as it may be resized later."""
+        memory = self.devices.get(device) or self.device(device)
+        size = storage.nbytes()
+        block = self.take(memory, size) if size else None
+        piece = Allocation(
+            block.size if block else 0,
+            memory.name,
+            self.clock,
+            self.phase,
+            op,
+            module,
+            tensor.shape,
+            tensor.dtype,
+        )
+        ref = _StorageRef(storage, self._on_death)
+        ref.key = storage._cdata
+        entry = self.live[ref.key] = Entry(ref, size, block, memory, piece)
+        return entry
+
+    def reserve(self, nbytes: int, device: torch.device, what: str) -> None:
+        """Account for memory that no storage stands for, from now on."""
+        memory = self.device(device)
+        block = self.take(memory, nbytes)
+        piece = Allocation(block.size, memory.name, self.clock, self.phase, what, "", (nbytes,), torch.uint8)
+        piece.category = Category.WORKSPACE
+        self._reserved.append(piece)
+
+    def replace(self, entry: Entry, block: Block | None, size: int) -> None:
+        """A storage has got other memory than it had: what it is for does not change."""
+        old = entry.allocation
+        piece = Allocation(
+            block.size if block else 0,
+            old.device,
+            self.clock,
+            self.phase,
+            old.op,
+            old.module,
+            old.shape,
+            old.dtype,
+        )
+        piece.category = old.category
+        self._bury(entry)
+        entry.allocation, entry.block, entry.size = piece, block, size
+
+    def _on_death(self, ref: weakref.ref[Any]) -> None:
+        assert isinstance(ref, _StorageRef)
+        if self._busy:  # see Note [Deaths at any time]
+            self._died_meanwhile.append(ref)
+            return
+        entry = self.live.pop(ref.key, None)
+        if entry is not None:
+            self._bury(entry)
+        if self._died_meanwhile:
+            self._bury_late()
+
+    def _bury_late(self) -> None:
+        while self._died_meanwhile:
+            entry = self.live.pop(self._died_meanwhile.pop().key, None)
+            if entry is not None:
+                self._bury(entry)
+
+    def _bury(self, entry: Entry) -> None:
+        self.clock += 1
+        piece = entry.allocation
+        piece.died = self.clock
+        if piece.category is None:
+            # Made in forward and still there when the next phase began: it was kept for that.
+            kept = piece.phase is Phase.FORWARD and self._phase_began > piece.born
+            piece.category = Category.ACTIVATIONS if kept else Category.TEMPORARY
+        self._dead.append(piece)
+        if entry.block is not None:
+            self._busy = True
+            entry.device.allocator.free(entry.block)
+            self._busy = False
+        if len(self._dead) > self._history:
+            self._forget()
+
+    # ------------------------------------------------------------------ time
+
+    def enter_phase(self, phase: Phase) -> None:
+        if phase is not self.phase:
+            self.phase = phase
+            self.clock += 1
+            self._phase_began = self.clock
+            self._marks.append(Mark(self.clock, phase))
+
+    def reset_peak(self) -> None:
+        """Every device's peak is what is in use now; what has died is forgotten."""
+        for memory in self.devices.values():
+            memory.peak = memory.allocator.allocated
+            memory.peak_reserved = memory.allocator.reserved
+            memory.peak_tick = self.clock
+            memory.peak_phase = self.phase
+        self._dead.clear()
+        self._dead_at_peak.clear()
+        self._forget_marks(self.clock)
+
+    def _forget(self) -> None:
+        """Drop the older half of the dead, except what a peak is made of. See Note [History]."""
+        half = (len(self._dead) + 1) // 2
+        old = [*self._dead_at_peak, *self._dead[:half]]
+        peaks = {memory.name: memory.peak_tick for memory in self.devices.values()}
+        self._dead_at_peak = [piece for piece in old if piece.alive_at(peaks[piece.device])]
+        self._forget_marks(self._dead[half - 1].died or 0)
+        del self._dead[:half]
+
+    def _forget_marks(self, since: int) -> None:
+        position = bisect_right(self._marks, since, key=lambda mark: mark.tick)
+        current = [Mark(since, self._marks[position - 1].phase)] if position else []
+        self._marks = current + self._marks[position:]
+        self._since = since
+
+    # ------------------------------------------------------------------ what is there
+
+    def now(self, device: str, top: int) -> Snapshot:
+        return snapshot(self._alive(), device, self.clock, self.phase, top)
+
+    def at_peak(self, memory: DeviceMemory, top: int) -> Snapshot:
+        pieces = [*self._dead_at_peak, *self._dead, *self._alive()]
+        return snapshot(pieces, memory.name, memory.peak_tick, memory.peak_phase, top)
+
+    def timeline(self, device: str) -> Timeline:
+        return timeline([*self._dead, *self._alive()], self._marks, device, self._since)
+
+    def _alive(self) -> list[Allocation]:
+        return [*self._reserved, *(entry.allocation for entry in list(self.live.values()))]

@@ -1,0 +1,91 @@
+"""The empirical profile: one real step, where fake tensors cannot follow (shapes that depend on data).
+
+The run is guarded: weights are not stepped, gradients are set aside, buffers are exchanged for copies (so that
+batch-norm statistics stay), random states and training flags are put back. Hooks that the user has put on the
+model do run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from memscale.memory.allocator import CachingAllocator
+from memscale.memory.tracker import MemoryTracker
+from memscale.profiler.blocks import find_blocks
+from memscale.profiler.build import build_profile, run_step
+from memscale.profiler.profile import ModelProfile
+from memscale.profiler.recorder import Recorder
+from memscale.profiler.sample import Sample
+from memscale.recompute.rng import RngState
+
+
+def profile_empirical(model: nn.Module, sample: Sample, *, reason: str) -> ModelProfile:
+    """Profile a real forward and backward on the model's own device; the model is as before afterwards."""
+    device = _device_of(model)
+    blocks = find_blocks(model)
+    allocators = {} if device.type == "cpu" else {device.type: CachingAllocator}
+    batch = _moved(sample, device)
+    with untouched(model):
+        tracker = MemoryTracker(model, allocators=allocators)
+        recorder = Recorder(tracker, device)
+        named = [(block.name, [model.get_submodule(path) for path in block.members]) for block in blocks]
+        with tracker, recorder.listening(named):
+            run_step(model, batch, recorder)
+        recorder.step_ends()
+        for parameter in model.parameters():
+            parameter.grad = None
+    return build_profile(
+        model,
+        blocks,
+        recorder.step,
+        stand_ins={},
+        source="empirical",
+        reason=reason,
+        batch=sample.describe(),
+        exact_bytes=device.type == "cpu",
+    )
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Whatever runs inside leaves gradients, buffers, random states and training flags as they were."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    flags = [(module, module.training) for module in model.modules()]
+    buffers = [(module, module._buffers) for module in model.modules() if module._buffers]
+    random = RngState(sorted({parameter.device.type for parameter, _ in gradients}))
+    for parameter, _ in gradients:
+        parameter.grad = None
+    copies: dict[int, torch.Tensor] = {}
+    for module, own in buffers:
+        module.__dict__["_buffers"] = {
+            name: None if buffer is None else copies.setdefault(id(buffer), buffer.detach().clone())
+            for name, buffer in own.items()
+        }
+    try:
+        yield
+    finally:
+        for module, own in buffers:
+            module.__dict__["_buffers"] = own
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, training in flags:
+            module.training = training
+        random.restore()
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _moved(sample: Sample, device: torch.device) -> Sample:
+    """The batch on the model's device, as the training loop will have it."""
+
+    def moved(leaf: object) -> object:
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+
+    return Sample(_pytree.tree_map(moved, sample.args), _pytree.tree_map(moved, sample.kwargs))
