@@ -11,18 +11,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale.config import AsyncOffloadConfig, Config
-from memscale.errors import ProfileError, WrapError, WrapTypeError
-from memscale.executor import Executor
+from memscale.errors import ProfileError, WrapError, WrapTypeError, shown
+from memscale.executor import EXECUTOR, Executor, executor_of
 from memscale.hardware import Hardware, detect, virtual_hardware
 from memscale.plan import Plan
 from memscale.planning import make_plan
 from memscale.profiler import hinted_sample, sample_of
-from memscale.replanning import FirstBatch
+from memscale.replanning import plan_from_first_batch
 from memscale.report.log import logger, speaking
 from memscale.report.wrapped import say_plan
 
 TargetT = TypeVar("TargetT")
-EXECUTOR = "_memscale_executor"
 
 
 def wrap(
@@ -82,7 +81,7 @@ def detach(model: Any) -> None:
 
         detach_trainer(model, detach)
         return
-    executor = vars(model).get(EXECUTOR) if isinstance(model, nn.Module) else None
+    executor = executor_of(model) if isinstance(model, nn.Module) else None
     if executor is None:
         logger.warning("detach: %s is not wrapped, so that there is nothing to take off.", _kind(model))
         return
@@ -152,14 +151,13 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
             f"{type(model).__name__} has no parameters, so that there is nothing to train. "
             "Wrap the model that the optimizer steps."
         )
-    before: Executor | None = vars(model).get(EXECUTOR)
+    before = executor_of(model)
     hardware = _hardware(model, None, config)
     decided = _plan(model, sample_input, config, hardware)
     if before is not None:
         before.detach()
-    executor = Executor(
-        model, decided, config, on_training_batch=FirstBatch(config) if sample_input is None else None
-    )
+    follow = plan_from_first_batch if sample_input is None else None
+    executor = Executor(model, decided, config, on_training_batch=follow)
     executor.attach()
     with speaking(config) as log:
         say_plan(log, decided, hardware)
@@ -167,7 +165,7 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
 
 def _plan(model: nn.Module, sample_input: Any, config: Config, hardware: Hardware) -> Plan:
     """Plan a model as it is without MemScale, whether or not it is wrapped now."""
-    executor: Executor | None = vars(model).get(EXECUTOR)
+    executor = executor_of(model)
     with executor.suspended() if executor is not None else contextlib.nullcontext():
         if sample_input is not None:
             return make_plan(model, sample_of(sample_input, model), config, hardware)
@@ -218,4 +216,6 @@ def _is_trainer(target: object) -> bool:
 
 
 def _kind(value: object) -> str:
-    return "None" if value is None else f"{type(value).__name__} ({str(value)[:60]!r})"
+    if value is None or isinstance(value, nn.Module):
+        return "None" if value is None else type(value).__name__
+    return f"{shown(value, 60)} ({type(value).__name__})"

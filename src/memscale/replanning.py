@@ -14,27 +14,19 @@ from memscale.report.log import speaking
 from memscale.report.wrapped import say_plan
 
 
-class FirstBatch:
-    """Called before each training forward; plans anew before the first one, from the shapes really seen."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._done = False
-
-    def __call__(self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._done:
+def plan_from_first_batch(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Called before the first training forward: plan anew from the shapes really seen, then step back."""
+    executor.on_training_batch = None
+    model, config = executor.model, executor.config or Config()
+    # The model may have moved since it was wrapped: what counts is where it trains.
+    device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), None)
+    hardware = detect(device, offload_dir=config.offload_dir)
+    with speaking(config) as log:
+        try:
+            with executor.suspended():
+                plan = make_plan(model, Sample(args, kwargs), config, hardware)
+        except ProfileError as error:
+            log.warning("the first batch could not be profiled, the plan stays as it is: %s", error)
             return
-        self._done = True
-        model = executor.model
-        # The model may have moved since it was wrapped: what counts is where it trains.
-        device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), None)
-        hardware = detect(device, offload_dir=self._config.offload_dir)
-        with speaking(self._config) as log:
-            try:
-                with executor.suspended():
-                    plan = make_plan(model, Sample(args, kwargs), self._config, hardware)
-            except ProfileError as error:
-                log.warning("the first batch could not be profiled, the plan stays as it is: %s", error)
-                return
-            executor.replan(plan)
-            say_plan(log, plan, hardware, "planned anew from the first training batch")
+        executor.replan(plan)
+        say_plan(log, plan, hardware, "planned anew from the first training batch")

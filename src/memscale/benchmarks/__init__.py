@@ -6,7 +6,7 @@ Markdown files.
 
 from memscale.benchmarks.registry import MODELS, BenchmarkModel, Published, find_model
 from memscale.benchmarks.results import Results, Row
-from memscale.benchmarks.run import MODES, Case, run, run_case
+from memscale.benchmarks.run import MODES, Case, run_case, run_suite
 
 __all__ = [
     "MODELS",
@@ -17,6 +17,6 @@ __all__ = [
     "Results",
     "Row",
     "find_model",
-    "run",
     "run_case",
+    "run_suite",
 ]

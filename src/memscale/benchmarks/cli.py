@@ -16,7 +16,7 @@ import torch
 from memscale.benchmarks.cells import cells, device_name
 from memscale.benchmarks.registry import DEFAULT_MODELS, MODELS
 from memscale.benchmarks.results import Results, Row
-from memscale.benchmarks.run import MODES, run
+from memscale.benchmarks.run import MODES, run_suite
 from memscale.errors import ConfigError, ConfigTypeError, HardwareError, MemScaleError
 from memscale.report.terminal import Column, table
 from memscale.units import format_bytes
@@ -114,7 +114,7 @@ def _check_writable(path: Path | None) -> None:
 def _run(options: argparse.Namespace) -> list[Row]:
     found: list[Row] = []
     start = time.perf_counter()
-    for row in run(
+    for row in run_suite(
         options.models,
         options.modes,
         on=options.on,

@@ -29,7 +29,7 @@ from memscale.memory.tracker import MemoryTracker
 from memscale.simulator import Simulation, simulate
 from memscale.units import format_bytes, parse_bytes
 
-__all__ = ["MODES", "Case", "Device", "find_device", "run", "run_case"]
+__all__ = ["MODES", "Case", "Device", "find_device", "run_case", "run_suite"]
 
 Mode: TypeAlias = Callable[[nn.Module, dict[str, Tensor]], nn.Module]
 """How MemScale is applied: takes the model and a batch, returns the model to train."""
@@ -131,18 +131,18 @@ def run_case(
     steps: int = 2,
     tensor_bytes: bool = False,
 ) -> Row:
-    """Run one model in one mode on one device; the arguments are those of :func:`run`.
+    """Run one model in one mode on one device; the arguments are those of :func:`run_suite`.
 
     Example:
         >>> row = run_case("gpt2-tiny", on="1GiB")  # doctest: +SKIP
         >>> row.source, row.mode, row.reduction  # doctest: +SKIP
         ('simulated', 'none', 0.0)
     """
-    (row,) = run([model], [mode], on=on, batch=batch, seq=seq, steps=steps, tensor_bytes=tensor_bytes)
+    (row,) = run_suite([model], [mode], on=on, batch=batch, seq=seq, steps=steps, tensor_bytes=tensor_bytes)
     return row
 
 
-def run(
+def run_suite(
     models: Iterable[str],
     modes: Iterable[str] = ("none",),
     *,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -33,17 +34,19 @@ TrainingBatch = Callable[["Executor", tuple[Any, ...], dict[str, Any]], None]
 class Executor:
     """A plan on a model.
 
-    The model has its executor as `model._memscale_executor`, in its `__dict__` and not as a submodule; the executor
-    refers to the model weakly. A `deepcopy` or unpickled copy of the model has an executor of its own.
+    The model has its executor as `model._memscale_executor`, in its `__dict__` and not as a submodule; the
+    executor refers to the model weakly. A copy of the model, by `deepcopy` or pickle, has an executor of its
+    own.
 
     Args:
         model: The model that the plan was made for.
         plan: What to do.
-        config: What the plan was made with, for whoever makes the next one. Only `enable_logging` is read here.
+        config: What the plan was made with, for whoever makes the next one. Only `enable_logging` is read
+            here.
         on_training_batch: Called before each forward pass of the model in training, as
-            `on_training_batch(executor, args, kwargs)`; it may call `replan`, and the pass that is about to begin
-            goes by the new plan. A copied or unpickled executor keeps it only if it is a function of a module
-            (others may hold on to the original model).
+            `on_training_batch(executor, args, kwargs)`. It may call `replan`: the pass that is about to begin
+            goes by the new plan. It is not called for passes that it makes itself. A copied or unpickled
+            executor keeps it only if it is a function of a module: others may hold on to the original model.
 
     Example:
         >>> from memscale.plan import LayerPlan, Plan
@@ -70,8 +73,10 @@ class Executor:
         self._plan = plan
         self.config = config
         self._on_training_batch = on_training_batch
+        self._is_calling_back = False
         self._attached = False
         self._surroundings = Record()
+        self._watch = Record()
         self._techniques = Record()
 
     @property
@@ -99,10 +104,10 @@ class Executor:
 
     @on_training_batch.setter
     def on_training_batch(self, callback: TrainingBatch | None) -> None:
-        had_one, self._on_training_batch = self._on_training_batch is not None, callback
-        if self._attached and had_one != (callback is not None):
-            self._surroundings.undo()
-            self._attach_surroundings(self.model)
+        self._on_training_batch = callback
+        if self._attached:
+            self._watch.undo()
+            self._attach_watch(self.model)
 
     def attach(self) -> None:
         """Put the plan on the model; if that fails, the model is as it was before.
@@ -113,21 +118,22 @@ class Executor:
         model = self.model
         if EXECUTOR in vars(model):
             raise WrapError(
-                "The model already has an executor. Take that off first with memscale.detach(model), or give it "
-                "another plan with model._memscale_executor.replan(plan)."
+                "The model already has an executor. Take that off first with memscale.detach(model), or give "
+                "it another plan with model._memscale_executor.replan(plan)."
             )
+        vars(model)[EXECUTOR] = self
         try:
-            self._attach_surroundings(model)
-            self._attach_techniques(model, self._plan)
+            self._apply(model)
         except BaseException:
-            self._undo()
+            self._undo(model)
             raise
         self._attached = True
 
     def detach(self) -> None:
         """Undo every change, in reverse; does nothing if the plan is not attached."""
-        self._attached = False
-        self._undo()
+        if self._attached:
+            self._attached = False
+            self._undo(self.model)
 
     def replan(self, plan: Plan) -> None:
         """Replace the plan by another; if that fails, the model has the old one.
@@ -136,7 +142,7 @@ class Executor:
             WrapError: The plan does not fit the model, or no plan is attached.
         """
         if not self._attached:
-            raise WrapError("Only an attached executor can be given another plan; attach it first.")
+            raise WrapError("Only an attached executor can be given another plan: call attach() first.")
         model = self.model
         self._techniques.undo()
         try:
@@ -147,17 +153,32 @@ class Executor:
             raise
         self._plan = plan
 
-    def _attach_surroundings(self, model: nn.Module) -> None:
-        """What every wrapped model has, whatever the plan."""
-        record = self._surroundings
-        record.set_attribute(model, EXECUTOR, self)
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[nn.Module]:
+        """Run a block with the plain model, as to profile it; afterwards the plan is attached again."""
+        if not self._attached:
+            yield self.model
+            return
+        model = self.model
+        self.detach()
+        try:
+            yield model
+        finally:
+            self.attach()
+
+    def _apply(self, model: nn.Module) -> None:
         for module, hook in no_cache_hooks(model, logs=self._logs):
-            record.add_forward_pre_hook(module, hook)
+            self._surroundings.add_forward_pre_hook(module, hook)
+        self._attach_watch(model)
+        self._attach_techniques(model, self._plan)
+
+    def _attach_watch(self, model: nn.Module) -> None:
         if self._on_training_batch is not None:
-            record.add_forward_pre_hook(model, _before_forward)
+            self._watch.add_forward_pre_hook(model, _before_forward)
 
     def _attach_techniques(self, model: nn.Module, plan: Plan) -> None:
         record = self._techniques
+        objections: dict[tuple[str, str], list[str]] = {}
         for layer in plan.layers:
             site = Site(model, layer, tuple(_find(model, layer, member) for member in layer.members))
             for name in layer.techniques:
@@ -170,34 +191,46 @@ class Executor:
                 objection = technique.objection(site)
                 if objection is None:
                     technique.attach(site, record)
-                elif self._logs:
-                    logger.warning("%s is not put on %s: %s.", name, layer.name or "the model", objection)
+                else:
+                    objections.setdefault((name, objection), []).append(layer.name or "the model")
         if self._on_training_batch is not None:
             hold_place(model, record)
         for forward in record.forwards():
             forward.belongs_to(model)
+        for (name, objection), layers in objections.items():
+            if self._logs:
+                logger.warning("No %s on %s: %s.", name, ", ".join(layers), objection)
 
-    def _undo(self) -> None:
+    def _undo(self, model: nn.Module) -> None:
+        with contextlib.ExitStack() as stack:  # the last first, and all of them whatever one of them raises
+            stack.callback(vars(model).pop, EXECUTOR, None)
+            stack.callback(self._surroundings.undo)
+            stack.callback(self._watch.undo)
+            stack.callback(self._techniques.undo)
+
+    def _call_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._on_training_batch is None or self._is_calling_back:
+            return
+        self._is_calling_back = True
         try:
-            self._techniques.undo()
+            self._on_training_batch(self, args, kwargs)
         finally:
-            self._surroundings.undo()
+            self._is_calling_back = False
 
     @property
     def _logs(self) -> bool:
         return self.config is None or self.config.enable_logging
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**vars(self), "_model": self._model()}
-        if not _is_of_a_module(self._on_training_batch):
-            state["_on_training_batch"] = None
-        return state
+        kept = self._on_training_batch if _is_of_a_module(self._on_training_batch) else None
+        return {**vars(self), "_on_training_batch": kept, "_is_calling_back": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        model = state["_model"]
-        vars(self).update(state, _model=WeakModule(model))
-        for forward in self._techniques.forwards():
-            forward.belongs_to(model)
+        vars(self).update(state)
+        model = self._model()
+        if model is not None:
+            for forward in self._techniques.forwards():
+                forward.belongs_to(model)
 
     def __repr__(self) -> str:
         return f"<Executor ({'attached' if self._attached else 'not attached'}): {self._plan}>"
@@ -209,14 +242,13 @@ def executor_of(model: nn.Module) -> Executor | None:
     return found if isinstance(found, Executor) else None
 
 
-def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # A function, which finds its executor by the model: it is the same for a copy of the model.
+def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    # A function, which finds the executor by the model, and so is right for a copy of the model too.
     executor = executor_of(model)
-    callback = None if executor is None else executor.on_training_batch
-    if executor is None or callback is None or not (model.training and torch.is_grad_enabled()):
+    if executor is None or kwargs is None or not (model.training and torch.is_grad_enabled()):
         return
     looked_up = vars(model).get("forward")
-    callback(executor, args, kwargs)
+    executor._call_back(args, kwargs)
     if isinstance(looked_up, ReplacedForward) and vars(model).get("forward") is not looked_up:
         looked_up.pass_on(model.forward)
 
@@ -226,8 +258,9 @@ def _find(model: nn.Module, layer: LayerPlan, name: str) -> nn.Module:
         return model.get_submodule(name)
     except AttributeError:
         raise WrapError(
-            f"The plan's layer {layer.name!r} has the module {name!r}, and the model ({type(model).__name__}) has "
-            "none of that name. A plan fits the model that it was made for: make a new one."
+            f"The plan's layer {layer.name!r} has the module {name!r}, and the model "
+            f"({type(model).__name__}) has none of that name. A plan fits the model that it was made for: "
+            "make a new one."
         ) from None
 
 

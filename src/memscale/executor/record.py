@@ -1,7 +1,7 @@
 """The record of what was changed in a model, so that it can be undone.
 
-Modules are referred to weakly, and in `deepcopy` and pickle as ordinary objects: the record of a copied model is
-about the copy, and a record keeps no model alive.
+Modules are referred to weakly, and in `deepcopy` and pickle as ordinary objects: a record keeps no model
+alive, and the record of a copied model is about the copy.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class SetAttribute:
         attributes = vars(module)
         if attributes.get(self.name) is not self.value:
             logger.warning(
-                "%s.%s was replaced after MemScale had set it, and stays as it is; what MemScale had put there "
-                "is switched off.",
+                "%s.%s was replaced after MemScale had set it, and stays as it is now; what MemScale had put "
+                "there has no effect any more.",
                 self.module_name or type(module).__name__,
                 self.name,
             )
@@ -122,12 +122,10 @@ class Record:
         """
         self._changes.append(SetAttribute(module, name, attribute, value))
 
-    def add_forward_pre_hook(self, module: nn.Module, hook: Callable[..., Any]) -> Callable[[], None]:
-        """Register a hook `(module, args, kwargs)` that runs before all others; returns how to take it off."""
+    def add_forward_pre_hook(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+        """Register a hook `(module, args, kwargs)` that runs before all that are there."""
         handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-        change = AddedHook(handle)
-        self._changes.append(change)
-        return lambda: self._undo_one(change)
+        self._changes.append(AddedHook(handle))
 
     def forwards(self) -> Iterator[ReplacedForward]:
         """The forwards that were put on modules."""
@@ -145,8 +143,3 @@ class Record:
                 errors.append(error)
         if errors:
             raise errors[0]
-
-    def _undo_one(self, change: Change) -> None:
-        if change in self._changes:
-            self._changes.remove(change)
-            change.undo()

@@ -2,15 +2,15 @@
 
 Note [use_cache]
 ~~~~~~~~~~~~~~~~
-Such a model has `config.use_cache`, mostly on, and a forward that takes `use_cache` and looks into the config if
-it is not given. A cache is of no use in training, holds memory, and breaks recomputation, which would write to
-it twice. So each module with such a config and such a forward gets a hook, which in training says
+Such a model has `config.use_cache`, mostly on, and a forward that takes `use_cache` and looks into the config
+if it is not given. A cache is of no use in training, holds memory, and breaks recomputation, which would
+write to it twice. So each module with such a config and such a forward gets a hook, which in training says
 `use_cache=False` for a caller who does not say anything. The config itself is never written to: it is at all
 times what its user set, also in the middle of a forward, after an interrupt, and in `save_pretrained`.
 
-A caller who passes `use_cache=True` or a cache of his own (as prefix tuning does, for the model to read) gets
-what he asks for. Layers that are given a cache are not recomputed in that call (`is_cache`), and once it is
-logged that this costs memory.
+A caller who passes `use_cache=True` or a cache of their own (as prefix tuning does, for the model to read)
+gets what they ask for. Layers that are given a cache are not recomputed in that call (`is_cache`), and once
+it is logged that this costs memory.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ __all__ = ["NoCache", "no_cache_hooks"]
 
 logger = logging.getLogger("memscale")
 
-_PAST = "past_key_values"
-
 
 class NoCache:
     """A forward pre-hook that turns the cache off in training. See Note [use_cache].
@@ -45,19 +43,21 @@ class NoCache:
         self._logs = logs
 
     def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not (module.training and torch.is_grad_enabled()):
+        # None: an earlier hook of the same call has taken this one off, which torch notices by half.
+        if kwargs is None or not (module.training and torch.is_grad_enabled()):
             return None
         position = self._position
-        by_position = position is not None and len(args) > position
-        wanted = args[position] if by_position and position is not None else kwargs.get("use_cache")
-        if wanted or kwargs.get(_PAST) is not None or any(map(is_cache, args)):
+        if position is not None and len(args) <= position:
+            position = None
+        wanted = kwargs.get("use_cache") if position is None else args[position]
+        if wanted or kwargs.get("past_key_values") is not None or any(map(is_cache, args)):
             self._log()
             return None
         if wanted is not None:
             return None
-        if by_position and position is not None:
+        if position is not None:
             return (*args[:position], False, *args[position + 1 :]), kwargs
         return args, {**kwargs, "use_cache": False}
 

@@ -47,11 +47,13 @@ class Allocator(Protocol):
     def free(self, block: Block) -> None: ...
 
 
-@dataclass(frozen=True)
 class ExactBlock:
     """Exactly the bytes that were asked for."""
 
-    size: int
+    __slots__ = ("size",)
+
+    def __init__(self, size: int) -> None:
+        self.size = size
 
 
 @dataclass
@@ -135,7 +137,7 @@ class CachingAllocator:
         self._put(block)
 
     def empty_cache(self) -> None:
-        """Give back every segment that is wholly free, as CUDA does before it says that it is out of memory."""
+        """Give back every segment that is wholly free, as CUDA does before it reports that it is full."""
         for blocks in self._free.values():
             for size, _, block in [entry for entry in blocks if not (entry[2].before or entry[2].after)]:
                 self._take(block)

@@ -9,8 +9,8 @@ right after.
 Note [History]
 ~~~~~~~~~~~~~~
 A long training must not fill the memory with records of what has died. The last ``history`` dead pieces are
-remembered, and of older ones those that were alive at a device's peak. So what was alive at the peak is always
-known in full, and the timeline begins after the last piece that was forgotten.
+remembered, and of older ones those that were alive at a device's peak. So what was alive at the peak is
+always known in full, and the timeline begins after the last piece that was forgotten.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from memscale.memory.allocator import Allocator, Block, ExactAllocator, OutOfDeviceMemory
+from memscale.memory.allocator import Allocator, Block, ExactAllocator
 from memscale.memory.record import (
     Allocation,
     Category,
@@ -51,26 +51,15 @@ class DeviceMemory:
         self.peak_phase = Phase.SETUP
 
 
-class _StorageRef(weakref.ref[Any]):
-    """A weak reference that knows which entry to remove when the storage dies."""
+class Entry(weakref.ref[Any]):
+    """A storage that is alive: a weak reference to it that knows what was written down."""
 
-    __slots__ = ("key",)
-    key: int
-
-
-class Entry:
-    """A storage that is alive."""
-
-    __slots__ = ("allocation", "block", "device", "ref", "size")
-
-    def __init__(
-        self, ref: _StorageRef, size: int, block: Block | None, device: DeviceMemory, allocation: Allocation
-    ) -> None:
-        self.ref = ref
-        self.size = size  # of the storage; a block may be larger
-        self.block = block
-        self.device = device
-        self.allocation = allocation
+    __slots__ = ("allocation", "block", "device", "key", "size")
+    key: int  # the storage's ``_cdata``
+    size: int  # of the storage; a block may be larger
+    block: Block | None
+    device: DeviceMemory
+    allocation: Allocation
 
 
 class Ledger:
@@ -90,7 +79,8 @@ class Ledger:
         self._dead_at_peak: list[Allocation] = []  # of what is forgotten, the part that peaks are made of
         self._since = 0  # what died up to this tick may be forgotten
         self._busy = False
-        self._died_meanwhile: list[_StorageRef] = []
+        self._died_meanwhile: list[Entry] = []
+        self._on_death = self._died  # bound once
 
     # ------------------------------------------------------------------ devices
 
@@ -156,9 +146,13 @@ class Ledger:
             tensor.shape,
             tensor.dtype,
         )
-        ref = _StorageRef(storage, self._on_death)
-        ref.key = storage._cdata
-        entry = self.live[ref.key] = Entry(ref, size, block, memory, piece)
+        entry = Entry(storage, self._on_death)
+        entry.key = storage._cdata
+        entry.size = size
+        entry.block = block
+        entry.device = memory
+        entry.allocation = piece
+        self.live[entry.key] = entry
         return entry
 
     def reserve(self, nbytes: int, device: torch.device, what: str) -> None:
@@ -186,22 +180,21 @@ class Ledger:
         self._bury(entry)
         entry.allocation, entry.block, entry.size = piece, block, size
 
-    def _on_death(self, ref: weakref.ref[Any]) -> None:
-        assert isinstance(ref, _StorageRef)
+    def _died(self, entry: weakref.ref[Any]) -> None:
+        assert isinstance(entry, Entry)
         if self._busy:  # see Note [Deaths at any time]
-            self._died_meanwhile.append(ref)
+            self._died_meanwhile.append(entry)
             return
-        entry = self.live.pop(ref.key, None)
-        if entry is not None:
-            self._bury(entry)
+        del self.live[entry.key]
+        self._bury(entry)
         if self._died_meanwhile:
             self._bury_late()
 
     def _bury_late(self) -> None:
         while self._died_meanwhile:
-            entry = self.live.pop(self._died_meanwhile.pop().key, None)
-            if entry is not None:
-                self._bury(entry)
+            entry = self._died_meanwhile.pop()
+            del self.live[entry.key]
+            self._bury(entry)
 
     def _bury(self, entry: Entry) -> None:
         self.clock += 1

@@ -2,9 +2,9 @@
 
 Note [Names in backward]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-Autograd numbers its nodes as forward makes them, so that the number of the node that runs in backward tells which
-module was running in forward. Each thread counts for itself: what a device's own thread makes during backward
-(a recomputation of the reentrant kind) can't be put in order with the rest and gets no name.
+Autograd numbers its nodes as forward makes them, so that the number of the node that runs in backward tells
+which module was running in forward. Each thread counts for itself: what a device's own thread makes during
+backward (a recomputation of the reentrant kind) can't be put in order with the rest and gets no name.
 """
 
 from __future__ import annotations

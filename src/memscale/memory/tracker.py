@@ -6,8 +6,8 @@ Memory belongs to storages, not tensors: views and aliases share one, in-place o
 exchanges it. The tracker is a dispatch mode: it sees the operands and the result of every operation (real or
 fake, forward or backward), takes their storages and holds a weak reference to each. A storage's Python object
 lives exactly as long as the storage itself, so the reference dies when the memory is freed. An operand that
-nobody has seen is memory from before the block, counted from then on. What a kernel allocates and frees inside
-itself is not seen.
+nobody has seen is memory from before the block, counted from then on. What a kernel allocates and frees
+inside itself is not seen.
 
 ``UntypedStorage.resize_`` is the one way to change memory without an operation; it is patched while a tracker
 is active.
@@ -194,8 +194,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # torch hides a mode from the compiler by a wrapper that costs about as much as the tracker itself, and
-        # imports the compiler at the first operation. Under a mode the compiler leaves code alone anyway.
+        # torch hides a mode from the compiler by a wrapper that costs about as much as the tracker, and imports
+        # the compiler at the first operation. Under a mode the compiler leaves code alone anyway.
         return False
 
     def __enter__(self) -> MemoryTracker:

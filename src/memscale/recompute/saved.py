@@ -83,11 +83,11 @@ class Saved:
             and tensor.requires_grad == self._requires_grad
         )
         if not is_same:
-            made_by = tensor.grad_fn.name() if tensor.grad_fn is not None else None
+            made_by = "" if tensor.grad_fn is None else f", made by {tensor.grad_fn.name()}"
             expected = _looks(self._shape, self._dtype, self._device, self._requires_grad)
             return RecomputeError(
                 "Recomputing a checkpointed region gave another tensor than its forward pass. It was to save "
-                f"tensor {self.index} with {expected}; it saved one with {_looks_of(tensor)}{f', made by {made_by}' if made_by else ''}."
+                f"tensor {self.index} with {expected}; it saved one with {_looks_of(tensor)}{made_by}."
                 f"{f' Backward was in {node}.' if node else ''}\n{CAUSES}"
             )
         if self._version is not None and self.holder() is not None and version_of(tensor) != self._version:

@@ -121,7 +121,7 @@ class SlicedForward(ReplacedForward):
         if isinstance(before, SlicedForward):  # one forward for all slices, not one on the other
             slices = slices if before._is_released else [*before._slices, *slices]
             self._before = before._before
-        self._slices = sorted(slices, key=lambda one: one.start)
+        self._slices: list[Slice] = sorted(slices, key=lambda one: one.start)
         self._regions = [_Region(one.settings) for one in self._slices]
 
     def run(

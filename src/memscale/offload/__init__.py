@@ -1,0 +1,1 @@
+"""Memory below the device: tiers, homes of parameters, streamed optimizer steps."""

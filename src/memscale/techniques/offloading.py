@@ -1,0 +1,96 @@
+"""CPU offloading: a block's parameters live on the host, and are on the device only while the block computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from memscale.offload.homes import relocate
+from memscale.offload.working import WorkingCopies
+from memscale.techniques.base import Site
+from memscale.techniques.forwards import ReplacedForward
+
+if TYPE_CHECKING:
+    from memscale.executor.record import Record
+
+__all__ = ["Offloading", "StreamedForward"]
+
+HOST = torch.device("cpu")
+
+
+class Offloading:
+    """The technique ``"offloading"``."""
+
+    name = "offloading"
+
+    def objection(self, site: Site) -> str | None:
+        if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):
+            return "it is a scripted module, whose forward cannot be replaced"
+        return None
+
+    def attach(self, site: Site, record: Record) -> None:
+        device = compute_device(site.model)
+        recomputed = "checkpointing" in site.layer.techniques
+        for name, module in zip(site.layer.members, site.modules, strict=True):
+            for parameter in module.parameters():
+                record.add(MovedParameter(parameter, HOST))
+            forward = StreamedForward(module, device, recomputed=recomputed)
+            record.set_attribute(module, "forward", forward, name=name)
+
+
+class MovedParameter:
+    """A parameter that was sent home; undone, it is where it was."""
+
+    def __init__(self, parameter: nn.Parameter, device: torch.device) -> None:
+        self._parameter = parameter
+        self._before = parameter.device
+        relocate(parameter, device)
+
+    def undo(self) -> None:
+        relocate(self._parameter, self._before)
+
+
+class StreamedForward(ReplacedForward):
+    """The forward of a block whose parameters are at home. See Note [Home and working copy].
+
+    Args:
+        module: The module that this goes on.
+        device: Where it computes.
+        recomputed: Whether it runs inside a recomputed region, which saves nothing.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, *, recomputed: bool) -> None:
+        super().__init__(module)
+        self._device = device
+        self._recomputed = recomputed
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        # In evaluation too: the parameters are at home then as well.
+        module = self.module
+        if self._is_released:
+            return self._forward_of(module)(*args, **kwargs)
+        return self.run(module, self._forward_of(module), args, kwargs)
+
+    def run(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        copies = WorkingCopies(list(module.modules()), self._device)
+        with copies.in_place():
+            if self._recomputed or not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            with saved_tensors_hooks(copies.pack, copies.unpack):
+                return forward(*args, **kwargs)
+
+
+def compute_device(model: nn.Module) -> torch.device:
+    """The device the model trains on: where its parameters were when it was wrapped."""
+    devices = [parameter.device for parameter in model.parameters()]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

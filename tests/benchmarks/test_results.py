@@ -1,0 +1,150 @@
+"""Rows and the document that holds them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import stat
+
+import pytest
+
+from memscale.benchmarks import Results, Row
+from memscale.benchmarks.results import write_atomically
+from memscale.errors import ConfigError
+
+FIELDS = [
+    "model",
+    "params",
+    "batch",
+    "seq",
+    "mode",
+    "on",
+    "source",
+    "baseline_bytes",
+    "peak_bytes",
+    "host_bytes",
+    "disk_bytes",
+    "reduction",
+    "time_ratio",
+]
+ROW = Row(
+    model="gpt2-tiny",
+    params=172_928,
+    batch=2,
+    seq=64,
+    mode="none",
+    on="RTX 3090",
+    source="simulated",
+    baseline_bytes=4 << 20,
+    peak_bytes=4 << 20,
+    host_bytes=0,
+    disk_bytes=0,
+    reduction=0.0,
+    time_ratio=1.0,
+)
+TOO_LARGE = dataclasses.replace(ROW, baseline_bytes=None, peak_bytes=None, note="does not fit: needs more")
+RESULTS = Results("python -m memscale.benchmarks", "2.13.0", "5.22.0", (ROW, TOO_LARGE))
+
+
+def test_a_row_has_exactly_these_fields():
+    assert list(ROW.to_dict()) == FIELDS
+
+
+def test_a_row_that_did_not_fit_says_so():
+    values = TOO_LARGE.to_dict()
+    assert list(values) == [*FIELDS, "note"]
+    assert values["peak_bytes"] is None
+    assert values["baseline_bytes"] is None
+    assert values["note"] == "does not fit: needs more"
+
+
+def test_tensor_bytes_only_where_they_were_counted():
+    assert list(dataclasses.replace(ROW, tensor_bytes=7).to_dict()) == [*FIELDS, "tensor_bytes"]
+
+
+def test_a_row_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ROW.peak_bytes = 1  # type: ignore[misc]
+
+
+def test_round_trip_through_a_file(tmp_path):
+    file = tmp_path / "results.json"
+    RESULTS.write(file)
+    assert Results.read(file) == RESULTS
+    document = json.loads(file.read_text())
+    assert list(document) == ["schema", "command", "torch", "transformers", "rows"]
+    assert document["schema"] == 1
+    assert document["rows"] == [row.to_dict() for row in RESULTS.rows]
+
+
+def without(values: dict[str, object], name: str) -> dict[str, object]:
+    return {key: value for key, value in values.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ("", "Not JSON"),
+        ("[]", "Not results of python -m memscale.benchmarks"),
+        ('{"schema": 2}', '"schema": 1'),
+        ('{"schema": 1, "rows": []}', "command, torch and transformers"),
+        ({"rows": {}}, "a list of rows"),
+        ({"rows": [1]}, "A row of results is an object"),
+        ({"rows": [without(ROW.to_dict(), "seq")]}, "lacks the fields seq "),
+        ({"rows": [ROW.to_dict() | {"speed": 1}]}, "unknown fields speed"),
+        ({"rows": [ROW.to_dict() | {"params": "many"}]}, "params='many', which is of the wrong type"),
+        ({"rows": [ROW.to_dict() | {"params": True}]}, "params=True, which is of the wrong type"),
+        ({"rows": [ROW.to_dict() | {"params": None}]}, "params=None, which is of the wrong type"),
+        ({"rows": [ROW.to_dict() | {"source": "guessed"}]}, "source='guessed'"),
+    ],
+)
+def test_documents_that_are_none(tmp_path, document, message):
+    if isinstance(document, dict):
+        document = json.dumps({"schema": 1, "command": "c", "torch": "t", "transformers": "f"} | document)
+    file = tmp_path / "results.json"
+    file.write_text(document)
+    with pytest.raises(ConfigError, match=message) as caught:
+        Results.read(file)
+    assert str(file) in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.json"):
+        Results.read(tmp_path / "absent.json")
+
+
+def test_whole_numbers_for_fractions_are_fine():
+    assert Row.from_dict(ROW.to_dict() | {"time_ratio": 1, "reduction": None}).time_ratio == 1
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    file = tmp_path / "results.json"
+    file.write_text("old")
+
+    def full(*args: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(file, "new")
+    assert file.read_text() == "old"
+    assert [each.name for each in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_a_write_keeps_permissions_and_links(tmp_path):
+    file, link = tmp_path / "results.json", tmp_path / "link.json"
+    file.write_text("old")
+    file.chmod(0o640)
+    link.symlink_to(file)
+    write_atomically(link, "new")
+    assert link.is_symlink()
+    assert file.read_text() == "new"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+
+
+def test_a_new_file_is_as_readable_as_any(tmp_path):
+    other = tmp_path / "other"
+    other.touch()
+    write_atomically(tmp_path / "new.json", "text")
+    assert (tmp_path / "new.json").stat().st_mode == other.stat().st_mode

@@ -1,0 +1,174 @@
+"""Results in the terminal and in Markdown."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from memscale.benchmarks import Results, Row
+from memscale.benchmarks.cells import cells
+from memscale.benchmarks.tables import main, markdown, replace_tables
+from memscale.errors import ConfigError
+
+GIB = 2**30
+MEDIUM = Row(
+    model="gpt2-medium",
+    params=354_823_168,
+    batch=4,
+    seq=512,
+    mode="none",
+    on="RTX 3090",
+    source="simulated",
+    baseline_bytes=int(10.87 * GIB),
+    peak_bytes=int(10.87 * GIB),
+    host_bytes=1000,
+    disk_bytes=0,
+    reduction=0.0,
+    time_ratio=1.0,
+)
+XL = dataclasses.replace(
+    MEDIUM,
+    model="gpt2-xl",
+    batch=1,
+    baseline_bytes=None,
+    peak_bytes=None,
+    note="does not fit: needs 29.64 GiB, has 24.0 GiB",
+)
+BALANCED = dataclasses.replace(
+    MEDIUM, mode="balanced", peak_bytes=2 * GIB, host_bytes=6 * GIB, reduction=0.816, time_ratio=1.25
+)
+RESULTS = Results("python -m memscale.benchmarks --on 'RTX 3090'", "2.13.0", "5.22.0", (MEDIUM, XL))
+
+
+def column(rows: list[Row], header: str) -> list[str]:
+    text = cells(rows)
+    return [row[text.headers.index(header)] for row in text.rows]
+
+
+def test_published_figures_stand_beside_ours():
+    assert column([MEDIUM, XL], "peak (GiB)") == ["10.87", "does not fit"]
+    assert column([MEDIUM, XL], "published (GiB)") == ["10.87", "does not fit"]
+    assert column([MEDIUM, XL], "error") == ["-0.0%", "agrees"]
+    larger = dataclasses.replace(MEDIUM, peak_bytes=11 * GIB)
+    fits = dataclasses.replace(XL, peak_bytes=11 * GIB, note=None)
+    assert column([larger, fits], "error") == ["+1.2%", "differs"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"batch": 8}, {"seq": 256}, {"on": "A100"}, {"on": "24GiB"}, {"on": "cpu", "source": "measured"}],
+    ids=str,
+)
+def test_published_figures_are_of_one_device_and_batch(change):
+    assert "published (GiB)" not in cells([dataclasses.replace(MEDIUM, **change)]).headers
+
+
+def test_modes_have_reduction_and_time():
+    assert "reduction" not in cells([MEDIUM]).headers
+    rows = [MEDIUM, BALANCED]
+    assert column(rows, "reduction") == ["–", "81.6%"]
+    assert column(rows, "step time") == ["1.00 ×", "1.25 ×"]
+    assert column(rows, "host (GiB)") == ["0.00", "6.00"]
+    assert column(rows, "published (GiB)") == ["10.87", "2.61"]
+    assert column(rows, "error") == ["+0.0%", "–"] or column(rows, "error") == ["-0.0%", "–"]
+
+
+def test_markdown_says_source_command_and_versions():
+    text = markdown(RESULTS)
+    assert text.splitlines()[0].startswith("| model | params |")
+    assert "| gpt2-xl | 354.8 M | 1 × 512 | none | does not fit | does not fit | agrees |" in text
+    assert "Simulated on NVIDIA GeForce RTX 3090, 24.0 GiB" in text
+    assert "needs 29.64 GiB" in text
+    assert (
+        "Made by `python -m memscale.benchmarks --on 'RTX 3090'` (torch 2.13.0, transformers 5.22.0)" in text
+    )
+    measured = dataclasses.replace(MEDIUM, on="cpu", source="measured")
+    assert "Measured on the CPU" in markdown(dataclasses.replace(RESULTS, rows=(measured,)))
+
+
+def test_what_is_around_the_markers_stays():
+    text = "# Title\n<!-- table: a -->\nold\n<!-- /table -->\nmiddle\n<!-- table: b -->\n<!-- /table -->\nend"
+    new, changed = replace_tables(text, {"a": "A1\nA2", "b": "B"})
+    assert changed == ("a", "b")
+    assert new == (
+        "# Title\n<!-- table: a -->\n\nA1\nA2\n\n<!-- /table -->\nmiddle\n"
+        "<!-- table: b -->\n\nB\n\n<!-- /table -->\nend"
+    )
+    assert replace_tables(new, {"a": "A1\nA2", "b": "B"}) == (new, ())
+
+
+def test_line_ends_stay():
+    text = "a\r\n<!-- table: a -->\r\n<!-- /table -->\r\n"
+    new, _ = replace_tables(text, {"a": "A1\nA2"})
+    assert new == "a\r\n<!-- table: a -->\r\n\r\nA1\r\nA2\r\n\r\n<!-- /table -->\r\n"
+    assert replace_tables(new, {"a": "A1\nA2"}) == (new, ())
+
+
+def test_indented_markers_are_text():
+    text = "    <!-- table: NAME -->\n    <!-- /table -->\n"
+    assert replace_tables(text, {}) == (text, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- table: b -->\n<!-- /table -->", r"no table 'b'.* Allowed: a"),
+        ("<!-- table: a -->\n", "'a' is not closed"),
+        ("<!-- /table -->\n", "line 1: <!-- /table --> without"),
+        ("<!-- table: a -->\n<!-- table: a -->\n", "line 2: the table 'a' is still open"),
+    ],
+)
+def test_broken_markers(text, message):
+    with pytest.raises(ConfigError, match=message):
+        replace_tables(text, {"a": "A"})
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    results, page = tmp_path / "plain.json", tmp_path / "page.md"
+    RESULTS.write(results)
+    page.write_text("# Page\n\n<!-- table: plain -->\n<!-- /table -->\n")
+    return str(results), str(page)
+
+
+def test_check_fails_until_the_tables_are_written(files, capsys):
+    results, page = files
+    before = Path(page).read_text()
+    assert main([results, "--into", page, "--check"]) == 1
+    assert "table plain is not up to date" in capsys.readouterr().out
+    assert Path(page).read_text() == before
+
+    assert main([results, "--into", page]) == 0
+    assert markdown(RESULTS) in Path(page).read_text()
+    assert main([results, "--into", page, "--check"]) == 0
+
+    dataclasses.replace(RESULTS, rows=(BALANCED,)).write(Path(results))
+    assert main([results, "--into", page, "--check"]) == 1
+
+
+def test_without_into_the_tables_are_printed(files, capsys):
+    assert main([files[0]]) == 0
+    assert markdown(RESULTS) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["absent.json", "--into", "{page}"], "absent.json"),
+        (["{page}", "--into", "{page}"], "Not JSON"),
+        (["{results}", "--into", "absent.md"], "absent.md"),
+        (["{results}", "{results}"], "another results file with the name 'plain'"),
+    ],
+)
+def test_bad_arguments(arguments, message, files, capsys):
+    results, page = files
+    assert main([each.format(results=results, page=page) for each in arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_check_needs_files_to_check(files):
+    with pytest.raises(SystemExit) as caught:
+        main([files[0], "--check"])
+    assert caught.value.code == 2
