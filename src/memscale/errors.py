@@ -15,6 +15,9 @@ __all__ = [
     "ProfileError",
     "RecomputeError",
     "SimulationError",
+    "TierError",
+    "TierFullError",
+    "TransferError",
     "WrapError",
     "WrapTypeError",
 ]
@@ -50,6 +53,18 @@ class PlanError(MemScaleError, ValueError):
 
 class RecomputeError(MemScaleError, RuntimeError):
     """Recomputing a checkpointed region gave something other than its forward did."""
+
+
+class TierError(MemScaleError, RuntimeError):
+    """A tier of offloaded tensors can't do what was asked: closed, forked, or its directory is unusable."""
+
+
+class TierFullError(TierError):
+    """A tensor does not fit a tier any more: its cap is reached, or its disk is full. Nothing was stored."""
+
+
+class TransferError(TierError):
+    """A transfer that ran beside the training failed; its cause is chained."""
 
 
 class WrapError(MemScaleError, RuntimeError):

@@ -56,14 +56,15 @@ def predict(model: nn.Module, plan: Plan, sample: Sample, *, device: str, config
 def _simulate(model: nn.Module, plan: Plan | None, sample: Sample, device: str, config: Config) -> Step:
     with simulate(ROOM, device=device) as simulation:
         twin = simulation.copy_of(model).train(model.training)
+        if plan is not None:
+            Executor(twin, plan, config).attach()
+            simulation.tracker.reset_peak()  # a model that does not fit was never on the device as a whole
         state = [
             torch.empty_like(parameter, requires_grad=False)
             for parameter in twin.parameters()
             if parameter.requires_grad
-            for _ in range(2)  # Adam's two moments
+            for _ in range(2)  # Adam's two moments, where the parameter is
         ]
-        if plan is not None:
-            Executor(twin, plan, config).attach()
         batch = Sample(simulation.batch_of(sample.args), simulation.batch_of(sample.kwargs))
         saved = _forward_and_backward(twin, batch, simulation)
         transient = _optimizer_transient(twin, device)
@@ -82,5 +83,6 @@ def _forward_and_backward(twin: nn.Module, batch: Sample, simulation: Simulation
 
 def _optimizer_transient(twin: nn.Module, device: str) -> int:
     """Adam's temporaries: of all parameters at once with foreach (accelerators), of one at a time on a CPU."""
-    sizes = [parameter.nbytes for parameter in twin.parameters() if parameter.requires_grad]
+    there = [parameter for parameter in twin.parameters() if parameter.device.type == device]
+    sizes = [parameter.nbytes for parameter in there if parameter.requires_grad]
     return 2 * max(sizes, default=0) if device == "cpu" else sum(sizes)

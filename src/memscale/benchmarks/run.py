@@ -134,8 +134,8 @@ def run_case(
     """Run one model in one mode on one device; the arguments are those of :func:`run_suite`.
 
     Example:
-        >>> row = run_case("gpt2-tiny", on="1GiB")  # doctest: +SKIP
-        >>> row.source, row.mode, row.reduction  # doctest: +SKIP
+        >>> row = run_case("gpt2-tiny", on="1GiB")
+        >>> row.source, row.mode, row.reduction
         ('simulated', 'none', 0.0)
     """
     (row,) = run_suite([model], [mode], on=on, batch=batch, seq=seq, steps=steps, tensor_bytes=tensor_bytes)

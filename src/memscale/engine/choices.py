@@ -44,6 +44,7 @@ class Candidate:
 
     label: str
     choices: tuple[Choice, ...]
+    offloaded: bool = False  # every block's parameters are at home on the tier below, and copied up for use
     is_full_checkpointing: bool = False  # every repeated block recomputed whole: what one would switch on by hand
 
 

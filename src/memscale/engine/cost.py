@@ -13,6 +13,8 @@ from memscale.profiler.profile import BlockProfile, ModelProfile
 # The share of the published peak that training code reaches. It scales all compute alike; only its ratio to
 # memory traffic matters to a plan.
 COMPUTE_EFFICIENCY = 0.5
+LINK_EFFICIENCY = 0.8  # of the link's theoretical rate, from pinned memory
+HOST_BANDWIDTH = 20e9  # bytes per second that Adam reaches in host memory; an assumption, as hosts are not described
 # Adam reads weight, gradient and two moments and writes weight and both moments.
 OPTIMIZER_PASSES = 7
 
@@ -23,10 +25,15 @@ class Clock:
 
     flops_per_second: float
     bytes_per_second: float
+    link_per_second: float
 
     @classmethod
     def of(cls, device: DeviceSpec) -> Clock:
-        return cls(device.rates.fp32 * COMPUTE_EFFICIENCY, device.memory_bandwidth)
+        return cls(
+            device.rates.fp32 * COMPUTE_EFFICIENCY,
+            device.memory_bandwidth,
+            device.link_bandwidth * LINK_EFFICIENCY,
+        )
 
     def seconds(self, flops: int, traffic: int) -> float:
         return flops / self.flops_per_second + traffic / self.bytes_per_second
@@ -37,6 +44,17 @@ class Clock:
     def recompute(self, block: BlockProfile, kept_flops: int) -> float:
         """Running a block's forward again without the operations whose results were kept."""
         return self.seconds(max(0, block.forward_flops - kept_flops * block.calls), block.forward_traffic)
+
+    def offloading(self, profile: ModelProfile) -> float:
+        """What a step takes longer when all blocks' parameters are at home on the host.
+
+        Each block's parameters go up twice (forward, backward), their gradients come down once, and the optimizer
+        steps in host memory. Nothing is overlapped here: an upper bound.
+        """
+        up = sum(2 * block.used_bytes * max(1, block.calls) for block in profile.blocks if block.order >= 0)
+        down = sum(block.gradient_bytes for block in profile.blocks)
+        stepping = OPTIMIZER_PASSES * down * (1 / HOST_BANDWIDTH - 1 / self.bytes_per_second)
+        return (up + down) / self.link_per_second + max(0.0, stepping)
 
     def step(self, profile: ModelProfile) -> float:
         """A whole step without MemScale."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 from memscale.config import Config
 from memscale.engine.choices import Candidate, Choice, called_blocks, can_recompute, candidates
 from memscale.engine.cost import Clock
@@ -24,8 +27,9 @@ def decide(profile: ModelProfile, hardware: Hardware, config: Config) -> Plan:
     transient = _optimizer_transient(profile, hardware)
     points = [
         Point(candidate, estimate(profile, candidate, clock, transient))
-        for candidate in (candidates(profile) if config.enable_checkpointing else _nothing(profile))
+        for candidate in _candidates(profile, hardware, config)
     ]
+    points = [points[0], *(p for p in points[1:] if p.estimate.host_bytes <= _host_room(hardware, config))]
     plain = points[0]
     curve = frontier(points)
     verdict = _verdict(points, hardware, config)
@@ -40,6 +44,7 @@ def decide(profile: ModelProfile, hardware: Hardware, config: Config) -> Plan:
         predicted_time_ratio=round(ratio, DIGITS),
         baseline_saved_bytes=plain.estimate.saved_bytes,
         predicted_saved_bytes=verdict.point.estimate.saved_bytes,
+        host_bytes=verdict.point.estimate.host_bytes,
         decision_source="user_config" if config.explicit_fields & _TECHNIQUE_FIELDS else "rule",
         prediction_source="estimated",
         notes=verdict.notes,
@@ -66,8 +71,22 @@ _TECHNIQUE_FIELDS = frozenset(
 )
 
 
-def _nothing(profile: ModelProfile) -> tuple[Candidate, ...]:
-    return (Candidate("as it is", tuple(Choice() for _ in called_blocks(profile))),)
+def _candidates(profile: ModelProfile, hardware: Hardware, config: Config) -> Iterator[Candidate]:
+    """The choices that the Config allows; the plain model first."""
+    nothing = Candidate("as it is", tuple(Choice() for _ in called_blocks(profile)))
+    allowed = list(candidates(profile)) if config.enable_checkpointing else [nothing]
+    yield from allowed
+    if config.enable_offloading and hardware.device.kind != "cpu":
+        for candidate in allowed:
+            label = "parameters at home" if candidate is allowed[0] else f"{candidate.label}, parameters at home"
+            yield replace(candidate, label=label, offloaded=True, is_full_checkpointing=False)
+
+
+def _host_room(hardware: Hardware, config: Config) -> int:
+    """Host memory that may be used: the user's cap, else what the host has (its size, not what is free now)."""
+    if config.max_cpu_offload_bytes is not None:
+        return config.max_cpu_offload_bytes
+    return hardware.host.total_ram_bytes
 
 
 def _verdict(points: list[Point], hardware: Hardware, config: Config) -> Verdict:
@@ -102,6 +121,24 @@ def _layers(profile: ModelProfile, verdict: Verdict, clock: Clock) -> tuple[Laye
 
 
 def _layer(block: BlockProfile, choice: Choice, verdict: Verdict, clock: Clock) -> LayerPlan:
+    layer = _recomputed(block, choice, verdict, clock)
+    if not verdict.point.candidate.offloaded or not block.used_bytes or block.order < 0:
+        return layer
+    home = block.parameter_bytes + block.gradient_bytes + block.optimizer_bytes
+    reason = f"{format_bytes(home)} of parameters, gradients and Adam state live on the host"
+    return replace(
+        layer,
+        techniques=("offloading", *layer.techniques),
+        rule=verdict.rule,
+        reason=f"{reason}; {layer.reason}" if layer.techniques else reason,
+        saved_bytes=layer.saved_bytes + home,
+        extra_seconds=round(
+            layer.extra_seconds + (2 * block.used_bytes + block.gradient_bytes) / clock.link_per_second, 9
+        ),
+    )
+
+
+def _recomputed(block: BlockProfile, choice: Choice, verdict: Verdict, clock: Clock) -> LayerPlan:
     if not choice.recompute:
         rule, reason = _why_not(block, verdict)
         return LayerPlan(block.name, block.members, (), rule, reason)

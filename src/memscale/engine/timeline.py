@@ -21,11 +21,35 @@ class Estimate:
         peak_bytes: the most device memory in use at once.
         saved_bytes: what forward leaves for backward.
         seconds: predicted time of a step.
+        host_bytes: what lives on the tier below: parameters, their gradients and their optimizer state.
     """
 
     peak_bytes: int
     saved_bytes: int
     seconds: float
+    host_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """What is at home on the tier below."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def _at_home(profile: ModelProfile) -> _Bytes:
+    called = [block for block in profile.blocks if block.order >= 0]
+    return _Bytes(
+        sum(block.parameter_bytes for block in called),
+        sum(block.gradient_bytes for block in called),
+        sum(block.optimizer_bytes for block in called),
+    )
 
 
 def estimate(
@@ -34,20 +58,31 @@ def estimate(
     """The timeline of one candidate, reduced to its peak."""
     blocks = called_blocks(profile)
     choices = candidate.choices
-    constant = profile.parameter_bytes + profile.optimizer_bytes + profile.resident_bytes
+    away = _at_home(profile) if candidate.offloaded else _Bytes()
+    constant = (
+        profile.parameter_bytes
+        - away.parameters
+        + profile.optimizer_bytes
+        - away.optimizer
+        + profile.resident_bytes
+    )
     held = [_held(block, choice) for block, choice in zip(blocks, choices, strict=True)]
     outputs = [_held_output(blocks, choices, index) for index in range(len(blocks))]
     saved = profile.other_saved_bytes + sum(held) + sum(outputs)
     peaks = [constant + saved + profile.tail_peak_bytes]
-    peaks += _forward_peaks(blocks, held, outputs, constant + profile.other_saved_bytes)
-    peaks += _backward_peaks(blocks, choices, held, outputs, constant + profile.other_saved_bytes)
-    peaks.append(constant + profile.gradient_bytes + optimizer_transient)
+    start = constant + profile.other_saved_bytes
+    peaks += _forward_peaks(blocks, held, outputs, start, candidate.offloaded)
+    peaks += _backward_peaks(blocks, choices, held, outputs, start, candidate.offloaded)
+    peaks.append(constant + (0 if candidate.offloaded else profile.gradient_bytes + optimizer_transient))
     recompute = sum(
         clock.recompute(block, choice.kept_flops)
         for block, choice in zip(blocks, choices, strict=True)
         if choice.recompute
     )
-    return Estimate(max(peaks), saved, clock.step(profile) + recompute)
+    seconds = clock.step(profile) + recompute
+    if candidate.offloaded:
+        seconds += clock.offloading(profile)
+    return Estimate(max(peaks), saved, seconds, away.total)
 
 
 def _held(block: BlockProfile, choice: Choice) -> int:
@@ -62,12 +97,16 @@ def _held_output(blocks: Sequence[BlockProfile], choices: Sequence[Choice], inde
 
 
 def _forward_peaks(
-    blocks: Sequence[BlockProfile], held: Sequence[int], outputs: Sequence[int], start: int
+    blocks: Sequence[BlockProfile],
+    held: Sequence[int],
+    outputs: Sequence[int],
+    start: int,
+    offloaded: bool,
 ) -> list[int]:
     peaks = []
     now = start
     for block, inside, output in zip(blocks, held, outputs, strict=True):
-        peaks.append(now + block.forward_peak_bytes)
+        peaks.append(now + block.forward_peak_bytes + (block.used_bytes if offloaded else 0))
         now += inside + output
     return peaks
 
@@ -78,6 +117,7 @@ def _backward_peaks(
     held: Sequence[int],
     outputs: Sequence[int],
     start: int,
+    offloaded: bool,
 ) -> list[int]:
     peaks = []
     gradients = 0
@@ -87,14 +127,16 @@ def _backward_peaks(
         block, choice = blocks[index], choices[index]
         if choice.recompute and not recomputed:
             recomputed = _segment_bytes(blocks, choices, index)
-        peaks.append(below + gradients + recomputed + block.backward_peak_bytes)
+        working = block.used_bytes if offloaded else 0
+        peaks.append(below + gradients + recomputed + block.backward_peak_bytes + working)
         if choice.recompute:
             own = block.saved_bytes - min(block.saved_bytes, held[index])
             recomputed = max(0, recomputed - own - (block.output_bytes if choice.chained else 0))
             if not choice.chained:
                 recomputed = 0
         below -= held[index] + outputs[index]
-        gradients += block.gradient_bytes
+        if not offloaded:  # else they have gone home
+            gradients += block.gradient_bytes
     return peaks
 
 

@@ -15,10 +15,12 @@ from memscale.config import Config
 from memscale.errors import WrapError
 from memscale.executor.record import Record, WeakModule
 from memscale.executor.use_cache import no_cache_hooks
+from memscale.offload.homes import Homes, training_device
 from memscale.plan import LayerPlan, Plan
 from memscale.techniques import TECHNIQUES, Site
 from memscale.techniques.checkpointing import hold_place
 from memscale.techniques.forwards import ReplacedForward
+from memscale.techniques.offloading import bring_inputs
 
 __all__ = ["EXECUTOR", "Executor", "TrainingBatch", "executor_of"]
 
@@ -77,6 +79,7 @@ class Executor:
         self._attached = False
         self._surroundings = Record()
         self._watch = Record()
+        self._homes = Homes()
         self._techniques = Record()
 
     @property
@@ -160,10 +163,13 @@ class Executor:
             yield self.model
             return
         model = self.model
+        # Parameters stay at home: the device may have no room for all of them.
+        homes, self._homes = self._homes, Homes()
         self.detach()
         try:
             yield model
         finally:
+            self._homes = homes
             self.attach()
 
     def _apply(self, model: nn.Module) -> None:
@@ -179,8 +185,11 @@ class Executor:
     def _attach_techniques(self, model: nn.Module, plan: Plan) -> None:
         record = self._techniques
         objections: dict[tuple[str, str], list[str]] = {}
+        device = self._homes.device or training_device(model)
+        self._arrange_homes(model, plan, device)
         for layer in plan.layers:
-            site = Site(model, layer, tuple(_find(model, layer, member) for member in layer.members))
+            modules = tuple(_find(model, layer, member) for member in layer.members)
+            site = Site(model, layer, modules, device)
             for name in layer.techniques:
                 technique = TECHNIQUES.get(name)
                 if technique is None:
@@ -201,8 +210,22 @@ class Executor:
             if self._logs:
                 logger.warning("No %s on %s: %s.", name, ", ".join(layers), objection)
 
+    def _arrange_homes(self, model: nn.Module, plan: Plan, device: torch.device) -> None:
+        """Send home the parameters of the layers that are offloaded; the others are on the device."""
+        at_home = [
+            parameter
+            for layer in plan.layers
+            if "offloading" in layer.techniques
+            for member in layer.members
+            for parameter in _find(model, layer, member).parameters()
+        ]
+        if at_home or self._homes.device is not None:
+            self._homes.arrange(model, at_home, device)
+            self._techniques.add_forward_pre_hook(model, _bring_inputs)
+
     def _undo(self, model: nn.Module) -> None:
         with contextlib.ExitStack() as stack:  # the last first, and all of them whatever one of them raises
+            stack.callback(self._homes.restore)
             stack.callback(vars(model).pop, EXECUTOR, None)
             stack.callback(self._surroundings.undo)
             stack.callback(self._watch.undo)
@@ -251,6 +274,14 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     executor._call_back(args, kwargs)
     if isinstance(looked_up, ReplacedForward) and vars(model).get("forward") is not looked_up:
         looked_up.pass_on(model.forward)
+
+
+def _bring_inputs(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    executor = executor_of(model)
+    device = None if executor is None else executor._homes.device
+    return None if device is None else bring_inputs(model, args, kwargs, device)
 
 
 def _find(model: nn.Module, layer: LayerPlan, name: str) -> nn.Module:

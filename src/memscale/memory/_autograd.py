@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import torch
 
-
 graph_task = torch._C._current_graph_task_id
 OUTSIDE_BACKWARD = -1
 
@@ -35,4 +34,4 @@ def running_sequence_number() -> int | None:
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call back once when the backward pass that is running has made all gradients; not if it fails."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

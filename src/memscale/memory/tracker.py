@@ -194,8 +194,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # torch hides a mode from the compiler by a wrapper that costs about as much as the tracker, and imports
-        # the compiler at the first operation. Under a mode the compiler leaves code alone anyway.
+        # torch hides a mode from the compiler by a wrapper that costs as much as the tracker itself, and
+        # imports the compiler at the first operation. Under a mode the compiler leaves code alone anyway.
         return False
 
     def __enter__(self) -> MemoryTracker:
@@ -495,13 +495,13 @@ def _on_storage_resize(
     """
     before = torch.UntypedStorage.resize_
 
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+    def resize_(storage: Any, size: int) -> Any:
         done = begin(storage, size)
         result = before(storage, size)
         done()
         return result
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
 
     def undo() -> None:
         torch.UntypedStorage.resize_ = before  # type: ignore[method-assign]

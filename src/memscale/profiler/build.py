@@ -66,7 +66,7 @@ def build_profile(
     for block in blocks:
         record = step.blocks[stand_ins.get(block.name, block.name)]
         profiles.append(
-            _block_profile(block, record, order.get(block.name, -1), parameters, own_checkpointing, size_of)
+            _block_profile(model, block, record, order.get(block.name, -1), parameters, own_checkpointing, size_of)
         )
     ran_saved = sum(record.saved for record in step.blocks.values())
     ran_outputs = sum(record.output for record in step.blocks.values() if record.calls)
@@ -91,6 +91,7 @@ def build_profile(
 
 
 def _block_profile(
+    model: nn.Module,
     block: Block,
     record: BlockRecord,
     order: int,
@@ -100,6 +101,8 @@ def _block_profile(
 ) -> BlockProfile:
     own = [parameters[name] for name in block.parameter_names]
     trained = sum(size_of(each.nbytes) for each in own if each.requires_grad)
+    members = [model.get_submodule(member) for member in block.members]
+    used = {id(each): each for module in members for each in module.parameters()}
     return BlockProfile(
         name=block.name,
         container=block.container,
@@ -111,6 +114,7 @@ def _block_profile(
         parameter_bytes=sum(size_of(each.nbytes) for each in own),
         gradient_bytes=trained,
         optimizer_bytes=2 * trained,
+        used_bytes=sum(size_of(each.nbytes) for each in used.values()),
         saved_bytes=record.saved,
         boundary_bytes=record.boundary,
         output_bytes=record.output,

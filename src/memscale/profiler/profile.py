@@ -40,6 +40,7 @@ class BlockProfile:
         parameter_bytes: its parameters.
         gradient_bytes: their gradients, of those that are trained.
         optimizer_bytes: the state that Adam keeps for them.
+        used_bytes: all parameters that it computes with, those included that belong to another block (ties).
         saved_bytes: what its forward leaves for backward, all calls together, without its inputs and outputs.
         boundary_bytes: its inputs that nothing else holds: the output of the block before it.
         output_bytes: its outputs.
@@ -63,6 +64,7 @@ class BlockProfile:
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    used_bytes: int
     saved_bytes: int
     boundary_bytes: int
     output_bytes: int

@@ -1,8 +1,8 @@
 """Attention as CUDA's fused kernels account it.
 
 On CUDA ``scaled_dot_product_attention`` picks a kernel that never builds the score matrix: flash for 16 bits
-without a mask, memory-efficient for the rest. Both are aten operations with shape rules and gradients of their
-own, so that calling them on fake tensors shows what they allocate and what they keep for backward.
+without a mask, memory-efficient for the rest. Both are aten operations with shape rules and gradients of
+their own, so that calling them on fake tensors shows what they allocate and what they keep for backward.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 import torch
 from torch.nn import functional
+
+from memscale.simulator.patches import operators
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -88,7 +90,6 @@ def fused_attention(
 @contextlib.contextmanager
 def as_on_cuda(capability: tuple[int, int]) -> Iterator[None]:
     """Inside the block the virtual device's attention takes CUDA's kernels."""
-    library = torch.library.Library("aten", "IMPL")
 
     def kernel(
         query: torch.Tensor,
@@ -113,8 +114,6 @@ def as_on_cuda(capability: tuple[int, int]) -> Iterator[None]:
             capability=capability,
         )
 
-    try:
-        library.impl("scaled_dot_product_attention", kernel, "AutogradPrivateUse1")
+    with operators("AutogradPrivateUse1") as implement:
+        implement("scaled_dot_product_attention", kernel)
         yield
-    finally:
-        library._destroy()

@@ -1,28 +1,28 @@
 """Autocast on the virtual device, with CUDA's lists of operations.
 
-torch has autocast rules for each device it ships; a device registered from Python has none, and autocast would
-silently do nothing. The lists are those of CUDA in torch 2.13 (`aten/src/ATen/autocast_mode.h`).
+torch has autocast rules for each device it ships; a device registered from Python has none, and autocast
+would silently do nothing. The lists are those of CUDA in torch 2.13 (`aten/src/ATen/autocast_mode.h`).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memscale.simulator.backend import NAME
-from memscale.simulator.patches import attribute
+from memscale.simulator.patches import attribute, operators
 
 KEY = "AutocastPrivateUse1"
 
 LOWER_PRECISION = """
-    conv1d conv2d conv3d conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution prelu addmm
-    addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm linalg_multi_dot
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution prelu
+    addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm linalg_multi_dot
     scaled_dot_product_attention
-""".split()
+"""
 FLOAT32 = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
     pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm nll_loss nll_loss2d
@@ -30,13 +30,13 @@ FLOAT32 = """
     binary_cross_entropy_with_logits cosine_similarity cosine_embedding_loss margin_ranking_loss
     hinge_embedding_loss triplet_margin_loss multi_margin_loss poisson_nll_loss logsumexp norm.Scalar
     norm.ScalarOpt_dim dist pdist cdist renorm
-""".split()
+"""
 FLOAT32_BY_DTYPE_ARGUMENT = """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm sum sum.dim_IntList
-""".split()
+"""
 WIDEST_INPUT = """
     addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put tensordot scatter_add vdot cat stack
-""".split()
+"""
 
 
 class _Casts:
@@ -82,7 +82,7 @@ def _operator(name: str) -> Any | None:
 
 def _kernel(operator: Any, policy: str, casts: _Casts) -> Callable[..., Any]:
     takes_dtype = any(argument.name == "dtype" for argument in operator._schema.arguments)
-    off = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    off = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, KEY))
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(off):
@@ -107,9 +107,8 @@ def _kernel(operator: Any, policy: str, casts: _Casts) -> Callable[..., Any]:
 def as_on_cuda() -> Iterator[None]:
     """Inside the block ``torch.autocast("vgpu")`` does what ``torch.autocast("cuda")`` does."""
     casts = _Casts()
-    rest = torch.library.Library("_", "IMPL")
-    library = torch.library.Library("aten", "IMPL")
     clear = torch.clear_autocast_cache
+    rest = cast(Any, torch.library.Library)("_", "IMPL")
 
     def clear_both() -> None:
         casts.clear()
@@ -117,19 +116,17 @@ def as_on_cuda() -> Iterator[None]:
 
     try:
         rest.fallback(torch.library.fallthrough_kernel, KEY)
-        for names, policy in (
-            (LOWER_PRECISION, "lower"),
-            (FLOAT32, "float32"),
-            (FLOAT32_BY_DTYPE_ARGUMENT, "by dtype argument"),
-            (WIDEST_INPUT, "widest"),
-        ):
-            for name in names:
-                operator = _operator(name)
-                if operator is not None:
-                    library.impl(operator, _kernel(operator, policy, casts), KEY)
-        with attribute(torch, "clear_autocast_cache", clear_both):
-            yield
+        with operators(KEY) as implement:
+            for names, policy in (
+                (LOWER_PRECISION, "lower"),
+                (FLOAT32, "float32"),
+                (FLOAT32_BY_DTYPE_ARGUMENT, "by dtype argument"),
+                (WIDEST_INPUT, "widest"),
+            ):
+                for operator in filter(None, map(_operator, names.split())):
+                    implement(operator, _kernel(operator, policy, casts))
+            with attribute(torch, "clear_autocast_cache", clear_both):
+                yield
     finally:
         casts.clear()
-        library._destroy()
         rest._destroy()

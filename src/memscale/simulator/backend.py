@@ -1,8 +1,8 @@
 """The device name ``vgpu``: torch's PrivateUse1 slot, answered from Python.
 
-Private torch API: ``torch.utils.backend_registration._setup_privateuseone_for_python_backend`` (tried on torch
-2.13). Without it there is no second device on a machine without an accelerator. torch has one such slot per
-process and no way to clear it again: after the first use the name ``vgpu`` stays known, but outside a
+Private torch API: ``torch.utils.backend_registration._setup_privateuseone_for_python_backend`` (tried on
+torch 2.13). Without it there is no second device on a machine without an accelerator. torch has one such slot
+per process and no way to clear it again: after the first use the name ``vgpu`` stays known, but outside a
 ``simulate`` or ``executing`` block the device says that it is not available and has no memory.
 """
 
@@ -26,10 +26,12 @@ AMP_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 class VirtualDevice(Protocol):
     """Who stands behind the name while a block runs."""
 
-    tracker: MemoryTracker
     capacity: int
     device_name: str
     compute_capability: tuple[int, int]
+
+    @property
+    def tracker(self) -> MemoryTracker: ...
 
     def get_rng_state(self) -> torch.Tensor: ...
 
@@ -107,10 +109,10 @@ class _DeviceModule:
 
     # ---- streams: everything happens in order, so that they only need to exist
 
-    def Stream(self, *args: Any, **kwargs: Any) -> torch.Stream:  # noqa: N802 - torch.cuda's spelling
+    def Stream(self, *args: Any, **kwargs: Any) -> torch.Stream:
         return torch.Stream(device=NAME)
 
-    def Event(self, *args: Any, **kwargs: Any) -> torch.Event:  # noqa: N802
+    def Event(self, *args: Any, **kwargs: Any) -> torch.Event:
         return torch.Event(device=NAME)
 
     def current_stream(self, device: Any = None) -> torch.Stream:
@@ -166,7 +168,7 @@ class _DeviceModule:
         )
 
 
-class _Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[misc]
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
     def is_available(self) -> bool:
         return _active is not None
 
@@ -202,7 +204,8 @@ def activate(device: VirtualDevice) -> Iterator[None]:
     global _active
     if _active is not None:
         raise SimulationError(
-            f"A virtual GPU ({_active.device_name}) is active already; leave its block before you open another."
+            f"A virtual GPU ({_active.device_name}) is active already; "
+            "leave its block before you open another."
         )
     register()
     _active = device

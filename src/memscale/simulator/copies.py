@@ -57,7 +57,9 @@ def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
 
 def _fake_twin(tensor: torch.Tensor, device: torch.device, storages: dict[int, torch.Tensor]) -> torch.Tensor:
     if tensor.layout is not torch.strided:
-        raise SimulationError(f"A {tensor.layout} tensor can't be simulated; profile with a real run instead.")
+        raise SimulationError(
+            f"A {tensor.layout} tensor can't be simulated; profile with a real run instead."
+        )
     if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
         raise SimulationError(
             f"A tensor of class {type(tensor).__name__} can't be simulated; profile with a real run instead."

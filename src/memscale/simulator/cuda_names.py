@@ -1,8 +1,8 @@
 """``"cuda"`` in user code means the virtual device while a simulation runs.
 
 A training script says ``model.to("cuda")`` and ``torch.autocast("cuda")``. On a build of torch without CUDA
-those words are rewritten to the virtual device's name, and the few ``torch.cuda`` questions that scripts ask are
-answered by it. Tensors still say ``vgpu`` when asked for their device.
+those words are rewritten to the virtual device's name, and the few ``torch.cuda`` questions that scripts ask
+are answered by it. Tensors still say ``vgpu`` when asked for their device.
 """
 
 from __future__ import annotations
@@ -61,13 +61,14 @@ class _Rewrite(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
-            return args[0].to(self._target)
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": self._device(kwargs["device"])}
         if func is torch.Tensor.to:
             args = tuple(map(self._device, args))
+        elif func is torch.Tensor.cuda:
+            return args[0].to(self._target)
+        if not kwargs:
+            return func(*args)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self._device(kwargs["device"])}
         return func(*args, **kwargs)
 
 

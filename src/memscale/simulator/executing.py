@@ -1,15 +1,15 @@
 """The executing virtual GPU: true numbers under a device label.
 
-A tensor here is a wrapper that says ``vgpu:0`` over an ordinary CPU tensor. Operations run on the CPU tensors,
-random ones with the device's own generator; operands on two devices raise as they do on CUDA; memory goes through
-the same tracker and allocator as in the simulator, capacity included. It is slow and for tests: device code runs
-and can be compared, number by number, with the CPU, and byte by byte with the simulator.
+A tensor here is a wrapper that says ``vgpu:0`` over an ordinary CPU tensor. Operations run on the CPU
+tensors, random ones with the device's own generator; operands on two devices raise as they do on CUDA; memory
+goes through the same tracker and allocator as in the simulator, capacity included. It is slow and for tests:
+device code runs and can be compared, number by number, with the CPU, and byte by byte with the simulator.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class ExecutingTensor(torch.Tensor):
         return tensor
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
     @data.setter
@@ -72,7 +72,7 @@ class ExecutingTensor(torch.Tensor):
             "Use Tensor.cpu() to copy the tensor to host memory first."
         )
 
-    def __repr__(self, **options: Any) -> str:
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # torch has one option, unused
         return f"ExecutingTensor({self.host!r}, device='{backend.NAME}:0')"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -86,7 +86,7 @@ class ExecutingTensor(torch.Tensor):
         return memo[id(self)]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it on the instance
         cls,
         func: Any,
         types: Iterable[type],
@@ -247,18 +247,11 @@ def _copy_from(source: Any, target: Any, non_blocking: bool = False) -> Any:
 
 @contextlib.contextmanager
 def _kernels() -> Iterator[None]:
-    library = torch.library.Library("aten", "IMPL")
-    own: tuple[tuple[str, Callable[..., Any]], ...] = (
-        ("empty.memory_format", _empty),
-        ("empty_strided", _empty_strided),
-        ("_copy_from", _copy_from),
-    )
-    try:
-        for name, kernel in own:
-            library.impl(name, kernel, "PrivateUse1")
+    with patches.operators("PrivateUse1") as implement:
+        implement("empty.memory_format", _empty)
+        implement("empty_strided", _empty_strided)
+        implement("_copy_from", _copy_from)
         yield
-    finally:
-        library._destroy()
 
 
 @contextlib.contextmanager
@@ -268,7 +261,7 @@ def executing(
     """Run the block with a virtual GPU that computes.
 
     Example:
-        >>> with executing("1MiB") as gpu:
+        >>> with executing("64MiB") as gpu:
         ...     x = torch.ones(4, device=gpu.device)
         ...     float((x + x).sum())
         8.0

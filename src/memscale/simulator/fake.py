@@ -1,13 +1,13 @@
 """Fake tensors for the simulator: shapes and lifetimes without data.
 
-Private torch API: ``torch._subclasses.fake_tensor`` (tried on torch 2.13); it is what ``torch.compile`` traces
-with. Without it a step could not be run without computing it.
+Private torch API: ``torch._subclasses.fake_tensor`` (tried on torch 2.13); it is what ``torch.compile``
+traces with. Without it a step could not be run without computing it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memscale.errors import SimulationError
 from memscale.simulator.patches import attribute
-from memscale.simulator.tracking import DeviceTracker
+from memscale.simulator.tracking import DeviceTracker, op_name
 
 aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 
 # What ``.item()`` says of a number nobody computed. A loop that waits for a condition must end (ViT's
 # ``trunc_normal_`` draws until all values are within bounds), and checks for bad values must pass.
@@ -39,35 +40,83 @@ SAME_VALUE = {"_to_copy", "clone", "detach", "alias", "lift_fresh", "view", "_un
 DEFAULT_NUMBER = 1.0
 
 
-class FakeMode(FakeTensorMode):
+class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
     """Fake tensors whose device does not exist on this machine."""
 
-    # torch.tensor(data, device=...) makes the tensor on the CPU, then moves the fake: no device is initialised.
+    # torch.tensor(data, device=...) makes the tensor on the CPU, then moves the fake: no device is needed.
     avoid_device_init = True
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in MemoryTracker
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> Any:
+        return self.dispatch(func, types, args, kwargs or {})
+
     def __deepcopy__(self, memo: dict[int, Any]) -> FakeMode:
         return self  # a copied tensor (nn.TransformerEncoder copies its layer) belongs to the same mode
 
 
-class StepTracker(DeviceTracker):
+class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
     """The device's tracker, with answers for the few operations that need data or a device."""
+
+    _plain = DeviceTracker._plain | {FakeTensor}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        # Of all dispatches two thirds only ask a fake tensor for its device.
+        if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def run(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> Any:
-        if func is aten._local_scalar_dense.default:
+        name = op_name(func)
+        if name == "_local_scalar_dense":
             return _number(args[0])
-        if func is aten.record_stream.default:
+        if name == "record_stream" or (name.startswith("_foreach_") and _changes_nothing(func, args)):
             return None
-        if func is aten._pin_memory.default or func is aten.pin_memory.default:
+        if name in ("_pin_memory", "pin_memory"):
             func, args, kwargs = aten.clone.default, args[:1], {}
         result = super().run(func, types, args, kwargs)
         if isinstance(result, FakeTensor) and result.dim() == 0:
-            _remember_value(result, func._schema.name[6:], args)
+            _remember_value(result, name, args)
         return result
+
+    def _device_of(self, tensor: torch.Tensor) -> torch.device:
+        return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
+def _changes_nothing(func: Any, args: tuple[Any, ...]) -> bool:
+    """Is this an in-place operation on many tensors that is surely allowed?
+
+    It would change their values, and there are none. Optimizers live of such operations, and to have the fake
+    mode check them takes as long as the rest of a step.
+    """
+    if not func._schema.name.endswith("_"):
+        return False
+    first = args[0]
+    return all(
+        type(each) is FakeTensor and each.fake_device == first[0].fake_device and each.shape == one.shape
+        for values in args
+        if isinstance(values, (list, tuple)) and values and isinstance(values[0], torch.Tensor)
+        for each, one in zip(values, first, strict=len(values) == len(first))
+    )
 
 
 def _number(tensor: torch.Tensor) -> bool | int | float:
@@ -94,8 +143,8 @@ def _remember_value(result: FakeTensor, name: str, args: tuple[Any, ...]) -> Non
 @contextlib.contextmanager
 def module_conversion() -> Iterator[None]:
     """``module.to(device)`` works on fake parameters, and refuses to turn real weights into fake ones."""
-    swap = torch.utils.swap_tensors
-    apply = nn.Module._apply
+    swap: Any = torch.utils.swap_tensors
+    apply: Any = nn.Module._apply
 
     def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
         if isinstance(first, FakeTensor):
@@ -107,11 +156,12 @@ def module_conversion() -> Iterator[None]:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if not isinstance(tensor, FakeTensor):
                 raise SimulationError(
-                    f"{type(module).__name__} holds real data ({name} on {tensor.device}): converting it inside "
-                    "a simulation would lose it. Build the model inside the `simulate` block, or simulate a "
-                    "copy: `sim.copy_of(model)`."
+                    f"{type(module).__name__} holds real data ({name} on {tensor.device}): converting it "
+                    "inside a simulation would lose it. Build the model inside the `simulate` block, or "
+                    "simulate a copy: `sim.copy_of(model)`."
                 )
-        return apply(module, function, recurse)
+        converted: nn.Module = apply(module, function, recurse)
+        return converted
 
     with attribute(torch.utils, "swap_tensors", swap_tensors), attribute(nn.Module, "_apply", checked_apply):
         yield

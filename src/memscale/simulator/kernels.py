@@ -1,7 +1,7 @@
 """CUDA-only operations, computed on the CPU for the executing device.
 
-Each returns tensors of exactly the shapes and layouts that the operation has on CUDA (asked of torch's own shape
-rules on meta tensors), so that the executing device and the simulator account for the same bytes.
+Each returns tensors of exactly the shapes and layouts that the operation has on CUDA (asked of torch's own
+shape rules on meta tensors), so that the executing device and the simulator account for the same bytes.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def _like_cuda(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any,
     dropout: float,
     causal: bool,
     scale: float | None,
@@ -88,7 +88,6 @@ def _attention_gradients(
                 for each, want in zip(inputs, wanted, strict=True)
             ]
             query, key, value, bias = leaves
-            assert query is not None and key is not None and value is not None
             out = _attend(query, key, value, bias, dropout, causal, scale)
             asked = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want and leaf is not None]
             found = iter(torch.autograd.grad(out, asked, gradient))
@@ -193,14 +192,15 @@ def flash_attention_backward(
     args = (gradient, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k)
     shapes = _like_cuda(func, *args, dropout, causal, seed, offset, scale=scale)
     full = _ungroup(query, key, value)
-    gradients = _attention_gradients(
-        gradient, (query, *full, None), (True, True, True, False), dropout, causal, scale, int(seed.flatten()[0])
-    )
+    wanted = (True, True, True, False)
+    state = int(seed.flatten()[0])
+    gradients = _attention_gradients(gradient, (query, *full, None), wanted, dropout, causal, scale, state)
     for index, original in ((1, key), (2, value)):
         whole = gradients[index]
         if whole is not None and whole.shape != original.shape:
             heads = original.size(1)
-            gradients[index] = whole.unflatten(1, (heads, whole.size(1) // heads)).sum(2)
+            grouped = whole.reshape(whole.size(0), heads, -1, *whole.shape[2:])
+            gradients[index] = grouped.sum(2)
     _fill(shapes, gradients)
     return tuple(shapes)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 from torch.optim import optimizer as torch_optimizer
@@ -21,6 +21,20 @@ def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def operators(key: str) -> Iterator[Callable[[Any, Callable[..., Any]], None]]:
+    """Gives a function that implements an aten operator for a dispatch key inside the block.
+
+    Private torch API: ``Library._destroy`` (tried on torch 2.13). Without it an implementation would stay
+    until the garbage collector finds the library.
+    """
+    library = cast(Any, torch.library.Library)("aten", "IMPL")
+    try:
+        yield lambda operator, kernel: library.impl(operator, kernel, key)
+    finally:
+        library._destroy()
 
 
 @contextlib.contextmanager

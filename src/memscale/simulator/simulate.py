@@ -2,12 +2,13 @@
 
 Note [The virtual GPU]
 ~~~~~~~~~~~~~~~~~~~~~~
-Inside the block every tensor is fake: it has a shape, a dtype, a device and a lifetime, but no data. The device
-is torch's PrivateUse1 slot under the name ``vgpu`` (``backend.py``), attention and autocast behave as on CUDA
-(``attention.py``, ``autocast.py``), and the memory tracker follows every storage through a model of CUDA's
-caching allocator. Nothing is computed, so GPT-2 XL takes seconds, and what was patched is put back at the end.
+Inside the block every tensor is fake: it has a shape, a dtype, a device and a lifetime, but no data. The
+device is torch's PrivateUse1 slot under the name ``vgpu`` (``backend.py``), attention and autocast behave as
+on CUDA (``attention.py``, ``autocast.py``), and the memory tracker follows every storage through a model of
+CUDA's caching allocator. Nothing is computed, so GPT-2 XL takes seconds, and what was patched is put back at
+the end.
 
-``simulate(..., device="cpu")`` simulates the CPU itself: the same, with the CPU's own kernels and exact bytes.
+``simulate(..., device="cpu")`` simulates the CPU itself: the same with the CPU's own kernels and exact bytes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The memory tracker of a virtual GPU: tensors, cuBLAS's workspaces, and errors in backward that do not crash.
+"""The memory tracker of a virtual GPU: tensors, cuBLAS's workspaces, errors in backward that do not crash.
 
 Note [Errors in backward]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-A device guard written in Python is called while autograd unwinds from an error, with the Python error still set;
-the interpreter cannot run then and the process ends (torch 2.13). So an error in backward is put aside, every
-operation after it does nothing, and it is raised where the user called ``backward``. What the user sees is the
-same: the error, and gradients as they were at that moment.
+A device guard written in Python is called while autograd unwinds from an error, with the Python error still
+set; the interpreter cannot run then and the process ends (torch 2.13). So an error in backward is put aside,
+every operation after it does nothing, and it is raised where the user called ``backward``. What the user sees
+is the same: the error, and gradients as they were at that moment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from memscale.simulator.patches import attribute
 from memscale.simulator.workspace import MATMULS
 
 
-class DeviceTracker(MemoryTracker):
+def op_name(func: Any) -> str:
+    """The name without namespace and overload: "add" of aten::add.Tensor."""
+    return str(getattr(func, "_opname", ""))  # operators that take functions have no such name
+
+
+class DeviceTracker(MemoryTracker):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
     """Follows the memory of one virtual device and the host beside it."""
 
     def __init__(self, *, workspace_bytes: int = 0, **options: Any) -> None:
@@ -44,7 +49,7 @@ class DeviceTracker(MemoryTracker):
             return self._nothing(func, args, kwargs or {})
         try:
             result = self.run(func, types, args, kwargs)
-            if self._workspace_bytes and func._schema.name[6:] in MATMULS:
+            if self._workspace_bytes and op_name(func) in MATMULS:
                 self._reserve_workspace(result)
         except Exception as error:
             if not _autograd.in_backward():

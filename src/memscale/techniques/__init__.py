@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from memscale.techniques.base import Site, Technique
 from memscale.techniques.checkpointing import GradientCheckpointing
+from memscale.techniques.offloading import Offloading
 
 __all__ = ["TECHNIQUES", "Site", "Technique"]
 
 TECHNIQUES: dict[str, Technique] = {
     "checkpointing": GradientCheckpointing(),
+    "offloading": Offloading(),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import nn
 
 from memscale.plan import LayerPlan
@@ -23,11 +24,13 @@ class Site:
         model: The whole model.
         layer: The block's entry in the plan.
         modules: The block's modules, in the order of `layer.members`.
+        device: Where the model trains.
     """
 
     model: nn.Module
     layer: LayerPlan
     modules: tuple[nn.Module, ...]
+    device: torch.device = torch.device("cpu")
 
 
 class Technique(Protocol):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map
 
-from memscale.offload.homes import relocate
 from memscale.offload.working import WorkingCopies
 from memscale.techniques.base import Site
 from memscale.techniques.forwards import ReplacedForward
@@ -17,9 +17,7 @@ from memscale.techniques.forwards import ReplacedForward
 if TYPE_CHECKING:
     from memscale.executor.record import Record
 
-__all__ = ["Offloading", "StreamedForward"]
-
-HOST = torch.device("cpu")
+__all__ = ["Offloading", "StreamedForward", "bring_inputs"]
 
 
 class Offloading:
@@ -33,25 +31,10 @@ class Offloading:
         return None
 
     def attach(self, site: Site, record: Record) -> None:
-        device = compute_device(site.model)
         recomputed = "checkpointing" in site.layer.techniques
         for name, module in zip(site.layer.members, site.modules, strict=True):
-            for parameter in module.parameters():
-                record.add(MovedParameter(parameter, HOST))
-            forward = StreamedForward(module, device, recomputed=recomputed)
+            forward = StreamedForward(module, site.device, recomputed=recomputed)
             record.set_attribute(module, "forward", forward, name=name)
-
-
-class MovedParameter:
-    """A parameter that was sent home; undone, it is where it was."""
-
-    def __init__(self, parameter: nn.Parameter, device: torch.device) -> None:
-        self._parameter = parameter
-        self._before = parameter.device
-        relocate(parameter, device)
-
-    def undo(self) -> None:
-        relocate(self._parameter, self._before)
 
 
 class StreamedForward(ReplacedForward):
@@ -90,7 +73,14 @@ class StreamedForward(ReplacedForward):
                 return forward(*args, **kwargs)
 
 
-def compute_device(model: nn.Module) -> torch.device:
-    """The device the model trains on: where its parameters were when it was wrapped."""
-    devices = [parameter.device for parameter in model.parameters()]
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+def bring_inputs(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with the tensors that are still on the host brought to the device."""
+
+    def brought(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
+            return leaf.to(device, non_blocking=True)
+        return leaf
+
+    return tree_map(brought, args), tree_map(brought, kwargs)

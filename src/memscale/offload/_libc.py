@@ -1,0 +1,98 @@
+"""The few calls of the C library that the disk tier needs and Python lacks, or makes while it holds the GIL.
+
+`mmap` of the standard library keeps a file descriptor for each mapping (a model has more tensors than a process
+may have open files), and its `madvise` stops every other thread until the kernel is done. Calls through ctypes do
+neither.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import sys
+from typing import Any
+
+__all__ = ["PAGE", "advise", "map_shared", "punch_hole", "unmap", "write_back"]
+
+PAGE = mmap.PAGESIZE
+
+# From linux/mman.h and linux/falloc.h; the numbers are the same on every architecture torch has.
+DONT_NEED = 4
+WILL_NEED = 3
+POPULATE_READ = 22  # since Linux 5.14
+
+_FALLOC_KEEP_SIZE = 1
+_FALLOC_PUNCH_HOLE = 2
+_SYNC_FILE_RANGE_WRITE = 2
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_functions: Any = None
+
+
+def _libc() -> Any:
+    """The C library with its signatures declared: without them 64-bit offsets are cut to 32 bits."""
+    global _functions
+    if _functions is None:
+        functions = ctypes.CDLL(None, use_errno=True)
+        address, size, integer, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
+        for name, result, arguments in (
+            ("mmap", address, (address, size, integer, integer, integer, offset)),
+            ("munmap", integer, (address, size)),
+            ("madvise", integer, (address, size, integer)),
+            ("fallocate", integer, (integer, integer, offset, offset)),
+            ("sync_file_range", integer, (integer, offset, offset, ctypes.c_uint)),
+        ):
+            function = getattr(functions, name, None)
+            if function is not None:  # the last two are Linux's own
+                function.restype, function.argtypes = result, arguments
+        _functions = functions
+    return _functions
+
+
+def _error(what: str) -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, f"{what}: {os.strerror(code)}")
+
+
+def map_shared(fd: int, offset: int, nbytes: int) -> int:
+    """Map a range of a file, shared and writable; returns its address."""
+    address = _libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, offset)
+    if address is None or address == _MAP_FAILED:
+        raise _error("mmap")
+    return int(address)
+
+
+def unmap(address: int, nbytes: int) -> None:
+    if _libc().munmap(address, nbytes) != 0:
+        raise _error("munmap")
+
+
+def advise(address: int, nbytes: int, advice: int) -> bool:
+    """Tell the kernel what a range of pages is for; False where it does not know this advice."""
+    while _libc().madvise(address, nbytes, advice) != 0:
+        code = ctypes.get_errno()
+        if code == errno.EINVAL:
+            return False
+        if code not in (errno.EINTR, errno.EAGAIN):
+            raise _error("madvise")
+    return True
+
+
+def punch_hole(fd: int, offset: int, nbytes: int) -> bool:
+    """Give a range of a file back to its disk; False where the file system can't."""
+    if not sys.platform.startswith("linux"):
+        return False
+    if _libc().fallocate(fd, _FALLOC_PUNCH_HOLE | _FALLOC_KEEP_SIZE, offset, nbytes) == 0:
+        return True
+    if ctypes.get_errno() in (errno.EOPNOTSUPP, errno.ENOSYS):
+        return False
+    raise _error("fallocate")
+
+
+def write_back(fd: int, offset: int, nbytes: int) -> None:
+    """Start writing a range's changed pages to the disk, and return before that is done, where possible."""
+    start = getattr(_libc(), "sync_file_range", None)
+    if start is None or start(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE) != 0:
+        os.fsync(fd)

@@ -1,0 +1,66 @@
+"""A lock for state that finalizers change too."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Generic, TypeVar
+
+__all__ = ["LateLock"]
+
+T = TypeVar("T")
+
+
+class LateLock(Generic[T]):
+    """A lock, and a place where finalizers leave what is to be done under it.
+
+    Note [Finalizers]
+    ~~~~~~~~~~~~~~~~~
+    A tensor or a ticket may die at any moment and in any thread: the garbage collector runs in the middle of
+    whatever allocates, also in a thread that holds this lock. A finalizer that waited for the lock would then wait
+    for itself. So it never waits: it leaves a note, and whoever holds the lock deals with the notes on leaving.
+
+    Example:
+        >>> done = []
+        >>> lock = LateLock(done.append)
+        >>> with lock:
+        ...     lock.leave("a note")
+        ...     len(done)
+        0
+        >>> done
+        ['a note']
+    """
+
+    def __init__(self, handle: Callable[[T], None]) -> None:
+        self._handle = handle
+        self._lock = threading.Lock()
+        self._notes: deque[T] = deque()  # its append and popleft are atomic
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._lock.release()
+        self._deal()
+
+    def leave(self, note: T) -> None:
+        """Have `note` handled under the lock: now if it is free, else by its holder."""
+        self._notes.append(note)
+        self._deal()
+
+    def _deal(self) -> None:
+        # The notes are looked at after the release, each time: one left while the lock was held is seen here, and
+        # one left later finds the lock free.
+        while self._notes and self._lock.acquire(blocking=False):
+            try:
+                while self._notes:
+                    self._handle(self._notes.popleft())
+            finally:
+                self._lock.release()
