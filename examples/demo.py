@@ -1,4 +1,4 @@
-"""Where does the memory of training go? A small GPT-2, trained here and simulated on a GPU that is not here.
+"""Where does the memory of training go, and what does one line change? A small GPT-2, trained here both ways.
 
     python examples/demo.py              # what `make demo` runs
     python examples/demo.py --help       # another size, more steps, another GPU
@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
+import memscale
 from memscale.errors import MemScaleError
 from memscale.memory.record import Category, Phase, Snapshot, Timeline
 from memscale.memory.tracker import MemoryTracker
@@ -41,6 +42,7 @@ except ImportError:
     sys.exit("The demo trains a model of transformers: `pip install open-memscale[hf]`.")
 
 VOCABULARY = 8192
+QUIET = memscale.Config(enable_logging=False)  # the demo shows the plan itself
 WHAT_IT_IS = {
     Category.WEIGHTS: "the parameters",
     Category.BUFFERS: "not trained",
@@ -65,37 +67,55 @@ class Seen:
 def main() -> None:
     start = time.perf_counter()
     options = parse_arguments()
-    torch.manual_seed(0)
+    gpu_name = full_name(options.gpu)  # an unknown one is better refused now than after the training
 
     chapter("1. A model, and something to learn")
     words, origin = text_with_python()
-    model = make_model(options)
-    batches = make_batches(words, options)
     say(
-        f"GPT-2 with {options.layers} layers, {options.width} wide: {count(model):,} parameters, random to "
-        f"begin with. The text is {origin}: {len(words):,} words, {VOCABULARY:,} different ones at most. "
-        f"Each step takes {options.batch} pieces of {options.seq} words and learns to guess the next word."
+        f"GPT-2 with {options.layers} layers, {options.width} wide: {count(make_model(options)):,} parameters, "
+        f"random to begin with. The text is {origin}: {len(words):,} words, {VOCABULARY:,} different ones at "
+        f"most. Each step takes {options.batch} pieces of {options.seq} words and learns to guess the next word."
     )
 
     chapter(f"2. Training, {options.steps} step{'s' if options.steps > 1 else ''} on this CPU")
-    losses, seen = train(model, batches, options.steps)
-    say(f"loss: {' '.join(f'{loss:.3f}' for loss in losses)}")
-    if len(losses) > 2:
+    plain_losses, plain = train(words, options)
+    say(f"loss: {' '.join(f'{loss:.3f}' for loss in plain_losses)}")
+    if len(plain_losses) > 2:
         say(f"It learns: guessing at random would give {torch.tensor(float(VOCABULARY)).log():.2f}.")
 
     chapter("3. Where the memory went (measured: every tensor of the last step, to the byte)")
-    show_categories(seen)
+    show_categories(plain)
     print()
-    show_timeline(seen)
+    show_timeline(plain)
     print()
-    show_largest(seen)
+    show_largest(plain)
 
-    chapter("4. The same step on a device that is not here (simulated: no GPU is used)")
-    predicted = simulated_step(options, device="cpu")
-    on_gpu = simulated_gpu(options)
-    show_comparison(seen, predicted, on_gpu, options.gpu)
+    chapter("4. The same again with one line more: model = memscale.wrap(model)")
+    plans: list[memscale.Plan] = []
+    wrapped_losses, wrapped = train(words, options, plans)
+    print(plans[-1].explain(trades=False))
     print()
-    say(verdict(seen, predicted, on_gpu))
+    show_losses(plain_losses, wrapped_losses)
+    print()
+    show_before_and_after(plain, wrapped)
+    print()
+    show_timeline(wrapped)
+    print()
+    say(what_it_took(plain, wrapped, plain_losses, wrapped_losses, plans[-1]))
+
+    chapter("5. The same step on a device that is not here (simulated: no GPU is used)")
+    predicted = simulated_step(options, "1PiB", device="cpu")
+    say(f"{options.gpu}: {gpu_name}.")
+    on_gpu = simulated_gpu(options)
+    show_comparison(plain, predicted, on_gpu, options.gpu)
+    print()
+    say(verdict(plain, predicted, on_gpu))
+    there = plan_for_gpu(options)
+    say(
+        f"With memscale.wrap the {options.gpu} would need {format_bytes(there.predicted_peak_bytes)} instead of "
+        f"{format_bytes(there.baseline_peak_bytes)} (simulated), and a step would take "
+        f"{there.predicted_time_ratio:.2f} times as long (predicted)."
+    )
     print()
     say(f"That took {time.perf_counter() - start:.0f} seconds.")
 
@@ -180,19 +200,41 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Te
     return loss.detach()
 
 
-def train(model: torch.nn.Module, batches: Iterator[torch.Tensor], steps: int) -> tuple[list[float], Seen]:
-    """Train on the CPU, and follow the memory of the last step."""
+def train(
+    words: list[str], options: argparse.Namespace, plans: list[memscale.Plan] | None = None
+) -> tuple[list[float], Seen]:
+    """Train on the CPU, and follow the memory of the last step; with MemScale, and its plan noted, if asked to."""
+    torch.manual_seed(0)  # the same weights, the same batches, the same dropout, with MemScale and without
+    model = make_model(options)
+    batches = make_batches(words, options)
+    if plans is not None:
+        sample = torch.zeros(options.batch, options.seq, dtype=torch.int64)
+        model = memscale.wrap(model, QUIET, {"input_ids": sample, "labels": sample})
+        plans.append(model._memscale_executor.plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = [step(model, optimizer, next(batches)).item() for _ in range(steps - 1)]
+    losses = [step(model, optimizer, next(batches)).item() for _ in range(options.steps - 1)]
     ids = next(batches)
     with MemoryTracker(model, optimizer, ids) as tracker:
         last = step(model, optimizer, ids)
     return [*losses, last.item()], what_was_seen(tracker, "cpu")
 
 
-def simulated_step(options: argparse.Namespace, device: str = "vgpu") -> Seen:
+def plan_for_gpu(options: argparse.Namespace) -> memscale.Plan:
+    """What `wrap` would do on the GPU, and what it predicts of it."""
+    with torch.device("meta"):
+        model = make_model(options)
+    sample = torch.zeros(options.batch, options.seq, dtype=torch.int64)
+    return memscale.plan(model, {"input_ids": sample, "labels": sample}, QUIET, hardware=options.gpu)
+
+
+def full_name(gpu: str) -> str:
+    with simulate(gpu) as simulation:
+        return f"{simulation.device_name}, {format_bytes(simulation.capacity)}"
+
+
+def simulated_step(options: argparse.Namespace, on: str, device: str = "vgpu") -> Seen:
     """The last step again, with tensors that have a shape and no content."""
-    with simulate(options.gpu, device=device) as simulation:
+    with simulate(on, device=device) as simulation:
         model = make_model(options).to(simulation.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         ids = torch.zeros(options.batch, options.seq, dtype=torch.int64, device=simulation.device)
@@ -206,12 +248,10 @@ def simulated_step(options: argparse.Namespace, device: str = "vgpu") -> Seen:
 
 def simulated_gpu(options: argparse.Namespace) -> Seen | None:
     """The step on the GPU; None if it does not fit."""
-    with simulate(options.gpu) as simulation:
-        say(f"{options.gpu}: {simulation.device_name}, {format_bytes(simulation.capacity)}.")
     try:
-        return simulated_step(options)
+        return simulated_step(options, options.gpu)
     except torch.OutOfMemoryError as error:
-        say(str(error))
+        print(error)
         return None
 
 
@@ -276,6 +316,38 @@ def show_largest(seen: Seen, most: int = 6) -> None:
     print(table("The largest tensors at the peak", columns, rows))
 
 
+def show_losses(plain: list[float], wrapped: list[float]) -> None:
+    rows = [
+        (number, f"{before:.6f}", f"{after:.6f}", "equal" if before == after else f"{after - before:+.1e}")
+        for number, (before, after) in enumerate(zip(plain, wrapped, strict=True), start=1)
+    ]
+    columns = [Column("step", "right"), Column("plain", "right"), Column("with MemScale", "right"), "loss"]
+    print(table("The losses, side by side", columns, rows))
+
+
+def show_before_and_after(plain: Seen, wrapped: Seen) -> None:
+    present = [each for each in Category if plain.at_peak.of(each) or wrapped.at_peak.of(each)]
+    rows: list[tuple[object, ...]] = [
+        (each, format_bytes(plain.at_peak.of(each)), format_bytes(wrapped.at_peak.of(each)))
+        for each in present
+    ]
+    rows.append(("together", format_bytes(plain.peak_bytes), format_bytes(wrapped.peak_bytes)))
+    columns = ["category at the peak", Column("plain", "right"), Column("with MemScale", "right")]
+    print(table("Measured on this CPU", columns, rows))
+
+
+def what_it_took(
+    plain: Seen, wrapped: Seen, plain_losses: list[float], wrapped_losses: list[float], plan: memscale.Plan
+) -> str:
+    fell = 1 - wrapped.peak_bytes / plain.peak_bytes
+    same = "to the last bit the same" if plain_losses == wrapped_losses else "the same to float error"
+    return (
+        f"The peak fell by {fell:.0%}, from {format_bytes(plain.peak_bytes)} to "
+        f"{format_bytes(wrapped.peak_bytes)} (measured); the plan had predicted "
+        f"{format_bytes(plan.predicted_peak_bytes)} (simulated). The losses are {same}."
+    )
+
+
 def show_comparison(seen: Seen, predicted: Seen, on_gpu: Seen | None, gpu: str) -> None:
     def sizes(each: Seen | None, category: Category) -> str | None:
         return None if each is None else format_bytes(each.at_peak.of(category))
@@ -310,8 +382,8 @@ def verdict(seen: Seen, predicted: Seen, on_gpu: Seen | None) -> str:
     ratio = on_gpu.peak_bytes / seen.peak_bytes - 1
     return (
         f"{cpu}; the GPU would need {format_bytes(on_gpu.peak_bytes)}, {abs(ratio):.0%} "
-        f"{'more' if ratio > 0 else 'less'}, as its attention keeps less for backward, its allocator hands "
-        "out whole blocks, and its matrix library takes some scratch memory."
+        f"{'more' if ratio > 0 else 'less'}: its attention keeps less for backward, but its allocator hands "
+        "out whole blocks, and its matrix library wants scratch memory."
     )
 
 

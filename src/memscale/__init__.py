@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from memscale.config import AsyncOffloadConfig, Config, OptimizationMode
     from memscale.errors import MemScaleError
     from memscale.memory.tracker import MemoryTracker
-    from memscale.plan import Plan
+    from memscale.execution_plan import Plan
     from memscale.simulator import simulate
 
 # Where each public name lives. They are imported on first use, so that `import memscale` costs next to nothing.
@@ -28,7 +28,7 @@ _HOMES = {
     "MemScaleError": "memscale.errors",
     "MemoryTracker": "memscale.memory.tracker",
     "OptimizationMode": "memscale.config",
-    "Plan": "memscale.plan",
+    "Plan": "memscale.execution_plan",
     "detach": "memscale.api",
     "optimize": "memscale.api",
     "plan": "memscale.api",

@@ -64,7 +64,7 @@ class TierFullError(TierError):
 
 
 class TransferError(TierError):
-    """A transfer that ran beside the training failed; its cause is chained."""
+    """Bytes could not be moved to or from a tier; the cause is chained."""
 
 
 class WrapError(MemScaleError, RuntimeError):

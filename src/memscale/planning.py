@@ -11,10 +11,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memscale.config import Config
 from memscale.engine import decide
 from memscale.engine.structure import decide_by_structure
+from memscale.engine.timeline import optimizer_transient
 from memscale.hardware import Hardware
-from memscale.plan import Plan
-from memscale.prediction import predict
-from memscale.profiler import ModelProfile, Sample, find_blocks, profile_model
+from memscale.execution_plan import Plan
+from memscale.prediction import Step, measure, predict
+from memscale.profiler import ModelProfile, Place, Sample, find_blocks, profile_model
 from memscale.recompute.rng import RngState
 
 
@@ -28,33 +29,47 @@ def make_plan(model: nn.Module, sample: Sample | None, config: Config, hardware:
     """
     if sample is None:
         return decide_by_structure(model, find_blocks(model), hardware, config)
-    device = "cpu" if hardware.device.kind == "cpu" else "vgpu"
     random = RngState(sorted({parameter.device.type for parameter in model.parameters()}))
     # Whoever listens to the training loop (a FLOP counter, a profiler) must not hear the rehearsal.
     with _disable_current_modes():
+        try:
+            return _rehearsed(model, sample, config, hardware)
+        finally:
+            random.restore()
+
+
+def _rehearsed(model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> Plan:
+    place = Place.of(hardware.device)
+    try:
         profile = profile_model(
             model,
             sample,
-            device=device,
+            place,
             static=config.use_static_profiling,
             empirical=config.use_empirical_fallback,
         )
-        plan = decide(profile, hardware, config)
-        plan = _with_prediction(model, plan, profile, sample, device, config)
-    random.restore()
-    return plan
-
-
-def _with_prediction(
-    model: nn.Module, plan: Plan, profile: ModelProfile, sample: Sample, device: str, config: Config
-) -> Plan:
-    if profile.source != "static":
-        return replace(plan, prediction_source="estimated", notes=(*plan.notes, f"profiled by {profile.reason}"))
-    try:
-        return predict(model, plan, sample, device=device, config=config)
     except torch.OutOfMemoryError:
-        raise
+        note = f"a step of the plain model on {sample.describe()} runs out of memory, so that it was not profiled"
+        return decide_by_structure(model, find_blocks(model), hardware, config, notes=(note,))
+    plan = decide(profile, hardware, config)
+    try:
+        if profile.source == "static":
+            return predict(model, plan, sample, place, config)
+        return _measured(model, plan, profile, sample, config, hardware)
     except Exception as error:
-        reason = f"the plan could not be simulated ({type(error).__name__}), its peak is an estimate"
-        return replace(plan, prediction_source="estimated", notes=(*plan.notes, reason))
+        how = "simulated" if profile.source == "static" else "run"
+        note = f"the plan could not be {how} ({type(error).__name__}), its peak is an estimate"
+        return replace(plan, notes=(*plan.notes, *_way(profile), note))
 
+
+def _measured(
+    model: nn.Module, plan: Plan, profile: ModelProfile, sample: Sample, config: Config, hardware: Hardware
+) -> Plan:
+    plan = replace(plan, notes=(*plan.notes, *_way(profile)))
+    plain = Step(plan.baseline_peak_bytes, plan.baseline_saved_bytes)
+    transient = optimizer_transient(profile, hardware.device.kind)
+    return measure(model, plan, sample, plain=plain, optimizer_transient=transient, config=config)
+
+
+def _way(profile: ModelProfile) -> tuple[str, ...]:
+    return () if profile.source == "static" else (f"profiled by {profile.reason}",)

@@ -1,10 +1,17 @@
 """What a plan will do before it runs: the real executor, with the very plan, on the virtual GPU.
 
-It stands right of the plan: it decides nothing, and fills in what the engine could only estimate.
+It stands right of the plan: it decides nothing, and fills in what the engine could only estimate. Where fake
+tensors cannot follow the model, the same is done for real, guarded, on the model itself.
+
+Note [The step that is predicted]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The second step of training or a later one, with Adam: its two moments are there, libraries have taken their
+workspaces, no gradient is left over when forward begins, and the outputs are let go of before backward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,77 +19,140 @@ from torch import nn
 
 from memscale.config import Config
 from memscale.executor import Executor
-from memscale.plan import Plan
-from memscale.profiler.build import backward_targets, run_backward
+from memscale.memory.allocator import CachingAllocator
+from memscale.memory.tracker import MemoryTracker
+from memscale.execution_plan import Plan, PredictionSource
+from memscale.profiler.build import backward_targets, loss_of
+from memscale.profiler.empirical import gradients_of, untouched
+from memscale.profiler.place import Place
 from memscale.profiler.sample import Sample
-from memscale.simulator import Simulation, simulate
-
-ROOM = 1 << 50  # a step that does not fit has a peak too: it is what the user is told
+from memscale.simulator import Simulation
 
 
 @dataclass(frozen=True)
 class Step:
-    """The memory of one simulated step."""
+    """The memory of one step. See Note [The step that is predicted]."""
 
     peak_bytes: int
     saved_bytes: int
 
 
-def predict(model: nn.Module, plan: Plan, sample: Sample, *, device: str, config: Config) -> Plan:
+def predict(model: nn.Module, plan: Plan, sample: Sample, place: Place, config: Config) -> Plan:
     """The plan with the simulated figures of the plain step and of the step under the plan.
 
     Args:
         model: the model without techniques; it is not changed.
         plan: what the engine decided.
         sample: how the model is called.
-        device: "cpu" or "vgpu".
+        place: the device to simulate.
         config: the user's settings, which the executor reads.
 
     Raises:
         Exception: whatever the model raises on fake tensors.
     """
-    plain = _simulate(model, None, sample, device, config)
-    planned = _simulate(model, plan, sample, device, config) if any(x.techniques for x in plan.layers) else plain
+    with place.simulate() as simulation:
+        twin = simulation.copy_of(model).train(model.training)
+        batch = Sample(simulation.batch_of(sample.args), simulation.batch_of(sample.kwargs))
+        state = _adam_state(twin, place.kind)
+        plain = _simulated(twin, batch, simulation)
+        _forget_gradients(twin)
+        simulation.tracker.empty_cache()
+        Executor(twin, plan, _quiet(config)).attach()
+        planned = _simulated(twin, batch, simulation)
+        del state
+    return _filled_in(plan, plain, planned, "simulated")
+
+
+def measure(
+    model: nn.Module, plan: Plan, sample: Sample, *, plain: Step, optimizer_transient: int, config: Config
+) -> Plan:
+    """The plan with the figures of a real step under the plan, guarded as the empirical profile is.
+
+    Args:
+        model: the model without techniques; it is as before afterwards.
+        plan: what the engine decided.
+        sample: how the model is called, on the model's device.
+        plain: the plain step, as the empirical profile saw it.
+        optimizer_transient: what Adam needs while it steps.
+        config: the user's settings, which the executor reads.
+    """
+    device = next(model.parameters()).device
+    allocators = {} if device.type == "cpu" else {device.type: CachingAllocator}
+    executor = Executor(model, plan, _quiet(config))
+    with untouched(model):
+        tracker = MemoryTracker(model, allocators=allocators)
+        executor.attach()
+        try:
+            with tracker:
+                step = _step(model, sample, tracker, device, gradients_of(model))
+        finally:
+            executor.detach()
+    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    moments = 2 * trained
+    stepping = tracker.live_bytes(device) + trained + optimizer_transient
+    planned = Step(max(step.peak_bytes, stepping) + moments, step.saved_bytes)
+    return _filled_in(plan, plain, planned, "measured")
+
+
+def _filled_in(plan: Plan, plain: Step, planned: Step, source: PredictionSource) -> Plan:
     return replace(
         plan,
         baseline_peak_bytes=plain.peak_bytes,
         baseline_saved_bytes=plain.saved_bytes,
         predicted_peak_bytes=planned.peak_bytes,
         predicted_saved_bytes=planned.saved_bytes,
-        prediction_source="simulated",
+        prediction_source=source,
     )
 
 
-def _simulate(model: nn.Module, plan: Plan | None, sample: Sample, device: str, config: Config) -> Step:
-    with simulate(ROOM, device=device) as simulation:
-        twin = simulation.copy_of(model).train(model.training)
-        if plan is not None:
-            Executor(twin, plan, config).attach()
-            simulation.tracker.reset_peak()  # a model that does not fit was never on the device as a whole
-        state = [
-            torch.empty_like(parameter, requires_grad=False)
-            for parameter in twin.parameters()
-            if parameter.requires_grad
-            for _ in range(2)  # Adam's two moments, where the parameter is
-        ]
-        batch = Sample(simulation.batch_of(sample.args), simulation.batch_of(sample.kwargs))
-        saved = _forward_and_backward(twin, batch, simulation)
-        transient = _optimizer_transient(twin, device)
-        after = simulation.tracker.live_bytes(simulation.device)
-        del state
-    return Step(max(simulation.peak_bytes, after + transient), saved)
+def _simulated(twin: nn.Module, batch: Sample, simulation: Simulation) -> Step:
+    simulation.tracker.reset_peak()
+    step = _step(twin, batch, simulation.tracker, simulation.device, torch.autograd.backward)
+    _adam_temporaries(twin, simulation.device.type)
+    return Step(max(step.peak_bytes, simulation.peak_bytes), step.saved_bytes)
 
 
-def _forward_and_backward(twin: nn.Module, batch: Sample, simulation: Simulation) -> int:
-    before = simulation.tracker.live_bytes(simulation.device)
-    targets = backward_targets(twin(*batch.args, **batch.kwargs))
-    saved = simulation.tracker.live_bytes(simulation.device) - before
-    run_backward(targets)
-    return saved
+def _step(
+    model: nn.Module,
+    batch: Sample,
+    tracker: MemoryTracker,
+    device: torch.device,
+    backward: Callable[[torch.Tensor], object],
+) -> Step:
+    before = tracker.live_bytes(device) - tracker.workspace_bytes(device)
+    targets = backward_targets(model(*batch.args, **batch.kwargs))
+    saved = tracker.live_bytes(device) - tracker.workspace_bytes(device) - before
+    # In a first step the workspace of backward is not there yet; in the one that is predicted it is.
+    forward_peak = tracker.peak_bytes(device) - tracker.workspace_bytes(device)
+    if targets:
+        backward(loss_of(targets))
+    return Step(max(tracker.peak_bytes(device), forward_peak + tracker.workspace_bytes(device)), saved)
 
 
-def _optimizer_transient(twin: nn.Module, device: str) -> int:
-    """Adam's temporaries: of all parameters at once with foreach (accelerators), of one at a time on a CPU."""
-    there = [parameter for parameter in twin.parameters() if parameter.device.type == device]
-    sizes = [parameter.nbytes for parameter in there if parameter.requires_grad]
-    return 2 * max(sizes, default=0) if device == "cpu" else sum(sizes)
+# ---------------------------------------------------------------------- Adam
+
+
+def _adam_state(twin: nn.Module, device: str) -> list[torch.Tensor]:
+    trained = [parameter for parameter in twin.parameters() if parameter.requires_grad]
+    state = [torch.empty_like(each, requires_grad=False) for each in trained for _ in range(2)]
+    if device == "cpu":  # the count of steps, which lives on the host
+        state += [torch.empty((), device="cpu") for _ in trained]
+    return state
+
+
+def _adam_temporaries(twin: nn.Module, device: str) -> None:
+    """What Adam's step makes: one temporary of every parameter at once (foreach), or two of one on a CPU."""
+    trained = [parameter for parameter in twin.parameters() if parameter.grad is not None]
+    if device == "cpu" and trained:
+        trained = [max(trained, key=lambda parameter: parameter.nbytes)] * 2
+    made = [torch.empty_like(each, requires_grad=False) for each in trained]
+    del made
+
+
+def _forget_gradients(twin: nn.Module) -> None:
+    for parameter in twin.parameters():
+        parameter.grad = None
+
+
+def _quiet(config: Config) -> Config:
+    return config.replace(enable_logging=False)  # the user hears of the plan once, when it is attached

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from memscale.errors import RecomputeError
 from memscale.recompute import KeepPolicy, chain, run_region
 from recompute.harness import LiveBytes, Mlp, assert_same, flops, in_region, regions_alive, train
 
@@ -299,6 +300,55 @@ class TestShapesOfGraphs:
             assert live.now == before
         out.sum().backward()
         assert torch.equal(x.grad, torch.exp(torch.sin(x)) * torch.cos(x))
+
+
+class TestMismatches:
+    def test_more_saved_tensors(self) -> None:
+        depth = 2
+
+        def head(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(depth):
+                x = torch.sin(x)
+            return x
+
+        out = _chained(torch.exp)(_chained(head, False)(X.clone().requires_grad_()))
+        depth = 3
+        with pytest.raises(RecomputeError, match=r"saved 3 tensors for backward; its forward pass saved 2"):
+            out.sum().backward()
+
+    def test_fewer_outputs(self) -> None:
+        both = True
+
+        def head(x: torch.Tensor) -> list[torch.Tensor]:
+            y = torch.sin(x)
+            return [y * 2, y * 3] if both else [y * 2]
+
+        out = _chained(torch.exp)(_chained(head, False)(X.clone().requires_grad_())[1])
+        both = False
+        with pytest.raises(RecomputeError, match=r"returned 1 tensors; its forward pass returned at least 2"):
+            out.sum().backward()
+
+    def test_a_failure_leaves_nothing_behind_and_can_be_tried_again(self) -> None:
+        fails = False
+
+        def tail(x: torch.Tensor) -> torch.Tensor:
+            x = torch.exp(x)
+            if fails:
+                raise ValueError("out of luck")
+            return torch.exp(x)
+
+        with LiveBytes() as live:
+            x = X.clone().requires_grad_()
+            out = _chained(tail)(_chained(_drop, False)(x))
+            before = live.now
+            fails = True
+            with pytest.raises(ValueError, match="out of luck"):
+                torch.autograd.grad(out.sum(), x, retain_graph=True)
+            assert live.now == before
+            fails = False
+            first = torch.autograd.grad(out.sum(), x, retain_graph=True)
+            second = torch.autograd.grad(out.sum(), x)
+        assert_same(first, second)
 
 
 class TestWhereItCannotChain:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import warnings
 import weakref
 from collections.abc import Iterator
 
@@ -189,7 +190,7 @@ class TestLifetimes:
 
 
 class TestPlainCalls:
-    """Where there is nothing to gain, a region is a plain call."""
+    """Where there is nothing to gain, or no way to run again, a region is a plain call."""
 
     @pytest.fixture(autouse=True)
     def _no_regions(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +214,25 @@ class TestPlainCalls:
         model = Mlp(dropout=0.0)
         ours = torch.func.grad(lambda x: in_region(model)(x).sum())(X)
         assert torch.equal(ours, torch.func.grad(lambda x: model(x).sum())(X))
+
+    def test_a_scripted_module(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            model = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+        in_region(model)(X).sum().backward()
+        assert model[1].num_batches_tracked == 1
+
+    def test_the_first_call_of_a_lazy_module(self) -> None:
+        model = nn.Sequential(nn.LazyLinear(8), nn.Tanh())
+        in_region(model)(X).sum().backward()
+        assert model[0].weight.grad is not None
+
+
+def test_the_second_call_of_a_lazy_module_is_a_region() -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), Mlp())
+    in_region(model)(X).sum().backward()
+    in_region(model)(X).sum().backward()
+    assert model[2].calls == 1 + 2
 
 
 def test_a_frozen_module_with_an_input_that_requires_grad_is_recomputed() -> None:
@@ -275,6 +295,17 @@ class TestMismatches:
         out = run_region(function, (X.clone().requires_grad_(),), {})
         dtype = torch.float64
         with pytest.raises(RecomputeError, match=r"to save tensor 0 .*float32.* saved one .*float64"):
+            out.sum().backward()
+
+    def test_a_constant_in_place_of_a_value_of_the_same_shape(self) -> None:
+        doubles = False
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            return torch.exp(x) * (torch.full((4, 8), 2.0) if doubles else torch.sin(x))
+
+        out = run_region(function, (X.clone().requires_grad_(),), {})
+        doubles = True
+        with pytest.raises(RecomputeError):
             out.sum().backward()
 
     def test_a_function_that_catches_everything_cannot_swallow_it(self) -> None:

@@ -13,12 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from families import Family
 from memscale.executor import Executor
-from memscale.plan import Checkpointing, LayerPlan, Plan
+from memscale.execution_plan import Checkpointing, LayerPlan, Plan
 from memscale.profiler.blocks import Block, find_blocks, stacks
 from recompute.harness import LiveBytes
 
-# Every operation of the families that the FLOP counter counts.
+# Every operation of the families that the FLOP counter counts, and one that it does not know.
 DEAR = (
+    "aten.mkldnn_rnn_layer.default",
     "aten.addmm.default",
     "aten.mm.default",
     "aten.bmm.default",
@@ -113,43 +114,44 @@ class Work:
 def work_of(family: Family, prepare: Callable[[nn.Module], nn.Module] = lambda model: model) -> Work:
     """Runs one step and counts."""
     model = family.build()
-    blocks = blocks_of(model)
+    runs = _count_runs(model)
     # The second step: the first one makes what a model makes once, such as masks.
     family.loss(prepare(model), family.batch()).backward()
+    runs.clear()
 
-    runs: Counter[str] = Counter()
     inside: list[int] = []
     with FlopCounterMode(display=False) as counter:
-
-        def enter(module: nn.Module, args: Any) -> None:
-            inside.append(-counter.get_total_flops())
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            inside.append(counter.get_total_flops())
-
-        handles = []
-        for block in blocks:
-            for member in block.members:
-                module = model.get_submodule(member)
-                handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-            # Hooks of a block run outside of a technique, those of its submodules inside: they see every run.
-            first = next(iter(_called_inside(model, block)))
-            handles.append(first.register_forward_pre_hook(lambda *_, name=block.name: runs.update([name])))
+        # Hooks of a block run outside of a technique, once a call.
+        for member in (member for block in blocks_of(model) for member in block.members):
+            module = model.get_submodule(member)
+            module.register_forward_pre_hook(lambda *_: inside.append(-counter.get_total_flops()))
+            module.register_forward_hook(lambda *_: inside.append(counter.get_total_flops()))
         with LiveBytes() as live:
             loss = family.loss(model, family.batch())
             saved = live.now
         block_flops = sum(inside)
         loss.backward()
-        flops = counter.get_total_flops()
-    for handle in handles:
-        handle.remove()
-    return Work(flops, block_flops, dict(runs), saved)
+        return Work(counter.get_total_flops(), block_flops, dict(runs), saved)
 
 
-def _called_inside(model: nn.Module, block: Block) -> list[nn.Module]:
-    """Modules that run whenever the block's code does, and only then."""
-    if len(block.members) > 1:  # of a slice all members are inside
-        return [model.get_submodule(block.members[0])]
-    module = model.get_submodule(block.name)
-    leaves = [m for m in module.modules() if m is not module and not list(m.children())]
-    return [leaf for leaf in leaves if type(leaf) is not nn.Identity] or [module]
+def _count_runs(model: nn.Module) -> Counter[str]:
+    """Counts how often the code of each block runs, from inside any technique that is put on it later."""
+    runs: Counter[str] = Counter()
+    for block in blocks_of(model):
+        module = model.get_submodule(block.members[0])
+        if len(block.members) > 1:  # of a slice, the hooks of its members run inside
+            module.register_forward_pre_hook(lambda *_, name=block.name: runs.update([name]))
+        else:
+            module.forward = _Counted(module.forward, block.name, runs)
+    return runs
+
+
+class _Counted:
+    """A forward that a user has put on a module, and that counts."""
+
+    def __init__(self, forward: Callable[..., Any], name: str, runs: Counter[str]) -> None:
+        self._forward, self._name, self._runs = forward, name, runs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._runs[self._name] += 1
+        return self._forward(*args, **kwargs)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TypeAlias
@@ -19,28 +19,29 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from memscale.api import wrap
 from memscale.benchmarks.choices import unknown_name
 from memscale.benchmarks.registry import BenchmarkModel, find_model, quiet_transformers
 from memscale.benchmarks.results import Row, Source
+from memscale.config import Config, OptimizationMode
 from memscale.errors import ConfigError, ConfigTypeError, ProfileError, shown
-from memscale.hardware import GpuSpec, find_gpu, read_host
+from memscale.executor import Executor
+from memscale.hardware import GpuSpec, find_gpu, read_host, virtual_hardware
 from memscale.memory.process import measure_in_fresh_process, rss_bytes
 from memscale.memory.tracker import MemoryTracker
+from memscale.execution_plan import Plan
+from memscale.planning import make_plan
+from memscale.profiler import sample_of
 from memscale.simulator import Simulation, simulate
 from memscale.units import format_bytes, parse_bytes
 
 __all__ = ["MODES", "Case", "Device", "find_device", "run_case", "run_suite"]
 
-Mode: TypeAlias = Callable[[nn.Module, dict[str, Tensor]], nn.Module]
-"""How MemScale is applied: takes the model and a batch, returns the model to train."""
-
-
-def _plain(model: nn.Module, inputs: dict[str, Tensor]) -> nn.Module:
-    return model
-
-
-MODES: dict[str, Mode] = {"none": _plain}
-"""The modes there are, by name."""
+MODES: dict[str, Config | None] = {
+    "none": None,
+    **{mode.value: Config(mode=mode, enable_logging=False) for mode in OptimizationMode},
+}
+"""The modes there are, by name: without MemScale, and with what `wrap` does in each of its modes."""
 
 Device: TypeAlias = GpuSpec | int | None
 """What a case runs on: a GPU of the table or so many bytes (simulated), or None for the CPU (measured)."""
@@ -119,6 +120,7 @@ class _Outcome:
     step_seconds: float | None = None
     tensor_bytes: int | None = None
     note: str | None = None
+    time_ratio: float | None = None  # predicted; measured ones come from the seconds
 
 
 def run_case(
@@ -204,7 +206,7 @@ def _rows(cases: list[Case], modes: list[str], on: str, device: Device, tensor_b
                 host_bytes=found.host_bytes,
                 disk_bytes=found.disk_bytes,
                 reduction=0.0 if mode == "none" else _reduction(found.peak_bytes, baseline.peak_bytes),
-                time_ratio=1.0 if mode == "none" else _ratio(found.step_seconds, baseline.step_seconds),
+                time_ratio=1.0 if mode == "none" else _ratio(found, baseline),
                 note=found.note,
                 tensor_bytes=found.tensor_bytes,
             )
@@ -214,8 +216,10 @@ def _reduction(peak: int | None, baseline: int | None) -> float | None:
     return None if peak is None or baseline is None else round(1 - peak / baseline, 4)
 
 
-def _ratio(seconds: float | None, baseline: float | None) -> float | None:
-    return None if seconds is None or baseline is None else round(seconds / baseline, 3)
+def _ratio(found: _Outcome, baseline: _Outcome) -> float | None:
+    if found.step_seconds is None or baseline.step_seconds is None:
+        return None if found.time_ratio is None else round(found.time_ratio, 3)
+    return round(found.step_seconds / baseline.step_seconds, 3)
 
 
 # ---------------------------------------------------------------------- the steps
@@ -263,23 +267,43 @@ def _does_not_fit(needed: int, capacity: int) -> str:
 
 def _simulate(case: Case, mode: str, device: GpuSpec | int) -> _Outcome:
     params = 0
+    plan = _plan(case, mode, device)
     try:
         with simulate(device) as simulation:
             model = case.model.build()
             params = _parameters(model)
-            _simulated_steps(case, mode, model, simulation)
-        return _Outcome(params, simulation.peak_bytes, host_bytes=simulation.host_peak_bytes)
+            _simulated_steps(case, plan, model, simulation)
+        return _Outcome(
+            params,
+            simulation.peak_bytes,
+            host_bytes=simulation.host_peak_bytes,
+            time_ratio=None if plan is None else plan.predicted_time_ratio,
+        )
     except torch.OutOfMemoryError:
         return _Outcome(params, None)
     finally:
         gc.collect()  # modules and autograd graphs are cycles: the next case starts without this one's
 
 
-def _simulated_steps(case: Case, mode: str, model: nn.Module, simulation: Simulation) -> None:
-    model.to(simulation.device)
+def _plan(case: Case, mode: str, device: GpuSpec | int) -> Plan | None:
+    """What `wrap` would do on that device; the model is not built for it, only described."""
+    config = MODES[mode]
+    if config is None:
+        return None
+    with torch.device("meta"), quiet_transformers():
+        model = case.model.build()
+        inputs = case.model.inputs(case.batch, case.seq)
+    return make_plan(model, sample_of(inputs), config, virtual_hardware(device))
+
+
+def _simulated_steps(case: Case, plan: Plan | None, model: nn.Module, simulation: Simulation) -> None:
+    if plan is None:
+        model.to(simulation.device)
+    else:
+        Executor(model, plan, device=simulation.device).attach()
     inputs = case.model.inputs(case.batch, case.seq, simulation.device)
     simulation.tracker.reset_peak()  # the host held the weights until now, which is not training
-    _train(MODES[mode](model, inputs), inputs, case.steps)
+    _train(model, inputs, case.steps)
 
 
 # ---------------------------------------------------------------------- measured
@@ -327,7 +351,10 @@ def measured_steps(name: str, batch: int, seq: int, steps: int, mode: str) -> li
     torch.manual_seed(0)
     model = case.model.build()
     inputs = case.model.inputs(batch, seq)
-    return _train(MODES[mode](model, inputs), inputs, steps)
+    config = MODES[mode]
+    if config is not None:
+        wrap(model, config, inputs)
+    return _train(model, inputs, steps)
 
 
 def tracked_steps(name: str, batch: int, seq: int, steps: int, mode: str) -> int:

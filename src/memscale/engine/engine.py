@@ -9,9 +9,9 @@ from memscale.config import Config
 from memscale.engine.choices import Candidate, Choice, called_blocks, can_recompute, candidates
 from memscale.engine.cost import Clock
 from memscale.engine.rules import Point, Verdict, choose, frontier
-from memscale.engine.timeline import Estimate, estimate
+from memscale.engine.timeline import Estimate, estimate, optimizer_transient
 from memscale.hardware import Hardware
-from memscale.plan import Checkpointing, FrontierPoint, LayerPlan, Plan
+from memscale.execution_plan import Checkpointing, FrontierPoint, LayerPlan, Plan
 from memscale.profiler.profile import BlockProfile, ModelProfile
 from memscale.units import format_bytes
 
@@ -24,7 +24,7 @@ def decide(profile: ModelProfile, hardware: Hardware, config: Config) -> Plan:
     The same profile, hardware and Config give the same plan, byte for byte.
     """
     clock = Clock.of(hardware.device)
-    transient = _optimizer_transient(profile, hardware)
+    transient = optimizer_transient(profile, hardware.device.kind)
     points = [
         Point(candidate, estimate(profile, candidate, clock, transient))
         for candidate in _candidates(profile, hardware, config)
@@ -101,13 +101,6 @@ def _verdict(points: list[Point], hardware: Hardware, config: Config) -> Verdict
             least = min(forced, key=lambda point: (point.estimate.peak_bytes, point.estimate.seconds))
             return Verdict(least, "forced", (*verdict.notes, "force_optimize: applied though it gains little"))
     return verdict
-
-
-def _optimizer_transient(profile: ModelProfile, hardware: Hardware) -> int:
-    """What Adam needs while it steps: one temporary per parameter at a time, or of all at once (foreach)."""
-    if hardware.device.kind != "cpu":
-        return profile.gradient_bytes
-    return 2 * max((block.gradient_bytes for block in profile.blocks), default=0)
 
 
 def _layers(profile: ModelProfile, verdict: Verdict, clock: Clock) -> tuple[LayerPlan, ...]:

@@ -8,14 +8,21 @@ from torch import nn
 
 from memscale.config import Config, OptimizationMode
 from memscale.hardware import Hardware
-from memscale.plan import Checkpointing, LayerPlan, Plan
+from memscale.execution_plan import Checkpointing, LayerPlan, Plan
 from memscale.profiler import Block
 
 RULE = "by-structure"
 
 
+NO_BATCH = "planned without a batch: activations are not counted, the first training batch makes it anew"
+
+
 def decide_by_structure(
-    model: nn.Module, blocks: Sequence[Block], hardware: Hardware, config: Config
+    model: nn.Module,
+    blocks: Sequence[Block],
+    hardware: Hardware,
+    config: Config,
+    notes: tuple[str, ...] = (NO_BATCH,),
 ) -> Plan:
     """Recompute every repeated block: right for most models, and re-made from the first training batch."""
     parameters = sum(parameter.nbytes for parameter in model.parameters())
@@ -30,7 +37,7 @@ def decide_by_structure(
         baseline_peak_bytes=peak,
         predicted_peak_bytes=peak,
         prediction_source="estimated",
-        notes=("planned without a batch: activations are not counted, the first training batch makes it anew",),
+        notes=notes,
     )
 
 

@@ -52,6 +52,11 @@ def _at_home(profile: ModelProfile) -> _Bytes:
     )
 
 
+def optimizer_transient(profile: ModelProfile, kind: str) -> int:
+    """What Adam needs while it steps: one temporary of all parameters at once (foreach), or two of one on a CPU."""
+    return 2 * profile.largest_gradient_bytes if kind == "cpu" else profile.gradient_bytes
+
+
 def estimate(
     profile: ModelProfile, candidate: Candidate, clock: Clock, optimizer_transient: int
 ) -> Estimate:

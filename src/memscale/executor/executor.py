@@ -16,7 +16,7 @@ from memscale.errors import WrapError
 from memscale.executor.record import Record, WeakModule
 from memscale.executor.use_cache import no_cache_hooks
 from memscale.offload.homes import Homes, training_device
-from memscale.plan import LayerPlan, Plan
+from memscale.execution_plan import LayerPlan, Plan
 from memscale.techniques import TECHNIQUES, Site
 from memscale.techniques.checkpointing import hold_place
 from memscale.techniques.forwards import ReplacedForward
@@ -45,13 +45,15 @@ class Executor:
         plan: What to do.
         config: What the plan was made with, for whoever makes the next one. Only `enable_logging` is read
             here.
+        device: Where the model trains, if that is not where it is: what is not offloaded is brought there, and so
+            are the arguments of each call.
         on_training_batch: Called before each forward pass of the model in training, as
             `on_training_batch(executor, args, kwargs)`. It may call `replan`: the pass that is about to begin
             goes by the new plan. It is not called for passes that it makes itself. A copied or unpickled
             executor keeps it only if it is a function of a module: others may hold on to the original model.
 
     Example:
-        >>> from memscale.plan import LayerPlan, Plan
+        >>> from memscale.execution_plan import LayerPlan, Plan
         >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 2))
         >>> plan = Plan((LayerPlan("0", ("0",), ("checkpointing",), "all", "as an example"),))
         >>> executor = Executor(model, plan)
@@ -69,9 +71,11 @@ class Executor:
         plan: Plan,
         config: Config | None = None,
         *,
+        device: torch.device | None = None,
         on_training_batch: TrainingBatch | None = None,
     ) -> None:
         self._model = WeakModule(model)
+        self._device = device
         self._plan = plan
         self.config = config
         self._on_training_batch = on_training_batch
@@ -185,7 +189,7 @@ class Executor:
     def _attach_techniques(self, model: nn.Module, plan: Plan) -> None:
         record = self._techniques
         objections: dict[tuple[str, str], list[str]] = {}
-        device = self._homes.device or training_device(model)
+        device = self._homes.device or self._device or training_device(model)
         self._arrange_homes(model, plan, device)
         for layer in plan.layers:
             modules = tuple(_find(model, layer, member) for member in layer.members)
@@ -219,7 +223,7 @@ class Executor:
             for member in layer.members
             for parameter in _find(model, layer, member).parameters()
         ]
-        if at_home or self._homes.device is not None:
+        if at_home or self._device is not None or self._homes.device is not None:
             self._homes.arrange(model, at_home, device)
             self._techniques.add_forward_pre_hook(model, _bring_inputs)
 

@@ -10,7 +10,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from memscale.memory.process import peak_rss_bytes
-from memscale.plan import Plan
+from memscale.execution_plan import Plan
 
 GIB = 2**30
 PREFIX = "memscale/"

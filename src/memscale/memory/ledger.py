@@ -163,6 +163,11 @@ class Ledger:
         piece.category = Category.WORKSPACE
         self._reserved.append(piece)
 
+    def reserved_for_libraries(self, device: str | torch.device) -> int:
+        """Bytes that :meth:`reserve` has taken on a device."""
+        memory = self.find(device)
+        return sum(piece.nbytes for piece in self._reserved if memory and piece.device == memory.name)
+
     def replace(self, entry: Entry, block: Block | None, size: int) -> None:
         """A storage has got other memory than it had: what it is for does not change."""
         old = entry.allocation

@@ -133,6 +133,10 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         memory = self._ledger.find(device)
         return memory.allocator.allocated if memory else 0
 
+    def workspace_bytes(self, device: str | torch.device = "cpu") -> int:
+        """Bytes in use now that no tensor shows: what :meth:`reserve` has taken."""
+        return self._ledger.reserved_for_libraries(device)
+
     def peak_bytes(self, device: str | torch.device = "cpu") -> int:
         """The most bytes in use at once since the start or the last :meth:`reset_peak`."""
         memory = self._ledger.find(device)
@@ -277,17 +281,18 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
             self._on_resize(storage, storage.nbytes())()
 
     def _add(self, storage: torch.UntypedStorage, tensor: torch.Tensor, op: object) -> Entry | None:
-        device = self._device_of(tensor)
-        if device.type == "meta":
-            return None  # a shape without memory
+        device = self._device_of(tensor, storage)
+        if device is None:
+            return None
         try:
             return self._ledger.add(storage, tensor, device, op, self._running.current(self._in_backward))
         except OutOfDeviceMemory as full:
             what = f" for {str(tensor.dtype)[6:]}{list(tensor.shape)}"
             raise self._out_of_memory(device, full.requested, what) from None
 
-    def _device_of(self, tensor: torch.Tensor) -> torch.device:
-        return tensor.device
+    def _device_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.device | None:
+        """Where a tensor's memory is; None if it has none: a meta tensor, or one of a simulation inside."""
+        return None if storage.device.type == "meta" else tensor.device
 
     def _has_parts(self, tensor: torch.Tensor) -> bool:
         if type(tensor) in self._plain:
@@ -494,6 +499,7 @@ def _on_storage_resize(
     Returns how to undo it.
     """
     before = torch.UntypedStorage.resize_
+    inherited = "resize_" not in vars(torch.UntypedStorage)
 
     def resize_(storage: Any, size: int) -> Any:
         done = begin(storage, size)
@@ -504,6 +510,9 @@ def _on_storage_resize(
     torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
 
     def undo() -> None:
-        torch.UntypedStorage.resize_ = before  # type: ignore[method-assign]
+        if inherited:
+            del torch.UntypedStorage.resize_
+        else:
+            torch.UntypedStorage.resize_ = before  # type: ignore[method-assign]
 
     return undo

@@ -1,8 +1,8 @@
 """The few calls of the C library that the disk tier needs and Python lacks, or makes while it holds the GIL.
 
-`mmap` of the standard library keeps a file descriptor for each mapping (a model has more tensors than a process
-may have open files), and its `madvise` stops every other thread until the kernel is done. Calls through ctypes do
-neither.
+`mmap` of the standard library keeps a file descriptor for each mapping (a model has more tensors than a
+process may have open files), and its `madvise` stops every other thread until the kernel is done. Calls
+through ctypes do neither.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["PAGE", "advise", "map_shared", "punch_hole", "unmap", "write_back"]
+__all__ = ["PAGE", "advise", "drop_cache", "map_shared", "punch_hole", "unmap"]
 
 PAGE = mmap.PAGESIZE
 
@@ -25,7 +25,7 @@ POPULATE_READ = 22  # since Linux 5.14
 
 _FALLOC_KEEP_SIZE = 1
 _FALLOC_PUNCH_HOLE = 2
-_SYNC_FILE_RANGE_WRITE = 2
+_SYNC_FILE_RANGE = 1 | 2 | 4  # wait for what is being written, write the rest, and wait for it
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _functions: Any = None
@@ -91,8 +91,10 @@ def punch_hole(fd: int, offset: int, nbytes: int) -> bool:
     raise _error("fallocate")
 
 
-def write_back(fd: int, offset: int, nbytes: int) -> None:
-    """Start writing a range's changed pages to the disk, and return before that is done, where possible."""
+def drop_cache(fd: int, offset: int, nbytes: int) -> None:
+    """Write a range's changed pages to the disk, and let them go from the page cache."""
     start = getattr(_libc(), "sync_file_range", None)
-    if start is None or start(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE) != 0:
+    if start is None or start(fd, offset, nbytes, _SYNC_FILE_RANGE) != 0:
         os.fsync(fd)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)

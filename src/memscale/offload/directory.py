@@ -2,12 +2,12 @@
 
 Note [Nothing left behind]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-The file with the tensors is unlinked as soon as it is open: its space returns to the disk when the process ends,
-however it ends, without anyone's help. What can be left by a crash is the directory with its lock file (and the data
-file, for one that dies in between): its name says whose it is, and the next start removes it. The owner holds a lock
-(`flock`) on the lock file while it lives, which the kernel drops with the process; this also holds between
-containers, which do not see each other's process ids. Where the file system has no locks, the process id, the time
-that process started and the boot of the system decide.
+The file with the tensors is unlinked as soon as it is open: its space returns to the disk when the process
+ends, however it ends, without anyone's help. What can be left by a crash is the directory with its lock file
+(and the data file, for one that dies in between): its name says whose it is, and the next start removes it.
+The owner holds a lock (`flock`) on the lock file while it lives, which the kernel drops with the process;
+this also holds between containers, which do not see each other's process ids. Where the file system has no
+locks, the process id, the time that process started and the boot of the system decide.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import re
 import secrets
 import shutil
 import stat
+import time
 import weakref
 from pathlib import Path
 
-from memscale.errors import HardwareError, TierError
+from memscale.errors import TierError
 from memscale.hardware.host import PROC
 
 try:
@@ -34,6 +35,7 @@ __all__ = ["PrivateDirectory", "remove_leftovers"]
 
 _NAME = re.compile(r"memscale-(?P<pid>\d+)-(?P<start>\d+)-(?P<boot>[0-9a-f]{8})-[0-9a-f]{8}")
 _LOCK = "lock"
+_MAKING_SECONDS = 60.0
 
 
 class PrivateDirectory:
@@ -85,8 +87,8 @@ def unusable(directory: Path, error: OSError) -> str:
     """What to say of a directory that can't hold the tier's file."""
     reason = os.strerror(error.errno) if error.errno else str(error)
     return (
-        f"Can't offload to {directory}: {reason}. Give a directory on a disk with room that you may write to, by "
-        "Config(offload_dir=...) or MEMSCALE_OFFLOAD_DIR. No tensor was moved."
+        f"Can't offload to {directory}: {reason}. Give a directory on a disk with room that you may write "
+        "to, by Config(offload_dir=...) or MEMSCALE_OFFLOAD_DIR. No tensor was moved."
     )
 
 
@@ -125,45 +127,45 @@ def _make(parent: Path) -> Path:
 
 
 def _take_lock(path: Path) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+    # Under another name until it is locked: who finds a free lock file may be sure that its owner is dead.
+    new = path.with_suffix(".new")
+    fd = os.open(new, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
     if fcntl is not None:
         with contextlib.suppress(OSError):  # no locks on this file system
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    new.rename(path)
     return fd
 
 
 def _is_abandoned(path: Path) -> bool:
-    match = _NAME.fullmatch(path.name)
-    if match is None:
-        return False
-    if match["pid"] == str(os.getpid()) and match["start"] == str(_start_time(os.getpid()) or 0):
-        return False  # another tier of this process; its lock is its own business
     try:
         fd = os.open(path / _LOCK, os.O_RDWR)
     except FileNotFoundError:
-        return not _is_alive(match)  # made this very moment, or by a process that died just then
+        # Its process died while it made it, or is making it now, perhaps where its id is not seen from here.
+        return time.time() - path.lstat().st_mtime > _MAKING_SECONDS and not _is_alive(path)
     try:
         if fcntl is None:
-            return not _is_alive(match)
+            return not _is_alive(path)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN) and not _is_alive(match)
+        held = error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+        return not held and not _is_alive(path)
     else:
-        # Free: its owner is dead, or never could lock it, or made it an instant ago and is about to.
-        return not _is_alive(match)
+        return True
     finally:
         os.close(fd)
 
 
-def _is_alive(match: re.Match[str]) -> bool:
-    """Whether the process that a name belongs to still runs: the same id, start time and boot."""
-    if match["boot"] != _boot():
-        return False
+def _is_alive(path: Path) -> bool:
+    """Whether the process that a directory belongs to still runs: the same id, start time and boot."""
+    match = _NAME.fullmatch(path.name)
+    if match is None or match["boot"] != _boot():
+        return match is None
     return str(_start_time(int(match["pid"])) or 0) == match["start"]
 
 
 def _start_time(pid: int) -> int | None:
-    """When a process started, in ticks since the boot; None where it does not run, or where there is no /proc."""
+    """When a process started, in ticks since the boot; None where it does not run, or without /proc."""
     try:
         status = (PROC / str(pid) / "stat").read_text()
     except OSError:

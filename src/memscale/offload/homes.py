@@ -43,6 +43,7 @@ class Homes:
     def __init__(self) -> None:
         self.device: torch.device | None = None
         self._parameters: dict[int, tuple[nn.Parameter, torch.device]] = {}
+        self._buffers: list[tuple[nn.Module, str, torch.device]] = []
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._handle: RemovableHandle | None = None
 
@@ -59,6 +60,11 @@ class Homes:
         for parameter in model.parameters():
             self._parameters.setdefault(id(parameter), (parameter, parameter.device))
             relocate(parameter, HOST if id(parameter) in home else device)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    self._buffers.append((module, name, buffer.device))
+                    module._buffers[name] = buffer.to(device)
         if self._handle is None:
             self._handle = register_optimizer_step_pre_hook(self._before_step)
 
@@ -69,9 +75,14 @@ class Homes:
             self._handle = None
         for parameter, before in self._parameters.values():
             relocate(parameter, before)
+        for module, name, device in self._buffers:
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
         for optimizer in self._optimizers:
             self._follow(optimizer)
         self._parameters.clear()
+        self._buffers.clear()
         self._optimizers.clear()
         self.device = None
 
@@ -95,12 +106,17 @@ class Homes:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has parameters of its own; no optimizer has stepped them yet.
-        return {"device": self.device, "_parameters": list(self._parameters.values())}
+        return {
+            "device": self.device,
+            "parameters": list(self._parameters.values()),
+            "buffers": self._buffers,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
         self.device = state["device"]
-        self._parameters = {id(parameter): (parameter, before) for parameter, before in state["_parameters"]}
+        self._parameters = {id(parameter): (parameter, before) for parameter, before in state["parameters"]}
+        self._buffers = state["buffers"]
         if self._parameters:
             self._handle = register_optimizer_step_pre_hook(self._before_step)
 

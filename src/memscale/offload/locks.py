@@ -19,8 +19,9 @@ class LateLock(Generic[T]):
     Note [Finalizers]
     ~~~~~~~~~~~~~~~~~
     A tensor or a ticket may die at any moment and in any thread: the garbage collector runs in the middle of
-    whatever allocates, also in a thread that holds this lock. A finalizer that waited for the lock would then wait
-    for itself. So it never waits: it leaves a note, and whoever holds the lock deals with the notes on leaving.
+    whatever allocates, also in a thread that holds this lock. A finalizer that waited for the lock would then
+    wait for itself. So it never waits: it leaves a note, and whoever holds the lock deals with the notes on
+    leaving.
 
     Example:
         >>> done = []
@@ -56,8 +57,8 @@ class LateLock(Generic[T]):
         self._deal()
 
     def _deal(self) -> None:
-        # The notes are looked at after the release, each time: one left while the lock was held is seen here, and
-        # one left later finds the lock free.
+        # The notes are looked at after the release, each time: one left while the lock was held is seen here,
+        # and one left later finds the lock free.
         while self._notes and self._lock.acquire(blocking=False):
             try:
                 while self._notes:

@@ -8,6 +8,7 @@ from torch import nn
 from memscale.errors import ProfileError
 from memscale.profiler.blocks import Block, find_blocks
 from memscale.profiler.empirical import profile_empirical
+from memscale.profiler.place import Place
 from memscale.profiler.profile import BlockProfile, ModelProfile, OpProfile
 from memscale.profiler.sample import Sample, hinted_sample, sample_of
 from memscale.profiler.static import profile_static
@@ -17,6 +18,7 @@ __all__ = [
     "BlockProfile",
     "ModelProfile",
     "OpProfile",
+    "Place",
     "Sample",
     "find_blocks",
     "hinted_sample",
@@ -26,14 +28,14 @@ __all__ = [
 
 
 def profile_model(
-    model: nn.Module, sample: Sample, *, device: str, static: bool = True, empirical: bool = True
+    model: nn.Module, sample: Sample, place: Place, *, static: bool = True, empirical: bool = True
 ) -> ModelProfile:
     """Profile one training step: on fake tensors if possible, by a guarded real run if not.
 
     Args:
         model: the model; it is not changed.
         sample: how it is called.
-        device: the device to account for: "cpu" or "vgpu".
+        place: the device to account for.
         static: try fake tensors first (``Config.use_static_profiling``).
         empirical: fall back to a real run (``Config.use_empirical_fallback``).
 
@@ -43,7 +45,7 @@ def profile_model(
     why_not_static = "switched off by use_static_profiling=False"
     if static:
         try:
-            return profile_static(model, sample, device=device)
+            return profile_static(model, sample, place)
         except Exception as error:
             why_not_static = f"{type(error).__name__}: {_first_line(error)}"
     if not empirical:

@@ -16,12 +16,16 @@ from memscale.profiler.sample import Sample
 from memscale.recompute.trees import Tree
 
 
-def run_step(model: nn.Module, batch: Sample, recorder: Recorder) -> None:
-    """One recorded forward and backward."""
+def run_step(
+    model: nn.Module, batch: Sample, recorder: Recorder, backward: Callable[[torch.Tensor], object]
+) -> None:
+    """One recorded forward and backward; ``backward`` is given the loss."""
     recorder.forward_begins()
     targets = backward_targets(model(*batch.args, **batch.kwargs))
     recorder.forward_ends()
-    run_backward(targets)
+    if targets:
+        backward(loss_of(targets))
+    recorder.step_ends()
 
 
 def backward_targets(output: Any) -> list[torch.Tensor]:
@@ -31,16 +35,25 @@ def backward_targets(output: Any) -> list[torch.Tensor]:
         loss = output.get("loss")
     if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1:
         return [loss]
-    return [tensor for tensor in Tree.of(output).tensors() if tensor.requires_grad]
+    found = {id(tensor): tensor for tensor in Tree.of(output).tensors() if tensor.requires_grad}
+    targets = list(found.values())
+    if isinstance(output, (tuple, list)) and targets and targets[0].dim() == 0:
+        return targets[:1]  # (loss, logits, ...), as models that return tuples have it
+    return targets
 
 
-def run_backward(targets: list[torch.Tensor]) -> None:
-    """Backward from the targets, each with a gradient of its own size.
+def loss_of(targets: list[torch.Tensor]) -> torch.Tensor:
+    """The model's loss, or a stand-in for a loss outside of the model, which is not known.
 
-    A loss outside of the model is not known; what it keeps is not part of the profile.
+    A stand-in needs what cross-entropy needs: it keeps one tensor of the output's size for backward, and makes
+    two more there. The targets are let go of, as by ``loss = criterion(model(x), y)``.
     """
-    if targets:
-        torch.autograd.backward(targets, [torch.ones_like(target) for target in targets])
+    losses = [target.sum() if target.dim() else target for target in targets if target.numel() == 1]
+    for target in targets:
+        if target.numel() > 1:
+            losses.append(torch.log_softmax(target.abs() if target.is_complex() else target, -1).mean())
+    targets.clear()
+    return losses[0] if len(losses) == 1 else torch.stack([loss.float() for loss in losses]).sum()
 
 
 def build_profile(
@@ -80,8 +93,12 @@ def build_profile(
         batch=batch,
         parameter_bytes=sum(block.parameter_bytes for block in profiles) + sum(shared),
         gradient_bytes=sum(block.gradient_bytes for block in profiles) + sum(trained),
+        largest_gradient_bytes=max(
+            (size_of(each.nbytes) for each in parameters.values() if each.requires_grad), default=0
+        ),
         optimizer_bytes=sum(block.optimizer_bytes for block in profiles) + 2 * sum(trained),
-        resident_bytes=max(0, step.resident - _resident_parameters(model, stand_ins, blocks, size_of)),
+        resident_bytes=max(0, step.resident - _resident_parameters(model, stand_ins, blocks, size_of))
+        + step.workspace,
         other_saved_bytes=max(0, step.saved_total - ran_saved - ran_outputs),
         tail_peak_bytes=step.tail_peak,
         other_flops=step.other_flops,
@@ -147,9 +164,12 @@ def _call_order(
 
 
 def _own_checkpointing(model: nn.Module) -> tuple[str, ...]:
-    """Modules whose code checkpoints its layers by itself: Hugging Face's switch, found by its flag."""
+    """Modules that recompute by themselves: Hugging Face's switch, by its flag, and torch's wrapper."""
     return tuple(
-        name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False) is True
+        name
+        for name, module in model.named_modules()
+        if getattr(module, "gradient_checkpointing", False) is True
+        or "_checkpoint_wrapped_module" in module._modules
     )
 
 

@@ -1,14 +1,15 @@
 """The empirical profile: one real step, where fake tensors cannot follow (shapes that depend on data).
 
-The run is guarded: weights are not stepped, gradients are set aside, buffers are exchanged for copies (so that
-batch-norm statistics stay), random states and training flags are put back. Hooks that the user has put on the
-model do run.
+The run is guarded: weights are not stepped, gradients are asked for instead of accumulated (so that hooks that wait
+for them, those of DistributedDataParallel or of an optimizer in backward, do not hear of it), buffers are exchanged
+for copies (so that batch-norm statistics stay), random states and training flags are put back. Forward hooks that
+the user has put on the model do run.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from memscale.memory.allocator import CachingAllocator
 from memscale.memory.tracker import MemoryTracker
 from memscale.profiler.blocks import find_blocks
 from memscale.profiler.build import build_profile, run_step
+from memscale.profiler.cache import without_cache
 from memscale.profiler.profile import ModelProfile
 from memscale.profiler.recorder import Recorder
 from memscale.profiler.sample import Sample
@@ -30,15 +32,12 @@ def profile_empirical(model: nn.Module, sample: Sample, *, reason: str) -> Model
     blocks = find_blocks(model)
     allocators = {} if device.type == "cpu" else {device.type: CachingAllocator}
     batch = _moved(sample, device)
-    with untouched(model):
+    with untouched(model), without_cache(model):
         tracker = MemoryTracker(model, allocators=allocators)
         recorder = Recorder(tracker, device)
         named = [(block.name, [model.get_submodule(path) for path in block.members]) for block in blocks]
         with tracker, recorder.listening(named):
-            run_step(model, batch, recorder)
-        recorder.step_ends()
-        for parameter in model.parameters():
-            parameter.grad = None
+            run_step(model, batch, recorder, gradients_of(model))
     return build_profile(
         model,
         blocks,
@@ -62,10 +61,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
         parameter.grad = None
     copies: dict[int, torch.Tensor] = {}
     for module, own in buffers:
-        module.__dict__["_buffers"] = {
-            name: None if buffer is None else copies.setdefault(id(buffer), buffer.detach().clone())
-            for name, buffer in own.items()
-        }
+        module.__dict__["_buffers"] = {name: _copy(buffer, copies) for name, buffer in own.items()}
     try:
         yield
     finally:
@@ -76,6 +72,18 @@ def untouched(model: nn.Module) -> Iterator[None]:
         for module, training in flags:
             module.training = training
         random.restore()
+
+
+def gradients_of(model: nn.Module) -> Callable[[torch.Tensor], object]:
+    """A backward that makes every gradient and stores none."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return lambda loss: torch.autograd.grad(loss, trained, allow_unused=True)
+
+
+def _copy(buffer: torch.Tensor | None, copies: dict[int, torch.Tensor]) -> torch.Tensor | None:
+    if buffer is not None and id(buffer) not in copies:
+        copies[id(buffer)] = buffer.detach().clone()
+    return None if buffer is None else copies[id(buffer)]
 
 
 def _device_of(model: nn.Module) -> torch.device:

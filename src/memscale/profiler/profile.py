@@ -89,6 +89,7 @@ class ModelProfile:
         batch: the batch it holds for, in words.
         parameter_bytes: all parameters.
         gradient_bytes: all gradients.
+        largest_gradient_bytes: the gradient of the largest parameter that is trained.
         optimizer_bytes: all of Adam's state.
         resident_bytes: what is there all the time besides: buffers, inputs, workspaces.
         other_saved_bytes: what forward leaves for backward outside of the blocks.
@@ -105,6 +106,7 @@ class ModelProfile:
     batch: str
     parameter_bytes: int
     gradient_bytes: int
+    largest_gradient_bytes: int
     optimizer_bytes: int
     resident_bytes: int
     other_saved_bytes: int

@@ -49,7 +49,8 @@ class StepRecord:
 
     blocks: dict[str, BlockRecord]
     resident: int = 0  # bytes in use when forward began
-    saved_total: int = 0  # bytes in use at the end of forward, above that
+    workspace: int = 0  # bytes that libraries took for themselves during the step, and keep
+    saved_total: int = 0  # bytes in use at the end of forward, above what was resident
     tail_peak: int = 0
     other_flops: int = 0
     other_traffic: int = 0
@@ -91,6 +92,7 @@ class Recorder:
         self._backward_start: dict[str, int] = {}
         self._after_last_block = 0
         self._tail_running = False
+        self._before_op = 0  # bytes in use when the last operation had run
 
     # ------------------------------------------------------------------ listening
 
@@ -122,6 +124,7 @@ class Recorder:
 
     def step_ends(self) -> None:
         self.step.peak = self._tracker.peak_bytes(self._device)
+        self.step.workspace = self._tracker.workspace_bytes(self._device)
 
     # ------------------------------------------------------------------ blocks
 
@@ -169,7 +172,8 @@ class Recorder:
         name = self._block_in_backward() if backward else (self._running[-1] if self._running else None)
         flops = _flops(func, args, kwargs, result)
         traffic = 0 if _is_view(func) else _bytes((args, kwargs)) + _bytes(result)
-        in_use = self._in_use()
+        before, in_use = self._before_op, self._in_use()
+        self._before_op = in_use
         if name is None:
             self.step.other_flops += flops
             self.step.other_traffic += traffic
@@ -179,7 +183,7 @@ class Recorder:
         record = self.step.blocks[name]
         if backward:
             self._tail_running = False
-            start = self._backward_start.setdefault(name, in_use)
+            start = self._backward_start.setdefault(name, min(before, in_use))
             record.backward_peak = max(record.backward_peak, in_use - start)
             record.backward_flops += flops
             record.backward_traffic += traffic
@@ -203,7 +207,8 @@ class Recorder:
         return self._spans[position - 1][1] if position else None
 
     def _in_use(self) -> int:
-        return self._tracker.live_bytes(self._device)
+        # Workspaces stay for good: in the first block that needs one they would look like its own memory.
+        return self._tracker.live_bytes(self._device) - self._tracker.workspace_bytes(self._device)
 
     def _bytes_of(self, key: int) -> int:
         return self._tracker.bytes_of_storage(key)

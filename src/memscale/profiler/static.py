@@ -14,21 +14,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
+import torch
 from torch import nn
 
 from memscale.profiler.blocks import Block, find_blocks, stacks
 from memscale.profiler.build import build_profile, run_step
+from memscale.profiler.cache import without_cache
+from memscale.profiler.place import Place
 from memscale.profiler.profile import ModelProfile
 from memscale.profiler.recorder import Recorder
 from memscale.profiler.sample import Sample
-from memscale.simulator import simulate
 
-ROOM = 1 << 50  # a profile is not bounded by any device
 KEPT_OF_EQUAL = 2
 
 
-def profile_static(model: nn.Module, sample: Sample, *, device: str) -> ModelProfile:
-    """Profile a training step on fake tensors; ``device`` is "cpu" or "vgpu".
+def profile_static(model: nn.Module, sample: Sample, place: Place) -> ModelProfile:
+    """Profile a training step on fake tensors.
 
     Raises:
         Exception: whatever the model raises on fake tensors; the caller falls back to a real run.
@@ -37,18 +38,18 @@ def profile_static(model: nn.Module, sample: Sample, *, device: str) -> ModelPro
     short = _shortening(model, blocks)
     if short:
         try:
-            return _profile(model, sample, device, blocks, short)
+            return _profile(model, sample, place, blocks, short)
         except Exception as error:
-            whole = _profile(model, sample, device, blocks, {})
+            whole = _profile(model, sample, place, blocks, {})
             reason = f"{whole.reason}, whole, as it does not run shortened ({type(error).__name__})"
             return replace(whole, reason=reason)
-    return _profile(model, sample, device, blocks, {})
+    return _profile(model, sample, place, blocks, {})
 
 
 def _profile(
-    model: nn.Module, sample: Sample, device: str, blocks: Sequence[Block], short: dict[str, str]
+    model: nn.Module, sample: Sample, place: Place, blocks: Sequence[Block], short: dict[str, str]
 ) -> ModelProfile:
-    with simulate(ROOM, device=device) as simulation:
+    with place.simulate() as simulation:
         twin = simulation.copy_of(model).train(model.training)
         named = {
             block.name: [twin.get_submodule(member) for member in block.members]
@@ -58,9 +59,8 @@ def _profile(
         _shorten(twin, short)
         batch = Sample(simulation.batch_of(sample.args), simulation.batch_of(sample.kwargs))
         recorder = Recorder(simulation.tracker, simulation.device)
-        with recorder.listening(list(named.items())):
-            run_step(twin, batch, recorder)
-        recorder.step_ends()
+        with recorder.listening(list(named.items())), without_cache(twin):
+            run_step(twin, batch, recorder, torch.autograd.backward)
     ran = sum(1 for block in blocks if block.name not in short)
     reason = f"{ran} of {len(blocks)} blocks run on fake tensors" if short else "run on fake tensors"
     return build_profile(
@@ -71,7 +71,7 @@ def _profile(
         source="static",
         reason=reason,
         batch=sample.describe(),
-        exact_bytes=device == "cpu",
+        exact_bytes=place.counts_exactly,
     )
 
 

@@ -39,6 +39,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from memscale.errors import RecomputeError
 from memscale.recompute import rerun
@@ -71,7 +72,8 @@ def run_region(
     Loss and gradients are bit for bit those of the plain call, dropout included, as long as the function
     depends on its arguments, `modules` and torch's random numbers only: Python's `random`, NumPy's generators
     and attributes counted up in Python are not put back. Where gradients are off, or nothing requires one,
-    this is the plain call.
+    this is the plain call; so it is for modules that cannot be run again: a lazy one in its first call, a
+    scripted one.
 
     Args:
         function: What to run; it runs once now and once for each backward pass.
@@ -100,6 +102,8 @@ def run_region(
     tree = Tree.of((tuple(args), dict(kwargs)))
     tensors = list(tree.tensors())
     inside = submodules(modules)
+    if any(map(_cannot_run_again, inside)):
+        return function(*args, **kwargs)
     flags = ModuleFlags(inside)
     if inside and not flags.any_requires_grad and not any(tensor.requires_grad for tensor in tensors):
         return function(*args, **kwargs)
@@ -132,6 +136,17 @@ def run_region(
     return output
 
 
+def _cannot_run_again(module: nn.Module) -> bool:
+    """Whether a module's second run may differ from its first.
+
+    A lazy module makes its parameters in its first call. A scripted one is compiled anew while it learns the
+    shapes, and then saves other tensors than before; and its buffers cannot be exchanged.
+    """
+    if isinstance(module, LazyModuleMixin):
+        return bool(module.has_uninitialized_params())
+    return isinstance(module, torch.jit.ScriptModule)
+
+
 class Region:
     """One call of `run_region`, for as long as its graph lives. See Note [Regions]."""
 
@@ -153,7 +168,6 @@ class Region:
         self.surroundings = surroundings
         self.segment = segment
         self.saved: list[Saved] = []
-        self.is_settled = False
         self.successors: list[weakref.ref[Link]] = []
         self._filled: set[int] = set()
         self._outputs: dict[tuple[int, int], _Output] = {}
@@ -165,7 +179,6 @@ class Region:
 
     def settle(self) -> None:
         """Forward has run."""
-        self.is_settled = True
         self.buffers.settle()
         if self.kept is not None:
             self.kept.settle()
@@ -187,7 +200,11 @@ class Region:
     def forget(self, task: int) -> None:
         """Drop whatever is still here for a backward pass."""
         self._filled.discard(task)
-        self._outputs = {key: output for key, output in self._outputs.items() if key[0] != task}
+        for key in list(
+            self._outputs
+        ):  # not under the lock: a backward pass may end while another recomputes
+            if key[0] == task:
+                self._outputs.pop(key, None)
         for saved in self.saved:
             holder = saved.holder()
             if holder is not None:

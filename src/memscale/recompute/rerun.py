@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from memscale.errors import RecomputeError
-from memscale.recompute._torch_private import OUTSIDE_BACKWARD, at_end_of_backward, running_node_name
+from memscale.recompute._torch_private import OUTSIDE_BACKWARD, at_end_of_backward
 from memscale.recompute.chain import order_to_run
 from memscale.recompute.saved import CAUSES, Holder
 from memscale.recompute.trees import Tree
@@ -132,10 +132,12 @@ class _Rerun:
             stack.enter_context(saved_tensors_hooks(self._pack, _as_it_is))
             try:
                 output = region.function(*args, **kwargs)
-            except _Stop as stop:
-                stop.__traceback__ = None  # it holds the frames of the function, with every tensor in them
-                if stop.args[0] is not self:
+            except (_Stop, Exception) as raised:
+                if not self._is_done and self._error is None:
                     raise
+                # Ours, or what the function made of it: TorchScript's interpreter makes a RuntimeError. The
+                # traceback holds the frames of the function, with every tensor in them.
+                raised.__traceback__ = raised.__context__ = raised.__cause__ = None
         if self._error is not None:
             raise self._error
         if not self._is_done and self._count != len(region.saved):
@@ -152,17 +154,17 @@ class _Rerun:
         # Without its history, or a node that saves its own output would keep itself alive.
         plain = tensor.detach() if tensor.requires_grad else tensor
         if index >= len(region.saved):
-            return plain  # more than forward saved: said at the end, if forward has ended
+            return plain  # more than forward saved: `run` will say so
         saved = region.saved[index]
-        self._error = self._error or saved.check(tensor, running_node_name())
+        self._error = self._error or saved.check(tensor)
         if self._error is not None:
-            raise _Stop(self)
+            raise _Stop
         holder = saved.holder()
         if holder is not None and (self._only is None or self._only is holder):
             holder.put(self._task, plain)
-        if index == self._last:
+        if index >= self._last:
             self._is_done = True
-            raise _Stop(self)
+            raise _Stop
         return plain
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from memscale.errors import RecomputeError
+from memscale.recompute._torch_private import running_node_name
 from memscale.recompute.inputs import version_of
 
 if TYPE_CHECKING:
@@ -68,22 +69,23 @@ class Saved:
     def __init__(self, holder: Holder, tensor: torch.Tensor) -> None:
         self.holder = weakref.ref(holder)
         self.index = holder.index
-        self._shape = tensor.shape
+        self._shape = _shape_of(tensor)
         self._dtype = tensor.dtype
         self._device = tensor.device
         self._requires_grad = tensor.requires_grad
         self._version = version_of(tensor) if _is_weight(tensor) else None
 
-    def check(self, tensor: torch.Tensor, node: str | None) -> RecomputeError | None:
+    def check(self, tensor: torch.Tensor) -> RecomputeError | None:
         """What is wrong with the tensor that a recomputation saved in this place, if anything is."""
         is_same = (
-            tensor.shape == self._shape
+            _shape_of(tensor) == self._shape
             and tensor.dtype == self._dtype
             and tensor.device == self._device
             and tensor.requires_grad == self._requires_grad
         )
         if not is_same:
             made_by = "" if tensor.grad_fn is None else f", made by {tensor.grad_fn.name()}"
+            node = running_node_name()
             expected = _looks(self._shape, self._dtype, self._device, self._requires_grad)
             return RecomputeError(
                 "Recomputing a checkpointed region gave another tensor than its forward pass. It was to save "
@@ -112,12 +114,16 @@ def changed_parameter(parameter: torch.Tensor, version: int) -> RecomputeError:
     )
 
 
-def _looks(shape: torch.Size, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> str:
+def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    return () if tensor.is_nested else tensor.shape  # of a ragged one, asking is an error
+
+
+def _looks(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> str:
     return f"shape {tuple(shape)}, {dtype}, {device}{'' if requires_grad else ', no gradient'}"
 
 
 def _looks_of(tensor: torch.Tensor) -> str:
-    return _looks(tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+    return _looks(_shape_of(tensor), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:

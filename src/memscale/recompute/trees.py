@@ -68,7 +68,7 @@ class _Record:
 
     @classmethod
     def of(cls, value: Any) -> _Record:
-        names = {field.name for field in dataclasses.fields(value)}
+        names = [field.name for field in dataclasses.fields(value)]  # in order: the same in every process
         fields = {name: getattr(value, name) for name in names if hasattr(value, name)}
         rest = {name: v for name, v in getattr(value, "__dict__", {}).items() if name not in names}
         return cls(type(value), Tree.of(fields), rest)

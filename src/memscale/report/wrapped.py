@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from memscale.hardware import Hardware
-from memscale.plan import Plan
+from memscale.execution_plan import Plan
 from memscale.units import format_bytes
 
 
@@ -26,4 +26,4 @@ def say_plan(log: logging.Logger, plan: Plan, hardware: Hardware, occasion: str 
     )
     for note in plan.notes:
         log.warning("%s", note)
-    log.info("%s", plan.explain())
+    log.info("%s", plan.explain(trades=False))

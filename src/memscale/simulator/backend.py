@@ -18,6 +18,7 @@ from torch.utils import backend_registration
 
 from memscale.errors import SimulationError
 from memscale.memory.tracker import MemoryTracker
+from memscale.simulator.guard import Guard
 
 NAME = "vgpu"
 AMP_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -29,6 +30,7 @@ class VirtualDevice(Protocol):
     capacity: int
     device_name: str
     compute_capability: tuple[int, int]
+    computes: bool  # true numbers, or shapes only
 
     @property
     def tracker(self) -> MemoryTracker: ...
@@ -189,7 +191,9 @@ def register() -> None:
         return
     module = _DeviceModule()
     try:
-        backend_registration._setup_privateuseone_for_python_backend(NAME, module, hook=_Hooks())
+        backend_registration._setup_privateuseone_for_python_backend(
+            NAME, module, hook=_Hooks(), device_guard=Guard()
+        )
     except RuntimeError as error:
         raise SimulationError(
             f"torch's one slot for a device of our own (PrivateUse1) is taken by another package: {error}. "
@@ -198,13 +202,23 @@ def register() -> None:
     _module = module
 
 
+def is_active() -> bool:
+    """Whether a virtual device stands behind the name now."""
+    return _active is not None
+
+
 @contextlib.contextmanager
 def activate(device: VirtualDevice) -> Iterator[None]:
-    """Stand behind the name ``vgpu`` for the length of the block; one at a time."""
+    """Stand behind the name ``vgpu`` for the length of the block.
+
+    One at a time, but for a simulation inside an executing device's block: a rehearsal of what is to run
+    there.
+    """
     global _active
-    if _active is not None:
+    before = _active
+    if before is not None and not (before.computes and not device.computes):
         raise SimulationError(
-            f"A virtual GPU ({_active.device_name}) is active already; "
+            f"A virtual GPU ({before.device_name}) is active already; "
             "leave its block before you open another."
         )
     register()
@@ -212,4 +226,4 @@ def activate(device: VirtualDevice) -> Iterator[None]:
     try:
         yield
     finally:
-        _active = None
+        _active = before

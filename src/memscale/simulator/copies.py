@@ -13,6 +13,9 @@ from memscale.errors import SimulationError
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
+# Tensors that are nothing but memory; a tensor of another class may mean more than its shape says.
+PLAIN_KINDS: set[type] = {torch.Tensor, nn.Parameter, nn.Buffer}
+
 
 def fake_copy(model: ModuleT, device: torch.device) -> ModuleT:
     """Deep copy ``model`` with every tensor replaced by an empty one on ``device``.
@@ -60,7 +63,7 @@ def _fake_twin(tensor: torch.Tensor, device: torch.device, storages: dict[int, t
         raise SimulationError(
             f"A {tensor.layout} tensor can't be simulated; profile with a real run instead."
         )
-    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+    if type(tensor) not in PLAIN_KINDS:
         raise SimulationError(
             f"A tensor of class {type(tensor).__name__} can't be simulated; profile with a real run instead."
         )

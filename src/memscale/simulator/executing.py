@@ -18,7 +18,9 @@ from torch.utils import _pytree
 
 from memscale.memory.allocator import CachingAllocator
 from memscale.simulator import attention, autocast, backend, cuda_names, kernels, patches
-from memscale.simulator.tracking import DeviceTracker, errors_after_backward
+from memscale.simulator.copies import PLAIN_KINDS
+from memscale.simulator.guard import errors_after_backward
+from memscale.simulator.tracking import DeviceTracker
 from memscale.simulator.workspace import workspace_bytes
 from memscale.units import parse_bytes
 
@@ -94,6 +96,9 @@ class ExecutingTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return _execute(func, args, kwargs or {})
+
+
+PLAIN_KINDS.add(ExecutingTensor)  # the device may be simulated, too
 
 
 def _with_flags(tensor: torch.Tensor, parameter: bool, requires_grad: bool) -> torch.Tensor:
@@ -183,6 +188,8 @@ _generator: torch.Generator | None = None
 
 class ExecutingDevice:
     """The device while its block runs."""
+
+    computes = True
 
     def __init__(self, capacity: int, capability: tuple[int, int]) -> None:
         self.capacity = capacity
@@ -279,7 +286,7 @@ def executing(
         stack.enter_context(patches.swap_on_conversion())
         stack.enter_context(patches.foreach_by_default(ExecutingTensor))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(errors_after_backward(device.tracker))
+        stack.enter_context(errors_after_backward())
         stack.enter_context(device.tracker)
         _generator = device.generator
         try:

@@ -81,41 +81,50 @@ class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__ini
         # Of all dispatches two thirds only ask a fake tensor for its device.
         if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def run(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None
-    ) -> Any:
         name = op_name(func)
         if name == "_local_scalar_dense":
             return _number(args[0])
-        if name == "record_stream" or (name.startswith("_foreach_") and _changes_nothing(func, args)):
+        if name == "record_stream" or (name.startswith("_foreach_") and _changes_values_only(name, args)):
             return None
         if name in ("_pin_memory", "pin_memory"):
             func, args, kwargs = aten.clone.default, args[:1], {}
-        result = super().run(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         if isinstance(result, FakeTensor) and result.dim() == 0:
             _remember_value(result, name, args)
         return result
 
-    def _device_of(self, tensor: torch.Tensor) -> torch.device:
-        return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+    def _device_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.device | None:
+        if not isinstance(tensor, FakeTensor):
+            return super()._device_of(tensor, storage)
+        return None if tensor.fake_device.type == "meta" else tensor.fake_device
 
 
-def _changes_nothing(func: Any, args: tuple[Any, ...]) -> bool:
-    """Is this an in-place operation on many tensors that is surely allowed?
+def _changes_values_only(name: str, args: tuple[Any, ...]) -> bool:
+    """Is this an in-place operation on many tensors that is surely allowed? Then there is nothing to do.
 
-    It would change their values, and there are none. Optimizers live of such operations, and to have the fake
-    mode check them takes as long as the rest of a step.
+    Optimizers live of such operations, and to have the fake mode check them takes as long as the rest of a
+    step. In doubt (other shapes, kinds or devices) it is asked, and raises where it must.
     """
-    if not func._schema.name.endswith("_"):
+    if not name.endswith("_"):
         return False
-    first = args[0]
-    return all(
-        type(each) is FakeTensor and each.fake_device == first[0].fake_device and each.shape == one.shape
-        for values in args
-        if isinstance(values, (list, tuple)) and values and isinstance(values[0], torch.Tensor)
-        for each, one in zip(values, first, strict=len(values) == len(first))
+    targets = args[0]
+    for others in args:
+        if not isinstance(others, (list, tuple)) or not others or not isinstance(others[0], torch.Tensor):
+            continue
+        if len(others) != len(targets) or not all(map(_alike, others, targets)):
+            return False
+    for target in targets:
+        target._memscale_value = None
+    return True
+
+
+def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return (
+        isinstance(first, FakeTensor)
+        and isinstance(second, FakeTensor)
+        and first.shape == second.shape
+        and first.dtype is second.dtype
+        and first.fake_device == second.fake_device
     )
 
 
@@ -136,8 +145,8 @@ def _remember_value(result: FakeTensor, name: str, args: tuple[Any, ...]) -> Non
         value = args[FILLED[name]]
     elif name in SAME_VALUE and args:
         value = getattr(args[0], "_memscale_value", None)
-    if isinstance(value, (bool, int, float)):
-        result._memscale_value = value  # type: ignore[attr-defined]
+    # An operation in place on a scalar makes an old value void.
+    result._memscale_value = value if isinstance(value, (bool, int, float)) else None  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

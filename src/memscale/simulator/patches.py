@@ -15,12 +15,16 @@ from torch.utils import _foreach_utils
 @contextlib.contextmanager
 def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """``owner.name`` is ``value`` inside the block."""
-    before = getattr(owner, name)
+    inherited = name not in vars(owner)
+    before = None if inherited else vars(owner)[name]  # as it is: a staticmethod stays one
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 @contextlib.contextmanager

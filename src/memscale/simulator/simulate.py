@@ -27,7 +27,7 @@ from memscale.memory.allocator import CachingAllocator, ExactAllocator
 from memscale.simulator import attention, autocast, backend, cuda_names, patches
 from memscale.simulator.copies import fake_copy, fake_tree
 from memscale.simulator.fake import FakeMode, StepTracker, module_conversion
-from memscale.simulator.tracking import errors_after_backward
+from memscale.simulator.guard import errors_after_backward
 from memscale.simulator.workspace import workspace_bytes
 from memscale.units import parse_bytes
 
@@ -38,6 +38,8 @@ DEFAULT_CAPABILITY = (8, 6)
 
 class Simulation:
     """A simulated device while its block runs, and what was seen there afterwards."""
+
+    computes = False
 
     def __init__(self, name: str, capacity: int, capability: tuple[int, int], device: torch.device) -> None:
         self.device_name = name
@@ -129,7 +131,9 @@ def simulate(on: str | int | GpuSpec = "RTX 3090", *, device: str = backend.NAME
             backend.register()
             target = torch.device(backend.NAME, 0)
         simulation = Simulation(name, capacity, capability, target)
-        if target.type == backend.NAME:
+        if target.type == backend.NAME and backend.is_active():
+            stack.enter_context(backend.activate(simulation))  # its kernels and names are installed already
+        elif target.type == backend.NAME:
             stack.enter_context(backend.activate(simulation))
             stack.enter_context(attention.as_on_cuda(capability))
             stack.enter_context(autocast.as_on_cuda())
@@ -141,6 +145,6 @@ def simulate(on: str | int | GpuSpec = "RTX 3090", *, device: str = backend.NAME
         # Fake mode belongs to a thread, and autograd would run the device's backward in another one.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeMode())
-        stack.enter_context(errors_after_backward(simulation.tracker))
+        stack.enter_context(errors_after_backward())
         stack.enter_context(simulation.tracker)
         yield simulation

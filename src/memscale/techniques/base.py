@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from memscale.plan import LayerPlan
+from memscale.execution_plan import LayerPlan
 
 if TYPE_CHECKING:
     from memscale.executor.record import Record

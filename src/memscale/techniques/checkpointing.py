@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from memscale.errors import WrapError
-from memscale.plan import Checkpointing
+from memscale.execution_plan import Checkpointing
 from memscale.recompute import KeepPolicy, run_region
 from memscale.techniques.base import Site
 from memscale.techniques.forwards import ReplacedForward

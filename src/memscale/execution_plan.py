@@ -180,10 +180,11 @@ class Plan:
         _check(plan)
         return plan
 
-    def explain(self, *, terminal: Terminal | None = None) -> str:
+    def explain(self, *, trades: bool = True, terminal: Terminal | None = None) -> str:
         """The plan as a table that a person reads: what each layer gets and why, what it saves and costs.
 
         Args:
+            trades: Show the trades that the engine chose from as well.
             terminal: What to write for; by default what `Terminal.detect` finds.
         """
         from memscale.report import Terminal, table
@@ -196,7 +197,7 @@ class Plan:
         parts = [table(title, columns, _layer_rows(self.layers), terminal=screen)]
         columns = ["totals", "plain", "with this plan", "change"]
         parts.append(table("", columns, _total_rows(self), terminal=screen))
-        if self.frontier:
+        if self.frontier and trades:
             rows = [(p.label, format_bytes(p.peak_bytes), _ratio(p.time_ratio)) for p in self.frontier]
             parts.append(table("The trades found", ["plan", "peak", "step time"], rows, terminal=screen))
         for note in self.notes:

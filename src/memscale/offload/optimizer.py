@@ -1,0 +1,291 @@
+"""Optimizer steps, streamed: state waits in a cheaper place and comes up a bucket at a time.
+
+Note [Streamed steps]
+~~~~~~~~~~~~~~~~~~~~~
+While ``optimizer.step()`` runs, the arithmetic is called once for each bucket of parameters (Note [Around
+the arithmetic] in ``optimizer_hooks.py``, Note [One step, several calls] in ``optimizer_groups.py``). A
+bucket's state is brought up before its call and taken down after it (Note [Homes of state] in
+``optimizer_state.py``), state that the call made included: all of it never exists at once, from the first
+step on.
+
+What a parameter needs in its bucket is its own bytes, its gradient's and its state's. Before it has state,
+that is taken from a parameter of as many dimensions in the same group, which goes first and alone. What the
+arithmetic needs in between is not counted: ``foreach`` makes temporaries as large as the bucket's
+parameters.
+
+For optimizers that treat each parameter by itself the numbers are the same to the bit: the same functions
+see the same operands, fewer at a time. The others are left alone (``optimizer_kinds.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from memscale.errors import ConfigError, ConfigTypeError, WrapError
+from memscale.offload.optimizer_buckets import Buckets
+from memscale.offload.optimizer_copies import copy_with_state, copy_without
+from memscale.offload.optimizer_groups import Member, SplitStep, members_of
+from memscale.offload.optimizer_hooks import Surroundings, outside_compiler
+from memscale.offload.optimizer_kinds import why_left_alone
+from memscale.offload.optimizer_state import PAGE, MovingState, Origins, StatePlace
+
+__all__ = ["StatePlace", "StreamedSteps"]
+
+_NOT_HOOKED = "torch's wrapper of its step was not found"
+
+
+class StreamedSteps:
+    """Keeps the optimizer state of some parameters in a place, whichever optimizer steps them.
+
+    Args:
+        parameters: whose state is kept there; held weakly.
+        place: where it waits between steps.
+        bucket_bytes: the most that parameters, gradients and state of one bucket may take; a parameter that
+            needs more has a bucket to itself.
+        least_bytes: state tensors smaller than this stay where they are.
+        logger: told which optimizers are left alone, and why.
+
+    Attributes:
+        bytes_moved: bytes of state taken up or down so far.
+        buckets_run: calls of optimizers' arithmetic so far.
+        skipped: the optimizers that are left alone, with the reason.
+
+    Example:
+        >>> class Elsewhere:
+        ...     def down(self, tensor): return tensor.to("cpu", copy=True)
+        ...     def up(self, tensor, parameter): return tensor.to(parameter.device)
+        ...     def rest(self, tensor): pass
+        >>> model = nn.Linear(64, 64)
+        >>> steps = StreamedSteps(model.parameters(), Elsewhere(), bucket_bytes=2**20)
+        >>> steps.attach()
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> model(torch.ones(1, 64)).sum().backward()
+        >>> optimizer.step()
+        >>> steps.bytes_moved == 2 * 64 * 64 * 4  # two moments of the weight; the bias's are too small
+        True
+        >>> steps.detach()
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        place: StatePlace,
+        bucket_bytes: int,
+        *,
+        least_bytes: int = PAGE,
+        logger: logging.Logger | None = None,
+    ) -> None:
+        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
+            raise ConfigTypeError(f"bucket_bytes takes a number of bytes, got {bucket_bytes!r}.")
+        if bucket_bytes < 1:
+            raise ConfigError(f"bucket_bytes={bucket_bytes}: a bucket needs at least 1 byte.")
+        self.bucket_bytes = bucket_bytes
+        self.buckets_run = 0
+        self.skipped: MutableMapping[Optimizer, str] = weakref.WeakKeyDictionary()
+        self._logger = logger or logging.getLogger("memscale")
+        self._state = MovingState(place, least_bytes)
+        self._parameters = weakref.WeakValueDictionary({id(each): each for each in parameters})
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._running: set[int] = set()
+        self._surroundings = Surroundings(self._around)
+        self._handle: RemovableHandle | None = None
+
+    @property
+    def bytes_moved(self) -> int:
+        return self._state.bytes_moved
+
+    # ------------------------------------------------------------------ on and off
+
+    def attach(self) -> None:
+        """Stream every step from now on that one of the parameters is in."""
+        if self._handle is None:
+            self._handle = register_optimizer_step_pre_hook(self._before_step)
+
+    def detach(self) -> None:
+        """No hooks, no changed steps; all state beside its parameters, as ordinary tensors."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        self._surroundings.remove()
+        for optimizer in list(self._optimizers):
+            self._bring_back(optimizer)
+
+    def settle(self, optimizer: Optimizer) -> None:
+        """Take down what state there is now, after ``load_state_dict`` say, instead of at the next step."""
+        if self._reason(optimizer) is None:
+            for member in members_of(optimizer):
+                if self._is_ours(member):
+                    self._take_down(optimizer, member, {})
+
+    def is_down(self, tensor: Tensor) -> bool:
+        """Whether this is a state tensor that waits in the place."""
+        return self._state.is_home(tensor)
+
+    def _bring_back(self, optimizer: Optimizer) -> None:
+        self._optimizers.discard(optimizer)
+        copy_without(optimizer, self._state)
+        with torch.no_grad():
+            for key, state in optimizer.state.items():
+                if isinstance(key, Tensor):
+                    self._state.bring_back(state, key)
+
+    # ------------------------------------------------------------------ which steps
+
+    @outside_compiler
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Sees every optimizer of the process before it steps, and each class for the first time."""
+        ours = any(self._is_ours(member) for member in members_of(optimizer))
+        if ours and not self._surroundings.install(type(optimizer)):
+            self._leave_alone(optimizer, _NOT_HOOKED)
+
+    def _around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stands in the place of an optimizer class's own step."""
+        optimizer: Optimizer = args[0]
+        # A class that overrides a step and calls it comes by here again, for each bucket.
+        if id(optimizer) in self._running or not any(self._is_ours(each) for each in members_of(optimizer)):
+            return step(*args, **kwargs)
+        if self._reason(optimizer) is not None:
+            return step(*args, **kwargs)
+        self._running.add(id(optimizer))
+        try:
+            if _takes_a_closure_at_most(args, kwargs):
+                return self._in_buckets(optimizer, step, args, kwargs)
+            # What else a step is given may be about its parameters, one by one: it is not split.
+            ours = [member for member in members_of(optimizer) if self._is_ours(member)]
+            return self._run(optimizer, ours, functools.partial(step, *args, **kwargs))
+        finally:
+            self._running.discard(id(optimizer))
+
+    def _is_ours(self, member: Member) -> bool:
+        return self._parameters.get(id(member.parameter)) is member.parameter
+
+    def _reason(self, optimizer: Optimizer) -> str | None:
+        """Why this one is left alone; it gets its state back if that was found out late."""
+        reason = why_left_alone(optimizer)
+        if reason is None:
+            self.skipped.pop(optimizer, None)
+        else:
+            self._leave_alone(optimizer, reason)
+        return reason
+
+    def _leave_alone(self, optimizer: Optimizer, reason: str) -> None:
+        if self.skipped.get(optimizer) != reason:
+            self.skipped[optimizer] = reason
+            self._logger.warning(
+                "The state of this %s stays on its device: %s.", type(optimizer).__name__, reason
+            )
+        if optimizer in self._optimizers:
+            self._bring_back(optimizer)
+
+    # ------------------------------------------------------------------ a step
+
+    def _in_buckets(self, optimizer: Optimizer, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """All of a step; what its last call returns."""
+        answer, args, kwargs = _answered(optimizer, args, kwargs)
+        streamed: list[Member] = []
+        others: list[Member] = []
+        for member in members_of(optimizer):
+            ours = self._is_ours(member) and member.parameter.grad is not None
+            (streamed if ours else others).append(member)
+        buckets = Buckets(optimizer, streamed, self._state, self.bucket_bytes)
+        with SplitStep(optimizer) as split:
+            while True:
+                bucket = buckets.take()
+                # Whatever is not streamed is stepped once, too: with the last bucket.
+                split.show([*bucket, *others] if buckets.is_last else bucket)
+                result = self._run(optimizer, bucket, functools.partial(step, *args, **kwargs))
+                if buckets.is_last:
+                    break
+                buckets.learn(bucket)
+                if answer is not None:
+                    answer.times = 0
+        for member in others:
+            if self._is_ours(member):  # no gradient now, but maybe state: loaded, or from before we came
+                self._take_down(optimizer, member, {})
+        return result
+
+    def _run(self, optimizer: Optimizer, bucket: list[Member], call: Callable[[], Any]) -> Any:
+        """The arithmetic of one bucket, its state up for that long."""
+        origins: list[Origins] = [{} for _ in bucket]
+
+        def take_down() -> None:
+            for member, origin in zip(bucket, origins, strict=True):
+                self._take_down(optimizer, member, origin)
+
+        try:
+            with torch.no_grad():
+                for member, origin in zip(bucket, origins, strict=True):
+                    self._state.up(optimizer.state.get(member.parameter), member.parameter, origin)
+            result = call()
+        except BaseException:
+            # State is complete wherever it is; the error that is on its way matters more than one of the
+            # place.
+            with contextlib.suppress(Exception):
+                take_down()
+            raise
+        take_down()
+        self.buckets_run += 1
+        return result
+
+    def _take_down(self, optimizer: Optimizer, member: Member, origins: Origins) -> None:
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            copy_with_state(optimizer, self._state)
+        parameter = member.parameter
+        with torch.no_grad():
+            self._state.down(optimizer.state.get(parameter), parameter, origins)
+        for tensor in (parameter, parameter.grad):
+            if tensor is not None and tensor.layout is torch.strided:
+                self._state.place.rest(tensor)
+
+
+class _Answer:
+    """A closure that was evaluated already: every bucket's call gets the same loss."""
+
+    def __init__(self, optimizer: Optimizer, closure: Callable[[], Any]) -> None:
+        self.times = 0
+        self._kind = type(optimizer).__name__
+        with torch.enable_grad():  # as optimizers do; hooks and steps run without
+            self._loss = closure()
+
+    def __call__(self) -> Any:
+        self.times += 1
+        if self.times > 1:
+            raise WrapError(
+                f"{self._kind} evaluates its closure more than once in a step, which can't be done for a few "
+                "of its parameters at a time. To leave its state on the device, call before training: "
+                "memscale.offload.optimizer_kinds.register_coupled("
+                f"{self._kind}, 'it evaluates its closure again')"
+            )
+        return self._loss
+
+
+def _takes_a_closure_at_most(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    given = [*args[1:], *kwargs.values()]
+    return (
+        len(given) <= 1
+        and kwargs.keys() <= {"closure"}
+        and all(each is None or callable(each) for each in given)
+    )
+
+
+def _answered(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[_Answer | None, tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a step with the closure evaluated, which is also when the gradients come to be."""
+    closure = kwargs["closure"] if kwargs else (*args, None)[1]
+    if closure is None:
+        return None, args, kwargs
+    answer = _Answer(optimizer, closure)
+    return answer, (optimizer, *([] if kwargs else [answer])), {"closure": answer} if kwargs else {}

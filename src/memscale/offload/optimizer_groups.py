@@ -1,0 +1,189 @@
+"""An optimizer's groups, a bucket at a time.
+
+Note [One step, several calls]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+An optimizer's own step is called once for each bucket, with its groups cut down to the bucket's parameters,
+and without the groups that have none there: not every optimizer can take an empty one. What is not a
+parameter's must change as in one step:
+
+- A group may count its steps (``group["step"] += 1``), and so may the optimizer (``self.steps``,
+  ``defaults``, an entry of ``state`` that is no parameter's). Each call begins with what the first one began
+  with, so that what remains is what a single call makes of it.
+- A class that overrides a step and calls it goes through torch's wrapper a second time, for each bucket;
+  the hooks of this optimizer are put away meanwhile, they have run.
+
+Numbers, small tensors, lists and dicts are put back, the latter two one level deep. An object with counters
+inside is beyond this.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+__all__ = ["Member", "SplitStep", "members_of"]
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+# Attributes of an optimizer that are looked after by name; `step` is a scheduler's.
+_KNOWN = frozenset({"defaults", "state", "param_groups", "step", "__reduce_ex__", *_HOOKS})
+# The lists of a group that are about its parameters, one entry for each.
+_PARALLEL = ("params", "param_names")
+_SMALL = 4096
+
+
+class Member(NamedTuple):
+    """A parameter and its place in the optimizer."""
+
+    group: int
+    position: int
+    parameter: torch.Tensor
+
+
+def members_of(optimizer: Optimizer) -> list[Member]:
+    """All parameters of an optimizer, in its order."""
+    return [
+        Member(index, position, parameter)
+        for index, group in enumerate(optimizer.param_groups)
+        for position, parameter in enumerate(group["params"])
+    ]
+
+
+class SplitStep:
+    """One step of an optimizer, in several calls; whole again when the block ends, also by an error.
+
+    Example:
+        >>> first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+        >>> optimizer = torch.optim.SGD([first, second], lr=0.1)
+        >>> with SplitStep(optimizer) as split:
+        ...     for member in members_of(optimizer):
+        ...         split.show([member])
+        ...         print(len(optimizer.param_groups[0]["params"]))
+        1
+        1
+        >>> len(optimizer.param_groups[0]["params"])
+        2
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = list(optimizer.param_groups)
+        self._lists = [
+            {key: group[key] for key in _PARALLEL if isinstance(group.get(key), list)}
+            for group in self._groups
+        ]
+        self._hooks = {name: vars(optimizer)[name] for name in _HOOKS if name in vars(optimizer)}
+        self._of_groups = [Entries(group, _beside_parameters) for group in self._groups]
+        self._of_all = (
+            Entries(optimizer.defaults, _any),
+            Entries(optimizer.state, _no_parameter),
+            Entries(vars(optimizer), _own),
+        )
+
+    def __enter__(self) -> SplitStep:
+        for name in self._hooks:
+            setattr(self._optimizer, name, OrderedDict())
+        return self
+
+    def show(self, bucket: Iterable[Member]) -> None:
+        """Cut the groups down to these parameters, for the next call."""
+        positions: dict[int, list[int]] = defaultdict(list)
+        for member in bucket:
+            positions[member.group].append(member.position)
+        shown = sorted(positions)
+        for entries in (*self._of_all, *(self._of_groups[index] for index in shown)):
+            entries.put_back()
+        self._optimizer.param_groups[:] = [self._groups[index] for index in shown]
+        for index in shown:
+            for key, values in self._lists[index].items():
+                self._groups[index][key] = [values[position] for position in sorted(positions[index])]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for group, lists in zip(self._groups, self._lists, strict=True):
+            group.update(lists)
+        self._optimizer.param_groups[:] = self._groups
+        for name, hooks in self._hooks.items():
+            setattr(self._optimizer, name, hooks)
+
+
+class Entries:
+    """What a dict holds now, to be put back later."""
+
+    def __init__(self, holder: dict[Any, Any], counts: Callable[[Any], bool]) -> None:
+        self._holder = holder
+        self._counts = counts
+        self._kept = {key: _Kept(value) for key, value in holder.items() if counts(key)}
+
+    def put_back(self) -> None:
+        for key in [key for key in self._holder if self._counts(key) and key not in self._kept]:
+            del self._holder[key]
+        for key, kept in self._kept.items():
+            kept.put_back()
+            if key not in self._holder or self._holder[key] is not kept.value:
+                self._holder[key] = kept.value
+
+
+class _Kept:
+    """A value, and what was in it if it can be changed in place."""
+
+    __slots__ = ("inside", "value", "version")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.inside: Any = None
+        self.version = 0
+        if isinstance(value, torch.Tensor):
+            if value.layout is torch.strided and value.nbytes <= _SMALL and not value.is_inference():
+                self.version = value._version
+                self.inside = value.detach().clone()
+        elif type(value) in (list, dict):
+            self.inside = value.copy()
+
+    def changed(self) -> bool:
+        if self.inside is None:
+            return False
+        if isinstance(self.value, torch.Tensor):
+            return self.value._version != self.version
+        if isinstance(self.value, dict):
+            same = self.value.keys() == self.inside.keys()
+            return not same or any(self.value[key] is not each for key, each in self.inside.items())
+        same = len(self.value) == len(self.inside)
+        return not same or any(a is not b for a, b in zip(self.value, self.inside, strict=True))
+
+    def put_back(self) -> None:
+        if not self.changed():
+            return
+        if isinstance(self.value, torch.Tensor):
+            with torch.no_grad():
+                self.value.copy_(self.inside)
+            self.version = self.value._version
+        elif isinstance(self.value, dict):
+            self.value.clear()
+            self.value.update(self.inside)
+        else:
+            self.value[:] = self.inside
+
+
+def _any(key: Any) -> bool:
+    return True
+
+
+def _beside_parameters(key: Any) -> bool:
+    return key not in _PARALLEL
+
+
+def _no_parameter(key: Any) -> bool:
+    return not isinstance(key, torch.Tensor)
+
+
+def _own(key: Any) -> bool:
+    return key not in _KNOWN

@@ -1,0 +1,194 @@
+"""The state of a parameter: beside it while it is stepped, in a cheaper place otherwise.
+
+Note [Homes of state]
+~~~~~~~~~~~~~~~~~~~~~
+A state tensor goes down once: the place answers with an ordinary tensor, its *home*, which stays the same
+object from then on. Up, it is either the home itself (a memory-mapped tensor that the CPU computes with) or
+a copy beside the parameter. After the arithmetic the values go back into the home, and the copy is dropped;
+an optimizer that puts a new tensor in the place of the old one is served the same way. ``state`` always
+holds every tensor, home or copy, so that it is complete at any moment, after an error too.
+
+Left where they are: scalars and what is smaller than a page (step counters, mostly); what is not on its
+parameter's device (it waits elsewhere already); parts of a larger storage and aliases of the parameter or
+its gradient (moving them would free nothing, and end the sharing); sparse tensors and those made of several
+(``DTensor``, torchao's).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
+
+__all__ = ["PAGE", "MovingState", "Origins", "StatePlace"]
+
+PAGE = 4096
+
+# Where a tensor is in a parameter's state: ("exp_avg",), ("preconditioners", 1), and the home it had.
+Path = tuple[Any, ...]
+Origins = dict[Path, Tensor]
+
+
+class StatePlace(Protocol):
+    """Where optimizer state waits between steps."""
+
+    def down(self, tensor: Tensor) -> Tensor:
+        """An ordinary tensor of that place with the same values; the original may be freed afterwards."""
+        ...
+
+    def up(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        """The tensor for use in the parameter's step: itself if it can be used, else a copy on its device."""
+        ...
+
+    def rest(self, tensor: Tensor) -> None:
+        """Not needed for now: pages can be given back. Also said of parameters and gradients."""
+        ...
+
+
+class MovingState:
+    """Takes the state of single parameters up and down.
+
+    Args:
+        place: where it waits.
+        least_bytes: smaller tensors stay where they are.
+    """
+
+    def __init__(self, place: StatePlace, least_bytes: int = PAGE) -> None:
+        self.place = place
+        self.least_bytes = least_bytes
+        self.bytes_moved = 0
+        # By id: tensors can't be members of a WeakSet, which compares them by value.
+        self._homes: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+    def is_home(self, tensor: Tensor) -> bool:
+        """Whether this tensor is at rest in the place."""
+        return self._homes.get(id(tensor)) is tensor
+
+    def bytes_of(self, state: Any, parameter: Tensor) -> int:
+        """How much of this state is down, or would go."""
+        total = 0
+        own = _storages(parameter)
+
+        def count(path: Path, tensor: Tensor) -> Tensor:
+            nonlocal total
+            if self.is_home(tensor) or self._goes_down(tensor, parameter, own):
+                total += tensor.nbytes
+            return tensor
+
+        exchange(state, count)
+        return total
+
+    def up(self, state: Any, parameter: Tensor, origins: Origins) -> None:
+        """Bring a parameter's state beside it, and note in ``origins`` where it came from."""
+        seen: dict[int, Tensor] = {}
+
+        def bring(path: Path, tensor: Tensor) -> Tensor:
+            if not self.is_home(tensor):
+                return tensor
+            if id(tensor) not in seen:
+                seen[id(tensor)] = self.place.up(tensor, parameter)
+                self.bytes_moved += tensor.nbytes
+            origins[path] = tensor
+            return seen[id(tensor)]
+
+        exchange(state, bring)
+
+    def down(self, state: Any, parameter: Tensor, origins: Origins) -> None:
+        """Take a parameter's state home, what is new included, and let it rest."""
+        own = _storages(parameter)
+        seen: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # holds on to the tensors: an id is theirs while they live
+        # An optimizer may pass a tensor on from one entry to another: a home that is some other's now is
+        # not free.
+        taken: set[int] = set()
+        exchange(state, lambda path, tensor: _note(tensor, taken))
+
+        def take(path: Path, tensor: Tensor) -> Tensor:
+            if id(tensor) in seen:
+                return seen[id(tensor)][1]
+            home = origins.get(path)
+            if self.is_home(tensor):
+                home = tensor
+            elif home is not None and id(home) not in taken and _fits(home, tensor):
+                home.copy_(tensor)
+                taken.add(id(home))
+            elif self._goes_down(tensor, parameter, own):
+                home = self.place.down(tensor)
+                self._homes[id(home)] = home
+            else:
+                return tensor
+            seen[id(tensor)] = (tensor, home)
+            self.bytes_moved += home.nbytes
+            self.place.rest(home)
+            return home
+
+        exchange(state, take)
+
+    def bring_back(self, state: Any, parameter: Tensor) -> None:
+        """State beside its parameter for good, as ordinary tensors of their own."""
+        exchange(state, lambda path, tensor: self._ordinary(tensor, parameter, clone=True))
+
+    def copied(self, state: Any, parameter: Tensor) -> Any:
+        """The state as it would be without the place; the original stays down."""
+        return tree_map_only(Tensor, lambda tensor: self._ordinary(tensor, parameter, clone=False), state)
+
+    def _ordinary(self, tensor: Tensor, parameter: Tensor, clone: bool) -> Tensor:
+        if not self.is_home(tensor):
+            return tensor
+        beside = self.place.up(tensor, parameter)
+        return beside.clone() if clone and beside is tensor else beside
+
+    def _goes_down(self, tensor: Tensor, parameter: Tensor, own: set[int]) -> bool:
+        if tensor.device != parameter.device or tensor.layout is not torch.strided or tensor.dim() == 0:
+            return False
+        if (
+            tensor.nbytes < self.least_bytes
+            or tensor.grad_fn is not None
+            or is_traceable_wrapper_subclass(tensor)
+        ):
+            return False
+        storage = tensor.untyped_storage()
+        return storage.nbytes() <= tensor.nbytes and storage._cdata not in own
+
+
+def exchange(value: Any, visit: Callable[[Path, Tensor], Tensor], path: Path = ()) -> Any:
+    """Put ``visit(path, tensor)`` in the place of each tensor, in the containers that are there."""
+    if isinstance(value, Tensor):
+        return visit(path, value)
+    if isinstance(value, dict):
+        for key, each in list(value.items()):
+            new = exchange(each, visit, (*path, key))
+            if new is not each:
+                value[key] = new
+    elif isinstance(value, list):
+        for index, each in enumerate(value):
+            value[index] = exchange(each, visit, (*path, index))
+    elif type(value) is tuple:
+        new = tuple(exchange(each, visit, (*path, index)) for index, each in enumerate(value))
+        return value if all(a is b for a, b in zip(new, value, strict=True)) else new
+    return value
+
+
+def _note(tensor: Tensor, ids: set[int]) -> Tensor:
+    ids.add(id(tensor))
+    return tensor
+
+
+def _fits(home: Tensor, tensor: Tensor) -> bool:
+    return home.shape == tensor.shape and home.dtype == tensor.dtype and tensor.layout is torch.strided
+
+
+def _storages(parameter: Tensor) -> set[int]:
+    """What belongs to the parameter itself."""
+    tensors = (parameter, parameter.grad)
+    return {
+        each.untyped_storage()._cdata
+        for each in tensors
+        if each is not None and each.layout is torch.strided and not is_traceable_wrapper_subclass(each)
+    }

@@ -1,0 +1,393 @@
+"""Optimizers of all kinds: those that count, those that build on others, those that are left alone."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim import optimizer as torch_optimizer
+
+from memscale.errors import ConfigError, ConfigTypeError, WrapError
+from memscale.offload.optimizer import StreamedSteps
+from memscale.offload.optimizer_kinds import register_coupled, why_left_alone
+from offload.optimizer_harness import Elsewhere, assert_equal, give_gradients, in_groups, parameters, streamed
+
+
+class Counting(optim.Optimizer):
+    """Counts its steps wherever an optimizer might, and uses the counts."""
+
+    def __init__(self, params, passes_over_empty=False):
+        super().__init__(params, {"lr": 0.1, "weight_decay": 0.0, "step": 0, "count": torch.zeros(())})
+        self.passes_over_empty = passes_over_empty
+        self.steps = 0
+        self.history = []
+        self.defaults["steps"] = 0
+        for group in self.param_groups:
+            group["count"] = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        self.history.append(self.steps)
+        self.defaults["steps"] += 1
+        self.state["all"] = {"steps": self.steps}
+        self.lazily = getattr(self, "lazily", 0) + 1
+        for group in self.param_groups:
+            if self.passes_over_empty and not any(p.grad is not None for p in group["params"]):
+                continue
+            group["step"] += 1
+            group["count"] += 1
+            group["late"] = group["step"] * 10
+            factor = self.steps + group["step"] + float(group["count"]) + self.lazily
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state.setdefault("m", torch.zeros_like(p)).add_(p.grad, alpha=factor)
+                    p.add_(state["m"], alpha=-group["lr"] / self.defaults["steps"])
+
+
+@pytest.mark.parametrize("passes_over_empty", [False, True])
+def test_counters_count_steps_not_buckets(passes_over_empty):
+    def run(stream):
+        tensors = parameters()
+        with streamed(tensors if stream else [], bucket_bytes=1):
+            optimizer = Counting(in_groups(tensors), passes_over_empty)
+            for step in range(4):
+                give_gradients(tensors, step, without=(3,) if step == 1 else ())  # a group without gradients
+                optimizer.step()
+            counts = [(group["step"], group["count"], group["late"]) for group in optimizer.param_groups]
+            everything = optimizer.state.pop("all"), optimizer.defaults["steps"], optimizer.steps
+            return tensors, counts, everything, optimizer.lazily, optimizer.history, optimizer.state_dict()
+
+    assert_equal(run(True), run(False))
+
+
+class Nested(optim.Optimizer):
+    """State in lists and tuples, of other shapes than the parameter's, passed on from step to step."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["factors"] = [torch.zeros(size, 2) for size in p.shape]
+                    state["pair"] = (torch.zeros_like(p), {"inside": torch.zeros_like(p)})
+                    state["new"], state["old"] = torch.zeros_like(p), torch.zeros_like(p)
+                    state["same"] = state["pair"][0]
+                for factor in state["factors"]:
+                    factor.add_(float(p.grad.mean()))
+                state["old"] = state["new"]
+                state["new"] = p.grad * 2
+                state["pair"][0].add_(state["old"])
+                state["pair"][1]["inside"].add_(state["same"])
+                p.sub_(state["pair"][1]["inside"], alpha=group["lr"])
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_state_in_containers(mapped):
+    class Same(Elsewhere):
+        def up(self, tensor, parameter):
+            return tensor
+
+    def run(stream):
+        tensors = parameters()
+        place = Same() if mapped else Elsewhere()
+        with streamed(tensors if stream else [], place, bucket_bytes=1) as steps:
+            optimizer = Nested(in_groups(tensors))
+            for step in range(4):
+                give_gradients(tensors, step)
+                optimizer.step()
+            state = optimizer.state[tensors[0]]
+            assert state["same"] is state["pair"][0]
+            assert not stream or (steps.is_down(state["same"]) and steps.is_down(state["factors"][1]))
+            return tensors, optimizer.state_dict()
+
+    assert_equal(run(True), run(False))
+
+
+def test_state_that_is_not_its_own_stays():
+    """Aliases of the parameter, parts of larger storages, scalars."""
+
+    class Sharing(optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+            self.all = torch.zeros(2, 16, 16)
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    state = self.state[p]
+                    state.setdefault("weight", p.detach())
+                    state.setdefault("part", self.all[0])
+                    state.setdefault("scalar", torch.zeros(()))
+                    state.setdefault("own", torch.zeros_like(p))
+
+    tensors = parameters(((16, 16),))
+    with streamed(tensors) as steps:
+        optimizer = Sharing(tensors)
+        give_gradients(tensors, 0)
+        optimizer.step()
+        assert {key: steps.is_down(value) for key, value in optimizer.state[tensors[0]].items()} == {
+            "weight": False,
+            "part": False,
+            "scalar": False,
+            "own": True,
+        }
+
+
+def test_small_state_stays():
+    tensors = parameters(((16, 8), (32, 16)))
+    with streamed(tensors, least_bytes=1024) as steps:
+        optimizer = optim.AdamW(tensors)
+        give_gradients(tensors, 0)
+        optimizer.step()
+        assert [steps.is_down(optimizer.state[each]["exp_avg"]) for each in tensors] == [False, True]
+
+
+def test_named_parameters():
+    class Named(optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                names = [name for name, p in zip(group["param_names"], group["params"], strict=True)]
+                assert names == [self.names[p] for p in group["params"]]
+            return super().step(closure)
+
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    optimizer = Named(module.named_parameters(), lr=0.1, momentum=0.9)
+    optimizer.names = {p: name for name, p in module.named_parameters()}
+    with streamed(module.parameters(), bucket_bytes=1) as steps:
+        module(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        assert steps.buckets_run == 6
+    assert optimizer.param_groups[0]["param_names"] == [name for name, _ in module.named_parameters()]
+
+
+@pytest.mark.parametrize("hooked_below", [False, True])
+def test_class_on_top_of_another(hooked_below):
+    """A step that calls the step of the class it derives from, which may have hooks of its own."""
+
+    class Base(optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            return optim.SGD.step.__wrapped__(self, closure)
+
+    class Decaying(Base):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                torch._foreach_mul_([p.data for p in group["params"]], 0.99)
+            return super().step(closure)
+
+    def run(stream):
+        tensors = parameters()
+        calls = []
+        with streamed(tensors if stream else [], bucket_bytes=1) as steps:
+            optim.SGD(parameters(), lr=0.1)
+            if hooked_below:
+                Base(parameters(), lr=0.1)
+            optimizer = Decaying(in_groups(tensors), lr=0.1, momentum=0.9)
+            for step in range(3):
+                give_gradients(tensors, step)
+                optimizer.register_step_pre_hook(lambda *_: calls.append(1)).remove()
+                handle = optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+                optimizer.step()
+                handle.remove()
+            assert not stream or len(calls) == 3
+            assert not stream or steps.buckets_run == 3 * len(tensors)
+            return tensors, optimizer.state_dict()
+
+    assert_equal(run(True), run(False))
+
+
+def test_more_arguments_than_a_closure():
+    """What they mean for single parameters is not known: the step is run as a whole."""
+
+    class Scaled(optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1, "weight_decay": 0.0})
+
+        @torch.no_grad()
+        def step(self, closure=None, scales=()):
+            every = [p for group in self.param_groups for p in group["params"]]
+            for p, scale in zip(every, scales, strict=True):
+                p.sub_(self.state[p].setdefault("m", torch.zeros_like(p)).add_(p.grad, alpha=scale))
+
+    def run(stream):
+        tensors = parameters()
+        with streamed(tensors if stream else [], bucket_bytes=1) as steps:
+            optimizer = Scaled(in_groups(tensors))
+            for step in range(3):
+                give_gradients(tensors, step)
+                optimizer.step(scales=range(len(tensors)))
+            assert not stream or (steps.buckets_run == 3 and steps.bytes_moved > 0)
+            return tensors, optimizer.state_dict()
+
+    assert_equal(run(True), run(False))
+
+
+# ---------------------------------------------------------------------- left alone
+
+
+class Wrapping(optim.Optimizer):
+    """As lookahead does: its groups and state are another optimizer's."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+class OwnList(optim.SGD):
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.everything = [p for group in self.param_groups for p in group["params"]]
+
+
+class Registered(optim.SGD):
+    pass
+
+
+def test_lbfgs_is_left_alone(caplog):
+    def run(stream):
+        torch.manual_seed(0)
+        module = nn.Linear(8, 8)
+        with streamed(module.parameters() if stream else [], bucket_bytes=1) as steps:
+            optimizer = optim.LBFGS(module.parameters(), lr=0.1, max_iter=4)
+
+            def closure():
+                optimizer.zero_grad()
+                loss = module(torch.ones(2, 8)).square().sum()
+                loss.backward()
+                return loss
+
+            losses = [optimizer.step(closure) for _ in range(3)]
+            if stream:
+                assert "all parameters together" in steps.skipped[optimizer]
+                assert (steps.bytes_moved, steps.buckets_run) == (0, 0)
+            return list(module.parameters()), losses
+
+    with caplog.at_level(logging.INFO, "memscale"):
+        assert_equal(run(True), run(False))
+    (record,) = caplog.records  # once, not at every step
+    assert "LBFGS" in record.getMessage()
+    assert "all parameters together" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda p: OwnList(p, lr=0.1, momentum=0.9), "everything"),
+        (lambda p: Wrapping(optim.SGD(p, lr=0.1, momentum=0.9)), "inner: SGD"),
+        (lambda p: Registered(p, lr=0.1, momentum=0.9), "for a test"),
+        (lambda p: optim.SGD(p, lr=0.1, differentiable=True), "differentiable"),
+        (lambda p: optim.SGD([{"params": p, "max_grad_norm": 1.0}], lr=0.1), "max_grad_norm=1.0"),
+        (lambda p: type("Prodigy", (optim.SGD,), {})(p, lr=0.1), "one step size"),
+        (
+            lambda p: type("SAM", (optim.SGD,), {"step": lambda self, closure: None})(p),
+            "evaluates the loss again",
+        ),
+        (lambda p: type("Own", (optim.SGD,), {"step": lambda self, closure: None})(p), "'closure'"),
+    ],
+)
+def test_reasons(make, reason):
+    register_coupled(Registered, "made for a test")
+    assert reason in why_left_alone(make(parameters()))
+
+
+def test_nothing_against_the_usual_ones():
+    tensors = parameters(((4, 4),))
+    for kind in (optim.AdamW, optim.SGD, optim.Adafactor, optim.SparseAdam, optim.Muon, optim.NAdam):
+        assert why_left_alone(kind(tensors)) is None
+    scheduled = optim.AdamW(tensors)
+    optim.lr_scheduler.LambdaLR(scheduled, lambda step: 1.0)
+    assert why_left_alone(scheduled) is None
+
+
+def test_one_inside_another_is_streamed():
+    def run(stream):
+        tensors = parameters()
+        with streamed(tensors if stream else [], bucket_bytes=1) as steps:
+            outer = Wrapping(optim.SGD(in_groups(tensors), lr=0.1, momentum=0.9))
+            for step in range(3):
+                give_gradients(tensors, step)
+                outer.step()
+            if stream:
+                assert set(steps.skipped) == {outer}
+                assert steps.bytes_moved > 0
+            return tensors, outer.inner.state_dict()
+
+    assert_equal(run(True), run(False))
+
+
+def test_left_alone_late_gets_its_state_back():
+    class Late(optim.AdamW):
+        pass
+
+    tensors = parameters()
+    with streamed(tensors, bucket_bytes=1) as steps:
+        optimizer = Late(tensors)
+        give_gradients(tensors, 0)
+        optimizer.step()
+        assert steps.is_down(optimizer.state[tensors[0]]["exp_avg"])
+        register_coupled(Late, "for a test")
+        optimizer.step()
+        assert not steps.is_down(optimizer.state[tensors[0]]["exp_avg"])
+        assert steps.skipped[optimizer] == "for a test"
+
+
+def test_step_that_is_not_torchs(monkeypatch):
+    """Where the wrapper is not as expected, nothing is changed."""
+    tensors = parameters()
+    optimizer = optim.SGD(tensors, lr=0.1, momentum=0.9)
+    plain = optim.SGD.step.__wrapped__
+
+    def step(self, closure=None):
+        for hook in list(torch_optimizer._global_optimizer_pre_hooks.values()):
+            hook(self, (self,), {})
+        return plain(self, closure)
+
+    monkeypatch.setattr(optim.SGD, "step", step)
+    with streamed(tensors, bucket_bytes=1) as steps:
+        give_gradients(tensors, 0)
+        optimizer.step()
+        assert "wrapper" in steps.skipped[optimizer]
+        assert steps.bytes_moved == 0
+
+
+def test_closure_evaluated_twice_is_an_error():
+    class Twice(optim.SGD):
+        def step(self, closure=None):
+            closure()
+            return super().step(closure)
+
+    tensors = parameters()
+    with streamed(tensors, bucket_bytes=1):
+        optimizer = Twice(tensors, lr=0.1)
+        give_gradients(tensors, 0)
+        with pytest.raises(WrapError, match=r"Twice evaluates .*register_coupled\(Twice"):
+            optimizer.step(lambda: torch.zeros(()))
+        assert len(optimizer.param_groups[0]["params"]) == len(tensors)
+        register_coupled(Twice, "it evaluates its closure again")
+        optimizer.step(lambda: torch.zeros(()))
+
+
+def test_wrong_arguments():
+    with pytest.raises(ConfigTypeError, match=r"bucket_bytes .* '1MB'"):
+        StreamedSteps([], Elsewhere(), "1MB")
+    with pytest.raises(ConfigTypeError):
+        StreamedSteps([], Elsewhere(), True)
+    with pytest.raises(ConfigError, match="bucket_bytes=0"):
+        StreamedSteps([], Elsewhere(), 0)
+    with pytest.raises(TypeError, match="class of optimizers"):
+        register_coupled("LBFGS", "a name")
