@@ -6,15 +6,14 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from memscale.config import AsyncOffloadConfig, Config
 from memscale.errors import ProfileError, WrapError, WrapTypeError, shown
+from memscale.execution_plan import Plan
 from memscale.executor import EXECUTOR, Executor, executor_of
 from memscale.hardware import Hardware, detect, virtual_hardware
-from memscale.execution_plan import Plan
 from memscale.planning import make_plan
 from memscale.profiler import hinted_sample, sample_of
 from memscale.replanning import plan_from_first_batch

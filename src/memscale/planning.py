@@ -12,8 +12,8 @@ from memscale.config import Config
 from memscale.engine import decide
 from memscale.engine.structure import decide_by_structure
 from memscale.engine.timeline import optimizer_transient
-from memscale.hardware import Hardware
 from memscale.execution_plan import Plan
+from memscale.hardware import Hardware
 from memscale.prediction import Step, measure, predict
 from memscale.profiler import ModelProfile, Place, Sample, find_blocks, profile_model
 from memscale.recompute.rng import RngState

@@ -18,15 +18,14 @@ import torch
 from torch import nn
 
 from memscale.config import Config
+from memscale.execution_plan import Plan, PredictionSource
 from memscale.executor import Executor
 from memscale.memory.allocator import CachingAllocator
 from memscale.memory.tracker import MemoryTracker
-from memscale.execution_plan import Plan, PredictionSource
 from memscale.profiler.build import backward_targets, loss_of
 from memscale.profiler.empirical import gradients_of, untouched
 from memscale.profiler.place import Place
 from memscale.profiler.sample import Sample
-from memscale.simulator import Simulation
 
 
 @dataclass(frozen=True)
@@ -50,16 +49,8 @@ def predict(model: nn.Module, plan: Plan, sample: Sample, place: Place, config: 
     Raises:
         Exception: whatever the model raises on fake tensors.
     """
-    with place.simulate() as simulation:
-        twin = simulation.copy_of(model).train(model.training)
-        batch = Sample(simulation.batch_of(sample.args), simulation.batch_of(sample.kwargs))
-        state = _adam_state(twin, place.kind)
-        plain = _simulated(twin, batch, simulation)
-        _forget_gradients(twin)
-        simulation.tracker.empty_cache()
-        Executor(twin, plan, _quiet(config)).attach()
-        planned = _simulated(twin, batch, simulation)
-        del state
+    plain = _simulated(model, None, sample, place)
+    planned = _simulated(model, plan, sample, place, _quiet(config))
     return _filled_in(plan, plain, planned, "simulated")
 
 
@@ -105,10 +96,19 @@ def _filled_in(plan: Plan, plain: Step, planned: Step, source: PredictionSource)
     )
 
 
-def _simulated(twin: nn.Module, batch: Sample, simulation: Simulation) -> Step:
-    simulation.tracker.reset_peak()
-    step = _step(twin, batch, simulation.tracker, simulation.device, torch.autograd.backward)
-    _adam_temporaries(twin, simulation.device.type)
+def _simulated(
+    model: nn.Module, plan: Plan | None, sample: Sample, place: Place, config: Config | None = None
+) -> Step:
+    with place.simulate() as simulation:
+        twin = simulation.copy_of(model).train(model.training)
+        if plan is not None:
+            Executor(twin, plan, config).attach()
+            simulation.tracker.reset_peak()  # a model that does not fit was never on the device as a whole
+        state = _adam_state(twin, place.kind)
+        batch = Sample(simulation.batch_of(sample.args), simulation.batch_of(sample.kwargs))
+        step = _step(twin, batch, simulation.tracker, simulation.device, torch.autograd.backward)
+        _adam_temporaries(twin, place.kind)
+        del state
     return Step(max(step.peak_bytes, simulation.peak_bytes), step.saved_bytes)
 
 
@@ -133,25 +133,21 @@ def _step(
 
 
 def _adam_state(twin: nn.Module, device: str) -> list[torch.Tensor]:
+    """Adam's moments, where the parameters are, and on a CPU the counts of steps, which live on the host."""
     trained = [parameter for parameter in twin.parameters() if parameter.requires_grad]
     state = [torch.empty_like(each, requires_grad=False) for each in trained for _ in range(2)]
-    if device == "cpu":  # the count of steps, which lives on the host
+    if device == "cpu":
         state += [torch.empty((), device="cpu") for _ in trained]
     return state
 
 
 def _adam_temporaries(twin: nn.Module, device: str) -> None:
     """What Adam's step makes: one temporary of every parameter at once (foreach), or two of one on a CPU."""
-    trained = [parameter for parameter in twin.parameters() if parameter.grad is not None]
-    if device == "cpu" and trained:
-        trained = [max(trained, key=lambda parameter: parameter.nbytes)] * 2
-    made = [torch.empty_like(each, requires_grad=False) for each in trained]
+    there = [each for each in twin.parameters() if each.grad is not None and each.device.type == device]
+    if device == "cpu" and there:
+        there = [max(there, key=lambda parameter: parameter.nbytes)] * 2
+    made = [torch.empty_like(each, requires_grad=False) for each in there]
     del made
-
-
-def _forget_gradients(twin: nn.Module) -> None:
-    for parameter in twin.parameters():
-        parameter.grad = None
 
 
 def _quiet(config: Config) -> Config:

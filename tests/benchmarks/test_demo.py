@@ -59,6 +59,11 @@ def check_numbers(text: str) -> None:
         assert measured == simulated, category
     assert {"weights", "activations", "temporary", "workspace"} <= {row[0] for row in rows}
     sentence = " ".join(text.split())
+    assert "The losses are to the last bit the same." in sentence
+    fell = re.search(r"The peak fell by (\d+)%", sentence)
+    assert fell is not None
+    assert int(fell[1]) > 0
+    assert "With memscale.wrap the RTX 3090 would need" in sentence
     assert re.search(r"predicts the [\d,]+ bytes of this CPU exactly", sentence)
     assert re.search(r"the GPU would need [\d.]+ MiB", sentence)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memscale.benchmarks import MODES, Results, run_case, run_suite
+from memscale.benchmarks import Results, run_case, run_suite
 from memscale.benchmarks import run as run_module
 from memscale.benchmarks.registry import DEFAULT_MODELS, MODELS
 from memscale.benchmarks.run import find_device
@@ -72,39 +72,33 @@ def test_nothing_of_a_case_stays():
         assert fake_tensors() <= before
 
 
-def test_a_mode_is_compared_to_the_plain_model(monkeypatch, tiny):
-    def fewer_layers(model, inputs):
-        del model.transformer.h[0]
-        return model
-
-    monkeypatch.setitem(MODES, "fewer", fewer_layers)
-    plain, fewer = run_suite(["gpt2-tiny"], ["none", "fewer"], on="1GiB")
+def test_a_mode_is_compared_to_the_plain_model(tiny):
+    plain, aggressive = run_suite(["gpt2-tiny"], ["none", "aggressive"], on="1GiB")
     assert plain == tiny
-    assert fewer.mode == "fewer"
-    assert fewer.baseline_bytes == tiny.peak_bytes
-    assert fewer.peak_bytes < tiny.peak_bytes
-    assert fewer.reduction == round(1 - fewer.peak_bytes / tiny.peak_bytes, 4)
-    assert fewer.time_ratio is None  # a simulation has no clock
+    assert aggressive.mode == "aggressive"
+    assert aggressive.baseline_bytes == tiny.peak_bytes
+    assert aggressive.peak_bytes < tiny.peak_bytes
+    assert aggressive.reduction == round(1 - aggressive.peak_bytes / tiny.peak_bytes, 4)
+    assert aggressive.time_ratio > 1  # predicted: a simulation has no clock
+    assert aggressive.host_bytes > 0
 
-    (alone,) = run_suite(["gpt2-tiny"], ["fewer"], on="1GiB")
-    assert alone == fewer
+    (alone,) = run_suite(["gpt2-tiny"], ["aggressive"], on="1GiB")
+    assert alone == aggressive
 
 
-def test_a_mode_that_fits_where_the_plain_model_does_not(monkeypatch):
-    class Small(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones((), device="vgpu"))
-
-        def forward(self, input_ids, labels):
-            self.loss = self.weight * 1
-            return self
-
-    monkeypatch.setitem(MODES, "small", lambda model, inputs: Small())
-    (row,) = run_suite(["gpt2-tiny"], ["small"], on="8MiB")
+def test_a_mode_that_fits_where_the_plain_model_does_not():
+    (row,) = run_suite(["gpt2-small"], ["aggressive"], on="1900MiB")
     assert row.baseline_bytes is None
     assert row.peak_bytes is not None
+    assert row.peak_bytes < 1900 * MIB
     assert row.reduction is None
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_measured_mode_needs_less_than_the_plain_model():
+    plain, wrapped = run_suite(["gpt2-tiny"], ["none", "aggressive"], on="cpu", batch=8, tensor_bytes=True)
+    assert wrapped.tensor_bytes < plain.tensor_bytes
+    assert wrapped.time_ratio is not None
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

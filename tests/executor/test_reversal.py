@@ -12,8 +12,8 @@ from torch import nn
 
 from families import FAMILIES, Family
 from memscale.errors import WrapError
-from memscale.executor import Executor
 from memscale.execution_plan import LayerPlan, Plan
+from memscale.executor import Executor
 from memscale.techniques import TECHNIQUES, Site
 from techniques.harness import checkpoint_plan, wrapped
 

@@ -20,11 +20,11 @@ FLOAT = 4
 
 
 def storages(tensors):
-    """Distinct storages of tensors with their sizes: what the tracker should find by itself."""
+    """Bytes of the distinct storages of tensors: what the tracker should find by itself."""
     found = {}
     for tensor in tensors:
-        for part in (tensor, tensor.grad):
-            if part is not None:
+        for part in (tensor, tensor.grad, tensor._base):  # a view holds on to what it is a view of
+            if part is not None and part.layout is torch.strided:
                 found[part.untyped_storage()._cdata] = part.untyped_storage().nbytes()
     return sum(found.values())
 

@@ -18,7 +18,7 @@ class Elsewhere:
 
     def __init__(self):
         self.downs = self.ups = 0
-        self.rested = []
+        self.rested = []  # their ids: a place holds on to nothing
         self.most_up = 0  # bytes of the copies that were alive at once
         self._alive = {}
 
@@ -35,7 +35,7 @@ class Elsewhere:
         return copy
 
     def rest(self, tensor):
-        self.rested.append(tensor)
+        self.rested.append(id(tensor))
 
 
 class Mapped(Elsewhere):

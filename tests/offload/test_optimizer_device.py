@@ -76,13 +76,18 @@ def test_without_streaming_all_state_is_there():
 def test_fits_where_the_plain_step_does_not():
     shapes = ((1024, 3072),) * 4  # 12 MiB each
 
-    def train(device, stream, steps=2):
+    def train(device, stream):
         tensors = parameters(shapes, device=device)
-        with streamed(tensors if stream else [], bucket_bytes=16 * KIB):
+        with streamed(tensors if stream else [], bucket_bytes=16 * KIB) as streaming:
             optimizer = optim.AdamW(tensors, foreach=False)
-            for step in range(steps):
+            for step in range(2):
                 give_gradients(tensors, step)
                 optimizer.step()
+            if stream:  # there is no room for it beside the parameters
+                with pytest.raises(torch.OutOfMemoryError):
+                    streaming.detach()
+                assert len(optimizer.state_dict()["state"]) == len(shapes)
+                optimizer.state.clear()
         return tensors
 
     def on_a_small_device(stream):

@@ -23,6 +23,9 @@ class Counting(optim.Optimizer):
         self.passes_over_empty = passes_over_empty
         self.steps = 0
         self.history = []
+        self.nested = {"calls": [0, (torch.zeros(1), "text")]}
+        self.cache = None
+        self.per_parameter = {p: 0 for group in self.param_groups for p in group["params"]}
         self.defaults["steps"] = 0
         for group in self.param_groups:
             group["count"] = torch.zeros(())
@@ -32,7 +35,9 @@ class Counting(optim.Optimizer):
         self.steps += 1
         self.history.append(self.steps)
         self.defaults["steps"] += 1
-        self.state["all"] = {"steps": self.steps}
+        self.state["all"] = {"steps": self.state.get("all", {"steps": 0})["steps"] + 1}
+        self.nested["calls"][0] += 1
+        self.cache = self.cache or {}
         self.lazily = getattr(self, "lazily", 0) + 1
         for group in self.param_groups:
             if self.passes_over_empty and not any(p.grad is not None for p in group["params"]):
@@ -44,7 +49,10 @@ class Counting(optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     state = self.state[p]
-                    state.setdefault("m", torch.zeros_like(p)).add_(p.grad, alpha=factor)
+                    self.per_parameter[p] += 1
+                    own = factor + self.cache.setdefault(p, 1.0)
+                    self.cache[p] += self.per_parameter[p]
+                    state.setdefault("m", torch.zeros_like(p)).add_(p.grad, alpha=own)
                     p.add_(state["m"], alpha=-group["lr"] / self.defaults["steps"])
 
 
@@ -59,7 +67,13 @@ def test_counters_count_steps_not_buckets(passes_over_empty):
                 optimizer.step()
             counts = [(group["step"], group["count"], group["late"]) for group in optimizer.param_groups]
             everything = optimizer.state.pop("all"), optimizer.defaults["steps"], optimizer.steps
-            return tensors, counts, everything, optimizer.lazily, optimizer.history, optimizer.state_dict()
+            own = (
+                optimizer.lazily,
+                optimizer.history,
+                optimizer.nested,
+                list(optimizer.per_parameter.values()),
+            )
+            return tensors, counts, everything, own, list(optimizer.cache.values()), optimizer.state_dict()
 
     assert_equal(run(True), run(False))
 
@@ -254,6 +268,27 @@ class OwnList(optim.SGD):
         self.everything = [p for group in self.param_groups for p in group["params"]]
 
 
+class OwnState(optim.SGD):
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.moments = [torch.zeros_like(p) for group in self.param_groups for p in group["params"]]
+
+
+class OwnGroups(optim.SGD):
+    """As wrappers do that stand for another optimizer."""
+
+    @property
+    def param_groups(self):
+        return list(self.groups)
+
+    @param_groups.setter
+    def param_groups(self, groups):
+        self.groups = groups
+
+    def add_param_group(self, group):
+        self.groups.append({**self.defaults, **group})
+
+
 class Registered(optim.SGD):
     pass
 
@@ -288,6 +323,8 @@ def test_lbfgs_is_left_alone(caplog):
     ("make", "reason"),
     [
         (lambda p: OwnList(p, lr=0.1, momentum=0.9), "everything"),
+        (lambda p: OwnState(p, lr=0.1, momentum=0.9), "moments"),
+        (lambda p: OwnGroups(p, lr=0.1, momentum=0.9), "its groups"),
         (lambda p: Wrapping(optim.SGD(p, lr=0.1, momentum=0.9)), "inner: SGD"),
         (lambda p: Registered(p, lr=0.1, momentum=0.9), "for a test"),
         (lambda p: optim.SGD(p, lr=0.1, differentiable=True), "differentiable"),

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
 from torch import nn, optim
 from torch.optim import optimizer as torch_optimizer
 
+from memscale.offload.optimizer import StreamedSteps
+from memscale.offload.optimizer_hooks import Dispatcher
 from offload.optimizer_harness import (
     Elsewhere,
     Lion,
@@ -63,8 +67,9 @@ def test_state_is_elsewhere_between_steps():
         total = sum(each.nbytes for each in homes)
         assert steps.bytes_moved == 5 * total  # down, up, down, up, down
         assert place.most_up < total
-        rested = {id(each) for each in place.rested}
-        assert {id(each) for each in (*homes, *tensors, *(each.grad for each in tensors))} <= rested
+        assert {id(each) for each in (*homes, *tensors, *(each.grad for each in tensors))} <= set(
+            place.rested
+        )
 
 
 @pytest.mark.parametrize("built", ["before", "between", "after"])
@@ -424,3 +429,45 @@ def test_compiled_step():
             step()
         assert steps.buckets_run == 4
     torch._dynamo.reset()
+
+
+def test_nothing_is_kept_alive():
+    """A model that is dropped without detaching is collected; an optimizer keeps what it needs."""
+    hooks = len(torch_optimizer._global_optimizer_pre_hooks)
+    module, place = model(), Elsewhere()
+    gone = weakref.ref(module), weakref.ref(place)
+    module.steps = StreamedSteps(module.parameters(), place, 1, least_bytes=1)
+    module.steps.attach()
+    optimizer = optim.AdamW(module.parameters())
+    for step in range(3):
+        if step == 2:
+            tensors = list(module.parameters())
+            del module, place  # the optimizer goes on
+            give_gradients(tensors, step)
+        else:
+            loss_of(module, step).backward()
+        optimizer.step()
+    assert tensors[0] in optimizer.state
+    assert gone[1]().ups > 0
+    del optimizer, tensors
+    gc.collect()
+    assert gone[0]() is None
+    assert gone[1]() is None
+    with streamed(parameters()):  # clears away after the one before
+        assert len(torch_optimizer._global_optimizer_pre_hooks) == hooks + 1
+    assert len(torch_optimizer._global_optimizer_pre_hooks) == hooks
+    assert not isinstance(optim.AdamW.step.__closure__[0].cell_contents, Dispatcher)
+
+
+def test_parameters_can_be_swapped():
+    """``Module.to`` may exchange parameters as a whole, which no weak reference may stand against."""
+    tensors = parameters()
+    with streamed(tensors, bucket_bytes=1) as steps:
+        optimizer = optim.AdamW(in_groups(tensors))
+        steps_of(tensors, optimizer, 2)
+        for each in tensors:
+            each.grad = None
+            torch.utils.swap_tensors(each, nn.Parameter(each.detach().clone()))
+        steps_of(tensors, optimizer, 2, 2)
+        assert steps.bytes_moved > 0
+        assert_equal((tensors, optimizer.state_dict()), plain_adamw())

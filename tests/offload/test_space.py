@@ -149,7 +149,7 @@ def test_a_disk_that_is_really_full(tmp_path):
     if done.returncode == 77:
         pytest.skip("mounting a small disk is not permitted here")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("has no room for 390.62 KiB more: No space left on device") == 2
+    assert done.stdout.count("has no room for 390.63 KiB more: No space left on device") == 2
 
 
 SMALL_FILES = """

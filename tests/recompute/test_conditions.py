@@ -167,6 +167,16 @@ class TestAutocast:
             del gradients
             assert live.now == before
 
+    def test_casts_without_a_history_in_the_cache_are_not_used(self) -> None:
+        model = Mlp(dropout=0.0)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = in_region(model)(X)
+            torch.clear_autocast_cache()
+            with torch.no_grad():
+                model(X)  # an evaluation in between leaves casts that know of no gradient
+            out.float().sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
     def test_with_kept_outputs(self) -> None:
         def run(wrap: Any) -> list[torch.Tensor]:
             def forward(model: nn.Module) -> torch.Tensor:

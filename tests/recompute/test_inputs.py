@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
@@ -79,6 +80,17 @@ def test_tensors_in_containers_keep_no_history_alive() -> None:
         del output
         # Only the leaves are left.
     assert live.now < before
+
+
+def test_what_is_before_an_input_is_not_kept_alive_by_it() -> None:
+    before = torch.exp(X.clone().requires_grad_())
+    storage = weakref.ref(before.untyped_storage())
+    weight = torch.ones(8, requires_grad=True)
+    hidden = torch.sin(before)  # saves `before`
+    out = run_region(lambda h, w: torch.exp(h.detach() * w), (hidden, weight), {})
+    del before, hidden
+    assert storage() is None
+    out.sum().backward()
 
 
 def test_hugging_face_outputs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -125,6 +126,26 @@ def test_kept_outputs_go_as_backward_uses_them() -> None:
         assert live.now == 2 * parameters  # and their gradients
 
 
+def test_a_kept_output_is_given_up_when_the_recomputation_has_it() -> None:
+    product: list[weakref.ref[Any]] = []
+    alive = []
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = torch.mm(x, w)
+        z = torch.exp(y)  # saves its result, so nothing holds y
+        if not product:
+            product.append(weakref.ref(y.untyped_storage()))
+            z.register_hook(lambda grad: alive.append(product[0]() is not None))
+        return torch.sin(z)
+
+    w = torch.eye(8, requires_grad=True)
+    out = run_region(function, (X, w), {}, keep=KeepPolicy(("aten.mm.default",)))
+    for retain in (True, False):
+        assert product[0]() is not None
+        out.sum().backward(retain_graph=retain)
+    assert alive == [True, False]
+
+
 def test_a_retained_graph_keeps_them_for_the_next_backward() -> None:
     model = Deep()
     parameters = list(model.parameters())
@@ -175,14 +196,16 @@ class TestChangedInPlace:
         self.compare(function, KeepPolicy(("aten.mm.default",)))
 
     def test_by_what_comes_after_the_region(self) -> None:
-        def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            return torch.mm(torch.exp(torch.mm(x, w)), w)
+        def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = torch.mm(x, w)
+            return y, torch.exp(y)  # exp saves its result, so y may be written into
 
-        self.compare(function, KeepPolicy(("aten.mm.default",)), lambda out: out.mul_(3))
+        def after(outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return outputs[0].mul_(3) + outputs[1]
 
-    def compare(
-        self, function: Any, policy: KeepPolicy, after: Callable[[torch.Tensor], Any] = torch.sin
-    ) -> None:
+        self.compare(function, KeepPolicy(("aten.mm.default",)), after)
+
+    def compare(self, function: Any, policy: KeepPolicy, after: Callable[[Any], Any] = torch.sin) -> None:
         seen = []
         for run in (lambda *args: run_region(function, args, {}, keep=policy), function):
             x = X.clone().requires_grad_()
@@ -232,17 +255,18 @@ def test_in_nested_regions() -> None:
             assert_same(ours, plain)
 
 
-def test_a_derivative_inside_the_region() -> None:
+@pytest.mark.parametrize("number", ["", *(f"#{k}" for k in range(8))])
+def test_a_derivative_inside_the_region(number: str) -> None:
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = torch.exp(torch.mm(x, w) * 0.1)
         (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         return torch.exp(torch.mm(y, w) * 0.1) * torch.mm(grad, w)
 
     seen = []
-    policy = KeepPolicy(("aten.mm.default",))
+    policy = KeepPolicy((f"aten.mm.default{number}",))
     for run in (lambda *args: run_region(function, args, {}, keep=policy), function):
         x = X.clone().requires_grad_()
-        w = (torch.eye(8) * 0.5).requires_grad_()
+        w = torch.linspace(-1, 1, 64).reshape(8, 8).requires_grad_()
         run(x * 1, w).sum().backward()
         seen.append([x.grad, w.grad])
     assert_same(*seen)

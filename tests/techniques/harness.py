@@ -1,4 +1,4 @@
-"""Tools for the tests of techniques: plans without an engine, training runs to compare, proofs of recomputation."""
+"""Tools for the tests of techniques: plans without an engine, runs to compare, proofs of recomputation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from families import Family
-from memscale.executor import Executor
 from memscale.execution_plan import Checkpointing, LayerPlan, Plan
+from memscale.executor import Executor
 from memscale.profiler.blocks import Block, find_blocks, stacks
 from recompute.harness import LiveBytes
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from memscale.errors import WrapError
-from memscale.executor import Executor
 from memscale.execution_plan import Checkpointing, LayerPlan, Plan
+from memscale.executor import Executor
 from memscale.recompute import region as region_module
 from memscale.techniques import TECHNIQUES, Technique
 from memscale.techniques.checkpointing import CheckpointedForward, has_own_checkpointing, is_cache

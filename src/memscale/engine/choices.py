@@ -45,7 +45,9 @@ class Candidate:
     label: str
     choices: tuple[Choice, ...]
     offloaded: bool = False  # every block's parameters are at home on the tier below, and copied up for use
-    is_full_checkpointing: bool = False  # every repeated block recomputed whole: what one would switch on by hand
+    is_full_checkpointing: bool = (
+        False  # every repeated block recomputed whole: what one would switch on by hand
+    )
 
 
 def called_blocks(profile: ModelProfile) -> tuple[BlockProfile, ...]:
@@ -122,9 +124,7 @@ def _uniform(
         more = int(seen * share) > int((seen - 1) * share) if block.role == "repeated" else False
         keep = worth_keeping(block)[: kept_ops if more else max(0, kept_ops - 1)]
         chained = (
-            0 < in_segment < length
-            and choices[index - 1].recompute
-            and can_chain(blocks[index - 1], block)
+            0 < in_segment < length and choices[index - 1].recompute and can_chain(blocks[index - 1], block)
         )
         in_segment = in_segment + 1 if chained else 1
         choices.append(Choice(recompute=True, keep=keep, chained=chained))

@@ -14,7 +14,9 @@ from memscale.profiler.profile import BlockProfile, ModelProfile
 # memory traffic matters to a plan.
 COMPUTE_EFFICIENCY = 0.5
 LINK_EFFICIENCY = 0.8  # of the link's theoretical rate, from pinned memory
-HOST_BANDWIDTH = 20e9  # bytes per second that Adam reaches in host memory; an assumption, as hosts are not described
+HOST_BANDWIDTH = (
+    20e9  # bytes per second that Adam reaches in host memory; an assumption, as hosts are not described
+)
 # Adam reads weight, gradient and two moments and writes weight and both moments.
 OPTIMIZER_PASSES = 7
 

@@ -10,8 +10,8 @@ from memscale.engine.choices import Candidate, Choice, called_blocks, can_recomp
 from memscale.engine.cost import Clock
 from memscale.engine.rules import Point, Verdict, choose, frontier
 from memscale.engine.timeline import Estimate, estimate, optimizer_transient
-from memscale.hardware import Hardware
 from memscale.execution_plan import Checkpointing, FrontierPoint, LayerPlan, Plan
+from memscale.hardware import Hardware
 from memscale.profiler.profile import BlockProfile, ModelProfile
 from memscale.units import format_bytes
 
@@ -52,7 +52,9 @@ def decide(profile: ModelProfile, hardware: Hardware, config: Config) -> Plan:
             FrontierPoint(
                 point.candidate.label,
                 point.estimate.peak_bytes,
-                round(point.estimate.seconds / plain.estimate.seconds, DIGITS) if plain.estimate.seconds else 1.0,
+                round(point.estimate.seconds / plain.estimate.seconds, DIGITS)
+                if plain.estimate.seconds
+                else 1.0,
             )
             for point in curve
         ),
@@ -78,7 +80,9 @@ def _candidates(profile: ModelProfile, hardware: Hardware, config: Config) -> It
     yield from allowed
     if config.enable_offloading and hardware.device.kind != "cpu":
         for candidate in allowed:
-            label = "parameters at home" if candidate is allowed[0] else f"{candidate.label}, parameters at home"
+            label = (
+                "parameters at home" if candidate is allowed[0] else f"{candidate.label}, parameters at home"
+            )
             yield replace(candidate, label=label, offloaded=True, is_full_checkpointing=False)
 
 
@@ -99,7 +103,9 @@ def _verdict(points: list[Point], hardware: Hardware, config: Config) -> Verdict
         forced = [p for p in points if any(choice.recompute for choice in p.candidate.choices)]
         if forced:
             least = min(forced, key=lambda point: (point.estimate.peak_bytes, point.estimate.seconds))
-            return Verdict(least, "forced", (*verdict.notes, "force_optimize: applied though it gains little"))
+            return Verdict(
+                least, "forced", (*verdict.notes, "force_optimize: applied though it gains little")
+            )
     return verdict
 
 
@@ -108,9 +114,7 @@ def _layers(profile: ModelProfile, verdict: Verdict, clock: Clock) -> tuple[Laye
     choices = {
         block.name: choice for block, choice in zip(called, verdict.point.candidate.choices, strict=True)
     }
-    return tuple(
-        _layer(block, choices.get(block.name, Choice()), verdict, clock) for block in profile.blocks
-    )
+    return tuple(_layer(block, choices.get(block.name, Choice()), verdict, clock) for block in profile.blocks)
 
 
 def _layer(block: BlockProfile, choice: Choice, verdict: Verdict, clock: Clock) -> LayerPlan:

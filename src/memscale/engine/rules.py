@@ -54,9 +54,7 @@ def frontier(points: Sequence[Point]) -> tuple[Point, ...]:
     return tuple(best)
 
 
-def choose(
-    points: Sequence[Point], mode: OptimizationMode, budget: int | None, capacity: int
-) -> Verdict:
+def choose(points: Sequence[Point], mode: OptimizationMode, budget: int | None, capacity: int) -> Verdict:
     """Take a point."""
     curve = frontier(points)
     fitting = [point for point in curve if point.estimate.peak_bytes <= capacity]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from memscale.config import Config, OptimizationMode
-from memscale.hardware import Hardware
 from memscale.execution_plan import Checkpointing, LayerPlan, Plan
+from memscale.hardware import Hardware
 from memscale.profiler import Block
 
 RULE = "by-structure"

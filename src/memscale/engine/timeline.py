@@ -57,9 +57,7 @@ def optimizer_transient(profile: ModelProfile, kind: str) -> int:
     return 2 * profile.largest_gradient_bytes if kind == "cpu" else profile.gradient_bytes
 
 
-def estimate(
-    profile: ModelProfile, candidate: Candidate, clock: Clock, optimizer_transient: int
-) -> Estimate:
+def estimate(profile: ModelProfile, candidate: Candidate, clock: Clock, optimizer_transient: int) -> Estimate:
     """The timeline of one candidate, reduced to its peak."""
     blocks = called_blocks(profile)
     choices = candidate.choices
@@ -125,23 +123,21 @@ def _backward_peaks(
     offloaded: bool,
 ) -> list[int]:
     peaks = []
-    gradients = 0
-    below = start + sum(held) + sum(outputs)
+    now = start + sum(held) + sum(outputs)
     recomputed = 0  # what the segment that is running has recomputed and not yet used up
     for index in reversed(range(len(blocks))):
         block, choice = blocks[index], choices[index]
         if choice.recompute and not recomputed:
             recomputed = _segment_bytes(blocks, choices, index)
         working = block.used_bytes if offloaded else 0
-        peaks.append(below + gradients + recomputed + block.backward_peak_bytes + working)
+        peaks.append(now + recomputed + block.backward_peak_bytes + working)
         if choice.recompute:
-            own = block.saved_bytes - min(block.saved_bytes, held[index])
-            recomputed = max(0, recomputed - own - (block.output_bytes if choice.chained else 0))
+            recomputed -= _recomputed(block, choice) + (block.boundary_bytes if choice.chained else 0)
             if not choice.chained:
                 recomputed = 0
-        below -= held[index] + outputs[index]
+        now -= held[index] + outputs[index]
         if not offloaded:  # else they have gone home
-            gradients += block.gradient_bytes
+            now += block.gradient_bytes
     return peaks
 
 
@@ -149,8 +145,13 @@ def _segment_bytes(blocks: Sequence[BlockProfile], choices: Sequence[Choice], la
     """What recomputing a segment brings back: what its blocks save, and the tensors between them."""
     total = 0
     for index in range(last, -1, -1):
-        total += max(0, blocks[index].saved_bytes - choices[index].kept_bytes * blocks[index].calls)
+        total += _recomputed(blocks[index], choices[index])
         if not choices[index].chained:
             break
         total += blocks[index].boundary_bytes
     return total
+
+
+def _recomputed(block: BlockProfile, choice: Choice) -> int:
+    """What running a block again brings back, a call at a time."""
+    return max(0, block.saved_bytes // max(1, block.calls) - choice.kept_bytes)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 
-from memscale.memory.process import peak_rss_bytes
 from memscale.execution_plan import Plan
+from memscale.memory.process import peak_rss_bytes
 
 GIB = 2**30
 PREFIX = "memscale/"

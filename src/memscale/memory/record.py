@@ -47,7 +47,8 @@ class Allocation:
     death at the latest, and then holds for the whole life of the piece.
     """
 
-    # ``op`` and ``dtype`` are turned into text only when somebody reads it: most pieces nobody asks about.
+    # ``op`` and ``dtype`` become text only when somebody reads it: about most pieces nobody asks. Without an
+    # ``op`` the piece was there before.
     __slots__ = ("born", "category", "device", "died", "dtype", "module", "nbytes", "op", "phase", "shape")
 
     def __init__(
@@ -90,8 +91,9 @@ class Allocation:
         """
         dtype = str(self.dtype).removeprefix("torch.")
         shape = ", ".join(map(str, self.shape))
+        by = "from before" if self.op is None else f"by {self.op}"
         where = f" in {self.module}" if self.module else ""
-        return f"{dtype}[{shape}] by {self.op}{where} ({self.phase})"
+        return f"{dtype}[{shape}] {by}{where} ({self.phase})"
 
 
 @dataclass(frozen=True)

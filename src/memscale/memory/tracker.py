@@ -83,7 +83,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         self._running = RunningModules()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._in_backward = False
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         for each in watched:
             self.watch(each)
 
@@ -280,7 +280,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         elif entry.size != storage.nbytes():  # by resize_, set_ or an out= argument
             self._on_resize(storage, storage.nbytes())()
 
-    def _add(self, storage: torch.UntypedStorage, tensor: torch.Tensor, op: object) -> Entry | None:
+    def _add(self, storage: torch.UntypedStorage, tensor: torch.Tensor, op: object | None) -> Entry | None:
         device = self._device_of(tensor, storage)
         if device is None:
             return None
@@ -319,7 +319,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
                 self._claim(part, category, module)
             return
         storage = tensor.untyped_storage()
-        entry = self._live.get(storage._cdata) or self._add(storage, tensor, "existing")
+        entry = self._live.get(storage._cdata) or self._add(storage, tensor, None)
         if entry is None:
             return
         piece = entry.allocation
@@ -396,11 +396,12 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
 
     def _install(self) -> None:
         self._undo.append(module_hooks.register_module_forward_pre_hook(self._before_module).remove)
-        self._undo.append(
-            module_hooks.register_module_forward_hook(
-                self._after_module, with_kwargs=True, always_call=True
-            ).remove
+        after = module_hooks.register_module_forward_hook(
+            self._after_module, with_kwargs=True, always_call=True
         )
+        self._undo.append(after.remove)
+        # torch 2.13 leaves this behind when it removes the hook.
+        self._undo.append(lambda: module_hooks._global_forward_hooks_with_kwargs.pop(after.id, None))
         self._undo.append(optimizer_hooks.register_optimizer_step_pre_hook(self._before_step).remove)
         self._undo.append(optimizer_hooks.register_optimizer_step_post_hook(self._after_step).remove)
         self._undo.append(_on_storage_resize(self._on_resize))

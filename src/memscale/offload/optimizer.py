@@ -29,14 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
-from memscale.errors import ConfigError, ConfigTypeError, WrapError
+from memscale.errors import ConfigError, ConfigTypeError
 from memscale.offload.optimizer_buckets import Buckets
+from memscale.offload.optimizer_closure import answered, takes_a_closure_at_most
 from memscale.offload.optimizer_copies import copy_with_state, copy_without
 from memscale.offload.optimizer_groups import Member, SplitStep, members_of
-from memscale.offload.optimizer_hooks import Surroundings, outside_compiler
+from memscale.offload.optimizer_hooks import Surroundings
 from memscale.offload.optimizer_kinds import why_left_alone
 from memscale.offload.optimizer_state import PAGE, MovingState, Origins, StatePlace
 
@@ -48,8 +47,11 @@ _NOT_HOOKED = "torch's wrapper of its step was not found"
 class StreamedSteps:
     """Keeps the optimizer state of some parameters in a place, whichever optimizer steps them.
 
+    It lives as long as someone holds it: its owner, or an optimizer whose state is in the place. Hooks don't,
+    so that a model which is dropped without :meth:`detach` is not kept alive by them.
+
     Args:
-        parameters: whose state is kept there; held weakly.
+        parameters: whose state is kept there.
         place: where it waits between steps.
         bucket_bytes: the most that parameters, gradients and state of one bucket may take; a parameter that
             needs more has a bucket to itself.
@@ -95,11 +97,11 @@ class StreamedSteps:
         self.skipped: MutableMapping[Optimizer, str] = weakref.WeakKeyDictionary()
         self._logger = logger or logging.getLogger("memscale")
         self._state = MovingState(place, least_bytes)
-        self._parameters = weakref.WeakValueDictionary({id(each): each for each in parameters})
+        # Not weakly: torch.utils.swap_tensors, which moves parameters, takes none that are referred to so.
+        self._parameters = {id(each): each for each in parameters}
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._running: set[int] = set()
-        self._surroundings = Surroundings(self._around)
-        self._handle: RemovableHandle | None = None
+        self._surroundings = _weakly_around(self)
 
     @property
     def bytes_moved(self) -> int:
@@ -109,14 +111,10 @@ class StreamedSteps:
 
     def attach(self) -> None:
         """Stream every step from now on that one of the parameters is in."""
-        if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self._before_step)
+        self._surroundings.attach()
 
     def detach(self) -> None:
         """No hooks, no changed steps; all state beside its parameters, as ordinary tensors."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
         self._surroundings.remove()
         for optimizer in list(self._optimizers):
             self._bring_back(optimizer)
@@ -133,17 +131,17 @@ class StreamedSteps:
         return self._state.is_home(tensor)
 
     def _bring_back(self, optimizer: Optimizer) -> None:
-        self._optimizers.discard(optimizer)
-        copy_without(optimizer, self._state)
         with torch.no_grad():
             for key, state in optimizer.state.items():
                 if isinstance(key, Tensor):
                     self._state.bring_back(state, key)
+        # Last: if the device has no room for it all, this can be done again when it has.
+        copy_without(optimizer, self._state)
+        self._optimizers.discard(optimizer)
 
     # ------------------------------------------------------------------ which steps
 
-    @outside_compiler
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _meet(self, optimizer: Optimizer) -> None:
         """Sees every optimizer of the process before it steps, and each class for the first time."""
         ours = any(self._is_ours(member) for member in members_of(optimizer))
         if ours and not self._surroundings.install(type(optimizer)):
@@ -159,7 +157,7 @@ class StreamedSteps:
             return step(*args, **kwargs)
         self._running.add(id(optimizer))
         try:
-            if _takes_a_closure_at_most(args, kwargs):
+            if takes_a_closure_at_most(args, kwargs):
                 return self._in_buckets(optimizer, step, args, kwargs)
             # What else a step is given may be about its parameters, one by one: it is not split.
             ours = [member for member in members_of(optimizer) if self._is_ours(member)]
@@ -192,7 +190,7 @@ class StreamedSteps:
 
     def _in_buckets(self, optimizer: Optimizer, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """All of a step; what its last call returns."""
-        answer, args, kwargs = _answered(optimizer, args, kwargs)
+        answer, args, kwargs = answered(optimizer, args, kwargs)
         streamed: list[Member] = []
         others: list[Member] = []
         for member in members_of(optimizer):
@@ -207,7 +205,6 @@ class StreamedSteps:
                 result = self._run(optimizer, bucket, functools.partial(step, *args, **kwargs))
                 if buckets.is_last:
                     break
-                buckets.learn(bucket)
                 if answer is not None:
                     answer.times = 0
         for member in others:
@@ -241,7 +238,7 @@ class StreamedSteps:
     def _take_down(self, optimizer: Optimizer, member: Member, origins: Origins) -> None:
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
-            copy_with_state(optimizer, self._state)
+            copy_with_state(optimizer, self._state, self)
         parameter = member.parameter
         with torch.no_grad():
             self._state.down(optimizer.state.get(parameter), parameter, origins)
@@ -250,42 +247,18 @@ class StreamedSteps:
                 self._state.place.rest(tensor)
 
 
-class _Answer:
-    """A closure that was evaluated already: every bucket's call gets the same loss."""
+def _weakly_around(steps: StreamedSteps) -> Surroundings:
+    reference = weakref.ref(steps)
 
-    def __init__(self, optimizer: Optimizer, closure: Callable[[], Any]) -> None:
-        self.times = 0
-        self._kind = type(optimizer).__name__
-        with torch.enable_grad():  # as optimizers do; hooks and steps run without
-            self._loss = closure()
+    def around(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        steps = reference()
+        return step(*args, **kwargs) if steps is None else steps._around(step, *args, **kwargs)
 
-    def __call__(self) -> Any:
-        self.times += 1
-        if self.times > 1:
-            raise WrapError(
-                f"{self._kind} evaluates its closure more than once in a step, which can't be done for a few "
-                "of its parameters at a time. To leave its state on the device, call before training: "
-                "memscale.offload.optimizer_kinds.register_coupled("
-                f"{self._kind}, 'it evaluates its closure again')"
-            )
-        return self._loss
+    def meet(optimizer: Optimizer) -> None:
+        steps = reference()
+        if steps is not None:
+            steps._meet(optimizer)
 
-
-def _takes_a_closure_at_most(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    given = [*args[1:], *kwargs.values()]
-    return (
-        len(given) <= 1
-        and kwargs.keys() <= {"closure"}
-        and all(each is None or callable(each) for each in given)
-    )
-
-
-def _answered(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[_Answer | None, tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a step with the closure evaluated, which is also when the gradients come to be."""
-    closure = kwargs["closure"] if kwargs else (*args, None)[1]
-    if closure is None:
-        return None, args, kwargs
-    answer = _Answer(optimizer, closure)
-    return answer, (optimizer, *([] if kwargs else [answer])), {"closure": answer} if kwargs else {}
+    surroundings = Surroundings(around, meet)
+    surroundings.remove_with(steps)
+    return surroundings

@@ -31,6 +31,7 @@ class Buckets:
         self._state = state
         self._limit = limit
         self._ratios: dict[tuple[int, int], float] = {}  # bytes of state for a byte of parameter
+        self._new: list[Member] = []  # of the last bucket, those that had no state
 
     @property
     def is_last(self) -> bool:
@@ -39,6 +40,7 @@ class Buckets:
 
     def take(self) -> list[Member]:
         """The next bucket; one parameter at least, if there is one."""
+        self._learn()
         bucket: list[Member] = []
         total = 0
         while self._pending:
@@ -49,11 +51,11 @@ class Buckets:
             if needed is None:
                 break
             total += needed
+        self._new = [member for member in bucket if not self._optimizer.state.get(member.parameter)]
         return bucket
 
-    def learn(self, bucket: list[Member]) -> None:
-        """Look at the state that a bucket has now."""
-        for member in bucket:
+    def _learn(self) -> None:
+        for member in self._new:
             ratio = self._state_bytes(member) / max(1, member.parameter.nbytes)
             kind = _kind(member)
             self._ratios[kind] = max(ratio, self._ratios.get(kind, 0.0))

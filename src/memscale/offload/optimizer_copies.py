@@ -25,8 +25,15 @@ _REDUCE = "__reduce_ex__"
 class _Reduce:
     """An optimizer's ``__reduce_ex__``, with its state as it would be if it were not kept in a place."""
 
-    def __init__(self, optimizer: Optimizer, state: MovingState, inner: Callable[[Any], Any] | None) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        state: MovingState,
+        keeper: object,
+        inner: Callable[[Any], Any] | None,
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)  # or the optimizer would be in a cycle, and live longer
+        self._keeper = keeper  # who can bring the state back lives as long as an optimizer needs it
         self.inner = inner  # of another place that keeps some of the same optimizer's state
         self.state = state
 
@@ -49,10 +56,10 @@ class _Reduce:
         return copy
 
 
-def copy_with_state(optimizer: Optimizer, state: MovingState) -> None:
-    """Copies of this optimizer get their state out of the place."""
+def copy_with_state(optimizer: Optimizer, state: MovingState, keeper: object) -> None:
+    """Copies of this optimizer get their state out of the place; the optimizer keeps ``keeper`` alive."""
     attributes = vars(optimizer)
-    attributes[_REDUCE] = _Reduce(optimizer, state, attributes.get(_REDUCE))
+    attributes[_REDUCE] = _Reduce(optimizer, state, keeper, attributes.get(_REDUCE))
 
 
 def copy_without(optimizer: Optimizer, state: MovingState) -> None:

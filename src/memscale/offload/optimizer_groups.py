@@ -12,19 +12,20 @@ parameter's must change as in one step:
 - A class that overrides a step and calls it goes through torch's wrapper a second time, for each bucket;
   the hooks of this optimizer are put away meanwhile, they have run.
 
-Numbers, small tensors, lists and dicts are put back, the latter two one level deep. An object with counters
-inside is beyond this.
+What is looked at is in ``optimizer_counters.py``; counters inside an object of its own are beyond it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
+
+from memscale.offload.optimizer_counters import Counters
 
 __all__ = ["Member", "SplitStep", "members_of"]
 
@@ -33,7 +34,6 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _KNOWN = frozenset({"defaults", "state", "param_groups", "step", "__reduce_ex__", *_HOOKS})
 # The lists of a group that are about its parameters, one entry for each.
 _PARALLEL = ("params", "param_names")
-_SMALL = 4096
 
 
 class Member(NamedTuple):
@@ -77,11 +77,11 @@ class SplitStep:
             for group in self._groups
         ]
         self._hooks = {name: vars(optimizer)[name] for name in _HOOKS if name in vars(optimizer)}
-        self._of_groups = [Entries(group, _beside_parameters) for group in self._groups]
+        self._of_groups = [Counters(group, _beside_parameters) for group in self._groups]
         self._of_all = (
-            Entries(optimizer.defaults, _any),
-            Entries(optimizer.state, _no_parameter),
-            Entries(vars(optimizer), _own),
+            Counters(optimizer.defaults, _any),
+            Counters(optimizer.state, _no_parameter),
+            Counters(vars(optimizer), _own),
         )
 
     def __enter__(self) -> SplitStep:
@@ -95,8 +95,8 @@ class SplitStep:
         for member in bucket:
             positions[member.group].append(member.position)
         shown = sorted(positions)
-        for entries in (*self._of_all, *(self._of_groups[index] for index in shown)):
-            entries.put_back()
+        for counters in (*self._of_all, *(self._of_groups[index] for index in shown)):
+            counters.put_back()
         self._optimizer.param_groups[:] = [self._groups[index] for index in shown]
         for index in shown:
             for key, values in self._lists[index].items():
@@ -113,64 +113,6 @@ class SplitStep:
         self._optimizer.param_groups[:] = self._groups
         for name, hooks in self._hooks.items():
             setattr(self._optimizer, name, hooks)
-
-
-class Entries:
-    """What a dict holds now, to be put back later."""
-
-    def __init__(self, holder: dict[Any, Any], counts: Callable[[Any], bool]) -> None:
-        self._holder = holder
-        self._counts = counts
-        self._kept = {key: _Kept(value) for key, value in holder.items() if counts(key)}
-
-    def put_back(self) -> None:
-        for key in [key for key in self._holder if self._counts(key) and key not in self._kept]:
-            del self._holder[key]
-        for key, kept in self._kept.items():
-            kept.put_back()
-            if key not in self._holder or self._holder[key] is not kept.value:
-                self._holder[key] = kept.value
-
-
-class _Kept:
-    """A value, and what was in it if it can be changed in place."""
-
-    __slots__ = ("inside", "value", "version")
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self.inside: Any = None
-        self.version = 0
-        if isinstance(value, torch.Tensor):
-            if value.layout is torch.strided and value.nbytes <= _SMALL and not value.is_inference():
-                self.version = value._version
-                self.inside = value.detach().clone()
-        elif type(value) in (list, dict):
-            self.inside = value.copy()
-
-    def changed(self) -> bool:
-        if self.inside is None:
-            return False
-        if isinstance(self.value, torch.Tensor):
-            return self.value._version != self.version
-        if isinstance(self.value, dict):
-            same = self.value.keys() == self.inside.keys()
-            return not same or any(self.value[key] is not each for key, each in self.inside.items())
-        same = len(self.value) == len(self.inside)
-        return not same or any(a is not b for a, b in zip(self.value, self.inside, strict=True))
-
-    def put_back(self) -> None:
-        if not self.changed():
-            return
-        if isinstance(self.value, torch.Tensor):
-            with torch.no_grad():
-                self.value.copy_(self.inside)
-            self.version = self.value._version
-        elif isinstance(self.value, dict):
-            self.value.clear()
-            self.value.update(self.inside)
-        else:
-            self.value[:] = self.inside
 
 
 def _any(key: Any) -> bool:

@@ -23,12 +23,15 @@ Without it :meth:`Surroundings.install` says False and optimizers are left as th
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
-from types import CellType
+from types import CellType, CodeType
 from typing import Any, TypeVar
 
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["Surroundings", "outside_compiler"]
 
@@ -64,6 +67,10 @@ class Dispatcher:
 class Surroundings:
     """Puts one function around the steps of optimizer classes, and takes it away again.
 
+    Args:
+        around: is called instead of a step, with the step as its first argument.
+        meet: is called before every step of any optimizer, the first time early enough to :meth:`install`.
+
     Example:
         >>> import torch
         >>> def twice(step, optimizer):
@@ -71,19 +78,26 @@ class Surroundings:
         ...     return step(optimizer)
         >>> weight = torch.nn.Parameter(torch.tensor(1.0))
         >>> weight.grad = torch.tensor(0.25)
-        >>> optimizer = torch.optim.SGD([weight], lr=1.0)
-        >>> surroundings = Surroundings(twice)
-        >>> surroundings.install(torch.optim.SGD)
-        True
-        >>> optimizer.step()
+        >>> surroundings = Surroundings(twice, lambda optimizer: surroundings.install(type(optimizer)))
+        >>> surroundings.attach()
+        >>> torch.optim.SGD([weight], lr=1.0).step()
         >>> surroundings.remove()
         >>> weight.item()
         0.5
     """
 
-    def __init__(self, around: Around) -> None:
+    def __init__(self, around: Around, meet: Callable[[Optimizer], object]) -> None:
         self._around = around
+        self._meet = meet
         self._cells: list[CellType] = []
+        self._handle: RemovableHandle | None = None
+
+    def attach(self) -> None:
+        """Meet optimizers from now on."""
+        while _abandoned:
+            _abandoned.pop().remove()
+        if self._handle is None:
+            self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def install(self, kind: type[Optimizer]) -> bool:
         """Be around the steps of this class from now on; False where torch's wrapper is not found."""
@@ -100,6 +114,9 @@ class Surroundings:
 
     def remove(self) -> None:
         """Everything as it was, except for others who are around the same steps."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
         for cell in self._cells:
             dispatcher: Dispatcher = cell.cell_contents
             dispatcher.around.remove(self._around)
@@ -107,20 +124,37 @@ class Surroundings:
                 cell.cell_contents = dispatcher.step
         self._cells.clear()
 
+    def remove_with(self, owner: object) -> None:
+        """Be removed some time after the owner has been collected, if that did not happen before.
+
+        Not at once: the collector may run while torch goes through the hooks, which must not change then.
+        """
+        weakref.finalize(owner, _abandoned.append, self).atexit = False
+
+    @outside_compiler
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._meet(optimizer)
+
+
+_abandoned: list[Surroundings] = []
+
 
 def _cell_of_step(kind: type[Optimizer]) -> CellType | None:
     """Where the wrapper that a call of ``step`` meets first keeps the class's own step.
 
     A class may override a step that is wrapped already and call it: the outer one is a whole step.
     """
+    inside = getattr(Optimizer.profile_hook_step, "__code__", None)
+    wrappers = [each for each in getattr(inside, "co_consts", ()) if isinstance(each, CodeType)]
     for each in kind.__mro__:
         for function in _layers(vars(each).get("step")):
             code = getattr(function, "__code__", None)
-            wraps = getattr(code, "co_qualname", "profile_hook_step")  # the name is there from Python 3.11 on
-            if code is None or "profile_hook_step" not in wraps:
-                continue
-            if code.co_freevars == ("func",):
-                cell: CellType = function.__closure__[0]
+            if (
+                code is not None
+                and any(code is wrapper for wrapper in wrappers)
+                and "func" in code.co_freevars
+            ):
+                cell: CellType = function.__closure__[code.co_freevars.index("func")]
                 return cell
     return None
 

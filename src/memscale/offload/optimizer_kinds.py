@@ -5,7 +5,7 @@ group's settings. Some look at all parameters at once. Those that can be recogni
 
 - by name, the ones that are known (:data:`COUPLED`), and by class, the ones that were registered;
 - a step that needs its closure, because it evaluates it as often as it likes;
-- one that holds another optimizer, or a list of parameters of its own beside ``param_groups``;
+- one that holds another optimizer, or parameters or state in lists of its own;
 - one that clips by the norm of all gradients.
 
 No test finds a coupling that an optimizer keeps to itself, such as a mean over a group that it computes in
@@ -106,8 +106,15 @@ def _by_settings(optimizer: Optimizer) -> str | None:
 
 
 def _by_attributes(optimizer: Optimizer) -> str | None:
-    parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, value in vars(optimizer).items():
+    attributes = vars(optimizer)
+    if attributes.get("param_groups") is not optimizer.param_groups:
+        return "its groups are another object's"
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = {id(parameter) for parameter in parameters}
+    shapes = {parameter.shape for parameter in parameters if parameter.dim()}
+    if type(optimizer).__module__.startswith("bitsandbytes"):
+        shapes = set()  # its tables of quantiles may be as large as a parameter
+    for name, value in attributes.items():
         if name in _COMMON:
             continue
         if isinstance(value, Optimizer):
@@ -115,8 +122,10 @@ def _by_attributes(optimizer: Optimizer) -> str | None:
         for each in _elements(value):
             if isinstance(each, Optimizer):
                 return f"it wraps other optimizers ({name}), whose own steps are looked at"
-            if isinstance(each, torch.Tensor) and id(each) in parameters:
+            if isinstance(each, torch.Tensor) and id(each) in own:
                 return f"it keeps parameters of its own beside its groups ({name})"
+            if isinstance(each, torch.Tensor) and each.shape in shapes:
+                return f"it keeps state of its own beside optimizer.state ({name})"
     return None
 
 

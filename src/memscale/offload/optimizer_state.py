@@ -72,11 +72,10 @@ class MovingState:
     def bytes_of(self, state: Any, parameter: Tensor) -> int:
         """How much of this state is down, or would go."""
         total = 0
-        own = _storages(parameter)
 
         def count(path: Path, tensor: Tensor) -> Tensor:
             nonlocal total
-            if self.is_home(tensor) or self._goes_down(tensor, parameter, own):
+            if self.is_home(tensor) or self._goes_down(tensor, parameter):
                 total += tensor.nbytes
             return tensor
 
@@ -100,7 +99,6 @@ class MovingState:
 
     def down(self, state: Any, parameter: Tensor, origins: Origins) -> None:
         """Take a parameter's state home, what is new included, and let it rest."""
-        own = _storages(parameter)
         seen: dict[
             int, tuple[Tensor, Tensor]
         ] = {}  # holds on to the tensors: an id is theirs while they live
@@ -118,7 +116,7 @@ class MovingState:
             elif home is not None and id(home) not in taken and _fits(home, tensor):
                 home.copy_(tensor)
                 taken.add(id(home))
-            elif self._goes_down(tensor, parameter, own):
+            elif self._goes_down(tensor, parameter):
                 home = self.place.down(tensor)
                 self._homes[id(home)] = home
             else:
@@ -144,7 +142,7 @@ class MovingState:
         beside = self.place.up(tensor, parameter)
         return beside.clone() if clone and beside is tensor else beside
 
-    def _goes_down(self, tensor: Tensor, parameter: Tensor, own: set[int]) -> bool:
+    def _goes_down(self, tensor: Tensor, parameter: Tensor) -> bool:
         if tensor.device != parameter.device or tensor.layout is not torch.strided or tensor.dim() == 0:
             return False
         if (
@@ -154,7 +152,7 @@ class MovingState:
         ):
             return False
         storage = tensor.untyped_storage()
-        return storage.nbytes() <= tensor.nbytes and storage._cdata not in own
+        return storage.nbytes() <= tensor.nbytes and storage._cdata not in _storages(parameter)
 
 
 def exchange(value: Any, visit: Callable[[Path, Tensor], Tensor], path: Path = ()) -> Any:

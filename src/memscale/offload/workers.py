@@ -50,11 +50,10 @@ class Job(Transfer[T]):
         assert work is not None
         try:
             self._value = work()
-        except Exception as error:
+        except Exception as error:  # whatever else there is ends the thread, which then fails its job
             self._error = error
-        finally:
-            del work
-            self._end()
+        del work
+        self._end()
 
     def fail(self, error: BaseException) -> None:
         """End it without having run it, or without knowing how far it got."""

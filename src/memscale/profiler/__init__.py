@@ -60,7 +60,9 @@ def profile_model(
             "run while its weights are on the meta device. Check sample_input, or materialise the model first."
         )
     try:
-        return profile_empirical(model, sample, reason=f"a real run, as fake tensors failed: {why_not_static}")
+        return profile_empirical(
+            model, sample, reason=f"a real run, as fake tensors failed: {why_not_static}"
+        )
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from memscale.memory.allocator import ROUNDING
-from memscale.profiler.blocks import Block, leftover_parameters
+from memscale.profiler.blocks import Block
 from memscale.profiler.profile import BlockProfile, ModelProfile, ProfileSource
 from memscale.profiler.recorder import BlockRecord, Recorder, StepRecord
 from memscale.profiler.sample import Sample
@@ -75,49 +76,102 @@ def build_profile(
     parameters = dict(model.named_parameters())
     own_checkpointing = _own_checkpointing(model)
     order = _call_order(blocks, step, stand_ins)
+    gradients = _gradients(model, blocks, order, size_of)
+    peaks = _peaks(step, {name: size for name, size in gradients.items() if name not in stand_ins})
     profiles = []
     for block in blocks:
-        record = step.blocks[stand_ins.get(block.name, block.name)]
+        ran = stand_ins.get(block.name, block.name)
         profiles.append(
-            _block_profile(model, block, record, order.get(block.name, -1), parameters, own_checkpointing, size_of)
+            _block_profile(
+                model,
+                block,
+                step.blocks[ran],
+                peaks.blocks.get(ran, (0, 0)),
+                order=order.get(block.name, -1),
+                parameters=[parameters[name] for name in block.parameter_names],
+                gradient_bytes=gradients[block.name],
+                own_checkpointing=own_checkpointing,
+                size_of=size_of,
+            )
         )
-    ran_saved = sum(record.saved for record in step.blocks.values())
-    ran_outputs = sum(record.output for record in step.blocks.values() if record.calls)
-    leftovers = [parameters[name] for name in leftover_parameters(model, blocks)]
-    shared = [size_of(each.nbytes) for each in leftovers]
-    trained = [size_of(each.nbytes) for each in leftovers if each.requires_grad]
+    trained = sum(size_of(each.nbytes) for each in parameters.values() if each.requires_grad)
     return ModelProfile(
         blocks=tuple(profiles),
         source=source,
         reason=reason,
         batch=batch,
-        parameter_bytes=sum(block.parameter_bytes for block in profiles) + sum(shared),
-        gradient_bytes=sum(block.gradient_bytes for block in profiles) + sum(trained),
+        parameter_bytes=sum(size_of(each.nbytes) for each in parameters.values()),
+        gradient_bytes=trained,
         largest_gradient_bytes=max(
             (size_of(each.nbytes) for each in parameters.values() if each.requires_grad), default=0
         ),
-        optimizer_bytes=sum(block.optimizer_bytes for block in profiles) + 2 * sum(trained),
+        optimizer_bytes=2 * trained,
         resident_bytes=max(0, step.resident - _resident_parameters(model, stand_ins, blocks, size_of))
         + step.workspace,
-        other_saved_bytes=max(0, step.saved_total - ran_saved - ran_outputs),
-        tail_peak_bytes=step.tail_peak,
+        other_saved_bytes=peaks.other_saved,
+        tail_peak_bytes=peaks.tail,
         other_flops=step.other_flops,
         other_traffic=step.other_traffic,
         peak_bytes=0 if stand_ins else step.peak,
     )
 
 
+@dataclass(frozen=True)
+class _Peaks:
+    """Peaks above what is held. See Note [What is held]."""
+
+    other_saved: int
+    tail: int
+    blocks: dict[str, tuple[int, int]]  # forward, backward
+
+
+def _peaks(step: StepRecord, gradients: dict[str, int]) -> _Peaks:
+    """Take what is held off the peaks of the blocks that ran."""
+    ran = sorted((item for item in step.blocks.items() if item[1].calls), key=lambda item: item[1].order)
+    other_saved = step.saved_total - sum(record.saved + record.output for _, record in ran)
+    held = step.resident + other_saved
+    before: dict[str, int] = {}
+    for name, record in ran:
+        before[name] = held
+        held += record.saved + record.output
+    tail = step.tail_peak - held
+    found: dict[str, tuple[int, int]] = {}
+    for name, record in reversed(ran):
+        forward = record.forward_peak - before[name] if record.forward_peak else 0
+        backward = record.backward_peak - held if record.backward_peak else 0
+        found[name] = (forward, backward)
+        held += gradients[name] - record.saved - record.output
+    return _Peaks(other_saved, tail, found)
+
+
+def _gradients(
+    model: nn.Module, blocks: Sequence[Block], order: dict[str, int], size_of: Callable[[int], int]
+) -> dict[str, int]:
+    """Bytes of the gradients that each block's backward makes: a tied one where it is made first."""
+    made = dict.fromkeys((block.name for block in blocks), 0)
+    seen: set[int] = set()
+    for block in sorted(blocks, key=lambda block: order.get(block.name, -1), reverse=True):
+        for member in block.members:
+            for parameter in model.get_submodule(member).parameters():
+                if parameter.requires_grad and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    made[block.name] += size_of(parameter.nbytes)
+    return made
+
+
 def _block_profile(
     model: nn.Module,
     block: Block,
     record: BlockRecord,
+    peaks: tuple[int, int],
+    *,
     order: int,
-    parameters: dict[str, nn.Parameter],
+    parameters: Sequence[nn.Parameter],
+    gradient_bytes: int,
     own_checkpointing: tuple[str, ...],
     size_of: Callable[[int], int],
 ) -> BlockProfile:
-    own = [parameters[name] for name in block.parameter_names]
-    trained = sum(size_of(each.nbytes) for each in own if each.requires_grad)
+    trained = sum(size_of(each.nbytes) for each in parameters if each.requires_grad)
     members = [model.get_submodule(member) for member in block.members]
     used = {id(each): each for module in members for each in module.parameters()}
     return BlockProfile(
@@ -128,15 +182,15 @@ def _block_profile(
         signature=block.signature,
         calls=record.calls,
         order=order,
-        parameter_bytes=sum(size_of(each.nbytes) for each in own),
-        gradient_bytes=trained,
+        parameter_bytes=sum(size_of(each.nbytes) for each in parameters),
+        gradient_bytes=gradient_bytes,
         optimizer_bytes=2 * trained,
         used_bytes=sum(size_of(each.nbytes) for each in used.values()),
         saved_bytes=record.saved,
         boundary_bytes=record.boundary,
         output_bytes=record.output,
-        forward_peak_bytes=record.forward_peak,
-        backward_peak_bytes=record.backward_peak,
+        forward_peak_bytes=peaks[0],
+        backward_peak_bytes=peaks[1],
         forward_flops=record.forward_flops,
         backward_flops=record.backward_flops,
         forward_traffic=record.forward_traffic,
@@ -150,9 +204,7 @@ def _block_profile(
     )
 
 
-def _call_order(
-    blocks: Sequence[Block], step: StepRecord, stand_ins: dict[str, str]
-) -> dict[str, int]:
+def _call_order(blocks: Sequence[Block], step: StepRecord, stand_ins: dict[str, str]) -> dict[str, int]:
     """Every block's place in the order of calls; a block that did not run comes right after its stand-in."""
     called = [block for block in blocks if step.blocks[stand_ins.get(block.name, block.name)].calls]
     places = {block.name: index for index, block in enumerate(blocks)}

@@ -1,4 +1,13 @@
-"""What a model needs, block by block: the profile that the engine decides on."""
+"""What a model needs, block by block: the profile that the engine decides on.
+
+Note [What is held]
+~~~~~~~~~~~~~~~~~~~
+The memory of a step is counted in two parts. What is *held* follows from the choices: parameters, optimizer state,
+what is resident, what forward leaves outside of blocks; in forward what the blocks so far have saved and given out;
+in backward that of the blocks to come, and the gradients of the blocks behind. *Peaks* are what is in use above that
+while a block runs: temporaries, the gradient that arrives, gradients that it makes. They may be below zero: what a
+loss saves is held from the start by this count, and is made at the end.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +47,15 @@ class BlockProfile:
         calls: how often forward calls it.
         order: its place in the order of first calls; -1 if forward never calls it.
         parameter_bytes: its parameters.
-        gradient_bytes: their gradients, of those that are trained.
-        optimizer_bytes: the state that Adam keeps for them.
+        gradient_bytes: the gradients that its backward makes; that of a tied parameter is made by the block
+            that is called last.
+        optimizer_bytes: the state that Adam keeps for its parameters.
         used_bytes: all parameters that it computes with, those included that belong to another block (ties).
         saved_bytes: what its forward leaves for backward, all calls together, without its inputs and outputs.
         boundary_bytes: its inputs that nothing else holds: the output of the block before it.
         output_bytes: its outputs.
-        forward_peak_bytes: the most its forward has in use above what was there before it.
-        backward_peak_bytes: the most its backward has in use above what was there when it began.
+        forward_peak_bytes: the most in use in its forward, above what is held before it (Note [What is held]).
+        backward_peak_bytes: the most in use in its backward, above what is held before that.
         forward_flops: floating-point operations of forward.
         backward_flops: floating-point operations of backward.
         forward_traffic: bytes that forward's operations read and write.
@@ -94,7 +104,7 @@ class ModelProfile:
         resident_bytes: what is there all the time besides: buffers, inputs, workspaces.
         other_saved_bytes: what forward leaves for backward outside of the blocks.
         tail_peak_bytes: the most in use between the last block's forward and its backward (head, loss), above
-            what was there after the last block's forward.
+            what is held then.
         other_flops: floating-point operations of a step outside of the blocks.
         other_traffic: bytes read and written outside of the blocks.
         peak_bytes: the step's peak, as the profile's own run saw it; 0 if the run was of a shortened model.

@@ -27,7 +27,7 @@ from memscale.recompute.trees import Tree
 
 @dataclass
 class BlockRecord:
-    """What was seen of one block."""
+    """What was seen of one block; peaks are all that was in use, workspaces left out."""
 
     calls: int = 0
     order: int = -1
@@ -51,7 +51,7 @@ class StepRecord:
     resident: int = 0  # bytes in use when forward began
     workspace: int = 0  # bytes that libraries took for themselves during the step, and keep
     saved_total: int = 0  # bytes in use at the end of forward, above what was resident
-    tail_peak: int = 0
+    tail_peak: int = 0  # between the last block's forward and the first operation of a block's backward
     other_flops: int = 0
     other_traffic: int = 0
     peak: int = 0
@@ -85,14 +85,12 @@ class Recorder:
         self._tracker = tracker
         self._device = device
         self._running: list[str] = []
-        self._entered: list[tuple[int, int]] = []  # (tick, bytes in use) at each running block's entry
+        self._entered: list[int] = []  # the tracker's clock at each running block's entry
         self._counts: list[dict[str, int]] = []
         self._spans: list[tuple[int, str | None]] = []
         self._outputs: set[int] = set()  # storages that a block has handed out
-        self._backward_start: dict[str, int] = {}
-        self._after_last_block = 0
-        self._tail_running = False
-        self._before_op = 0  # bytes in use when the last operation had run
+        self._between = 0  # the peak outside of blocks since the last one
+        self._last_backward: BlockRecord | None = None
 
     # ------------------------------------------------------------------ listening
 
@@ -106,9 +104,7 @@ class Recorder:
             handles.append(
                 first.register_forward_pre_hook(_Enter(self, name), with_kwargs=True, prepend=True)
             )
-            handles.append(
-                last.register_forward_hook(_Leave(self, name), with_kwargs=True, always_call=True)
-            )
+            handles.append(last.register_forward_hook(_Leave(self, name), with_kwargs=True, always_call=True))
         try:
             with _OpMode(self):
                 yield
@@ -125,6 +121,7 @@ class Recorder:
     def step_ends(self) -> None:
         self.step.peak = self._tracker.peak_bytes(self._device)
         self.step.workspace = self._tracker.workspace_bytes(self._device)
+        self.step.tail_peak = self._between
 
     # ------------------------------------------------------------------ blocks
 
@@ -136,29 +133,25 @@ class Recorder:
             record.order = sum(other.order >= 0 for other in self.step.blocks.values())
         record.calls += 1
         if record.calls == 1:
-            record.boundary = sum(
-                self._bytes_of(key) for key in _storages(inputs) if key in self._outputs
-            )
+            record.boundary = sum(self._bytes_of(key) for key in _storages(inputs) if key in self._outputs)
+        record.forward_peak = max(record.forward_peak, self._between)
+        self._between = 0
         self._running.append(name)
         self._counts.append({})
-        self._entered.append((self._tracker.clock, self._in_use()))
+        self._entered.append(self._tracker.clock)
         self._span()
-        self._tail_running = False
 
     def leave(self, name: str, output: Any) -> None:
         if _autograd.in_backward() or not self._running:
             return
         self._running.pop()
         self._counts.pop()
-        tick, _ = self._entered.pop()
         record = self.step.blocks[name]
         outputs = _storages(output)
-        alive = self._tracker.alive_since(tick, self._device)
-        record.saved += sum(size for key, size in alive.items() if key not in outputs)
-        record.output = sum(self._bytes_of(key) for key in outputs)
+        made = self._tracker.alive_since(self._entered.pop(), self._device)
+        record.saved += sum(size for key, size in made.items() if key not in outputs)
+        record.output = sum(size for key, size in made.items() if key in outputs)
         self._outputs.update(outputs)
-        self._after_last_block = self._in_use()
-        self._tail_running = not self._running
         self._span()
 
     def _span(self) -> None:
@@ -172,23 +165,23 @@ class Recorder:
         name = self._block_in_backward() if backward else (self._running[-1] if self._running else None)
         flops = _flops(func, args, kwargs, result)
         traffic = 0 if _is_view(func) else _bytes((args, kwargs)) + _bytes(result)
-        before, in_use = self._before_op, self._in_use()
-        self._before_op = in_use
+        in_use = self._in_use()
         if name is None:
             self.step.other_flops += flops
             self.step.other_traffic += traffic
-            if self._tail_running:
-                self.step.tail_peak = max(self.step.tail_peak, in_use - self._after_last_block)
+            if backward and self._last_backward is not None:
+                self._last_backward.backward_peak = max(self._last_backward.backward_peak, in_use)
+            else:
+                self._between = max(self._between, in_use)
             return
         record = self.step.blocks[name]
         if backward:
-            self._tail_running = False
-            start = self._backward_start.setdefault(name, min(before, in_use))
-            record.backward_peak = max(record.backward_peak, in_use - start)
+            self._last_backward = record
+            record.backward_peak = max(record.backward_peak, in_use)
             record.backward_flops += flops
             record.backward_traffic += traffic
             return
-        record.forward_peak = max(record.forward_peak, in_use - self._entered[-1][1])
+        record.forward_peak = max(record.forward_peak, in_use)
         record.forward_flops += flops
         record.forward_traffic += traffic
         if flops and record.calls == 1:

@@ -38,7 +38,8 @@ class Sample:
         """What two batches must share to be planned alike."""
         leaves = _pytree.tree_leaves((self.args, self.kwargs))
         return tuple(
-            (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, torch.Tensor) else None for leaf in leaves
+            (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, torch.Tensor) else None
+            for leaf in leaves
         )
 
 

@@ -200,9 +200,7 @@ class Region:
     def forget(self, task: int) -> None:
         """Drop whatever is still here for a backward pass."""
         self._filled.discard(task)
-        for key in list(
-            self._outputs
-        ):  # not under the lock: a backward pass may end while another recomputes
+        for key in list(self._outputs):  # a copy: another pass may be recomputing while this one ends
             if key[0] == task:
                 self._outputs.pop(key, None)
         for saved in self.saved:

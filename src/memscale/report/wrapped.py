@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from memscale.hardware import Hardware
 from memscale.execution_plan import Plan
+from memscale.hardware import Hardware
 from memscale.units import format_bytes
 
 
