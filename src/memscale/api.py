@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -14,6 +15,7 @@ from memscale.errors import ProfileError, WrapError, WrapTypeError, shown
 from memscale.execution_plan import Plan
 from memscale.executor import EXECUTOR, Executor, executor_of
 from memscale.hardware import Hardware, detect, virtual_hardware
+from memscale.offload.homes import training_device
 from memscale.planning import make_plan
 from memscale.profiler import hinted_sample, sample_of
 from memscale.replanning import plan_from_first_batch
@@ -37,8 +39,9 @@ def wrap(
     Args:
         target: any ``nn.Module``, or a Hugging Face ``Trainer``.
         config: what to use and how far to go; the defaults of BALANCED if not given.
-        sample_input: a batch as the model is called with it: a tensor, a tuple, a dict or a batch object. Without
-            it the model's own hints are used, and the plan is made anew from the first training batch.
+        sample_input: a batch as the model is called with it: a tensor, a tuple, a dict or a batch object.
+            Without it the model's own hints are used, and the plan is made anew from the first training
+            batch.
         optimizer: the optimizer, if there is one already.
         async_offload: overrides ``config.async_offload``.
         async_config: overrides ``config.async_config``.
@@ -62,7 +65,7 @@ def wrap(
     if _is_trainer(target):
         from memscale.integrations.huggingface import wrap_trainer
 
-        wrap_trainer(target, lambda model: _wrap_module(model, settings, sample_input))
+        wrap_trainer(cast(Any, target), lambda model: _wrap_module(model, settings, sample_input))
         return target
     raise WrapTypeError(
         f"memscale.wrap takes an nn.Module or a Hugging Face Trainer, got {_kind(target)}. "
@@ -98,8 +101,9 @@ def optimize(
 
     Example:
         >>> model = nn.Linear(4, 1)
-        >>> with optimize(model, config=Config(enable_logging=False), sample_input=torch.ones(2, 4)) as executor:
-        ...     model(torch.ones(2, 4)).sum().backward()
+        >>> quiet, batch = Config(enable_logging=False), torch.ones(2, 4)
+        >>> with optimize(model, config=quiet, sample_input=batch) as executor:
+        ...     model(batch).sum().backward()
         >>> hasattr(model, "_memscale_executor")
         False
     """
@@ -126,8 +130,8 @@ def plan(
         model: the model; its weights may be on the meta device.
         sample_input: a batch, as for ``wrap``.
         config: as for ``wrap``.
-        hardware: a GPU that is not there (``"RTX 3090"``), a size in bytes, or a ``Hardware``; the machine's own
-            device if not given.
+        hardware: a GPU that is not there (``"RTX 3090"``), a size in bytes, or a ``Hardware``; the machine's
+            own device if not given.
 
     Example:
         >>> with torch.device("meta"):
@@ -150,16 +154,25 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
             f"{type(model).__name__} has no parameters, so that there is nothing to train. "
             "Wrap the model that the optimizer steps."
         )
-    before = executor_of(model)
     hardware = _hardware(model, None, config)
     decided = _plan(model, sample_input, config, hardware)
-    if before is not None:
-        before.detach()
     follow = plan_from_first_batch if sample_input is None else None
-    executor = Executor(model, decided, config, on_training_batch=follow)
-    executor.attach()
+    _attach(Executor(model, decided, config, on_training_batch=follow))
     with speaking(config) as log:
         say_plan(log, decided, hardware)
+
+
+def _attach(executor: Executor) -> None:
+    """Put an executor on its model in place of the one it may have, which stays if that fails."""
+    before = executor_of(executor.model)
+    if before is not None:
+        before.detach()
+    try:
+        executor.attach()
+    except BaseException:
+        if before is not None:
+            before.attach()
+        raise
 
 
 def _plan(model: nn.Module, sample_input: Any, config: Config, hardware: Hardware) -> Plan:
@@ -180,9 +193,15 @@ def _hardware(model: nn.Module, hardware: str | int | Hardware | None, config: C
         return hardware
     if hardware is not None:
         return virtual_hardware(hardware)
-    devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
-    on = next(iter(devices), None)
-    return detect(on, offload_dir=config.offload_dir)
+    return detect(_device(model), offload_dir=config.offload_dir)
+
+
+def _device(model: nn.Module) -> torch.device | None:
+    """Where a model trains; None, for the machine's best, if it is not on any device yet."""
+    executor = executor_of(model)
+    if executor is not None:
+        return executor.device  # its parameters may be at home elsewhere
+    return None if all(each.is_meta for each in model.parameters()) else training_device(model)
 
 
 def _settings(

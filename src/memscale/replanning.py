@@ -19,8 +19,7 @@ def plan_from_first_batch(executor: Executor, args: tuple[Any, ...], kwargs: dic
     executor.on_training_batch = None
     model, config = executor.model, executor.config or Config()
     # The model may have moved since it was wrapped: what counts is where it trains.
-    device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), None)
-    hardware = detect(device, offload_dir=config.offload_dir)
+    hardware = detect(executor.device, offload_dir=config.offload_dir)
     with speaking(config) as log:
         try:
             with executor.suspended():

@@ -6,7 +6,7 @@ import contextlib
 import weakref
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 from memscale.offload.optimizer import StreamedSteps
 
@@ -137,3 +137,26 @@ class Lion(torch.optim.Optimizer):
                 p.add_((state["exp_avg"] * first + p.grad * (1 - first)).sign(), alpha=-group["lr"])
                 state["exp_avg"] = state["exp_avg"] * second + p.grad * (1 - second)
         return loss
+
+
+def steps_of(tensors, optimizer, steps, begin=0):
+    for step in range(begin, begin + steps):
+        give_gradients(tensors, step)
+        optimizer.step()
+
+
+def plain_adamw(steps=4, **options):
+    tensors = parameters()
+    optimizer = optim.AdamW(in_groups(tensors), **options)
+    steps_of(tensors, optimizer, steps)
+    return tensors, optimizer.state_dict()
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 4))
+
+
+def loss_of(module, step=0):
+    generator = torch.Generator().manual_seed(step)
+    return module(torch.randn(8, 12, generator=generator)).square().mean()

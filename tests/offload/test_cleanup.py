@@ -48,7 +48,11 @@ def start(tmp_path, end):
         ("tier.close(); engine.close()", 0),
         ("raise RuntimeError('crash')", 1),
         ("sys.exit(3)", 3),
-        ("threading.Thread(target=lambda: [tier.store(torch.ones(9)) for _ in range(99)], daemon=True).start()", 0),
+        (
+            "threading.Thread(target=lambda: [tier.store(torch.ones(9)) for _ in range(99)], "
+            "daemon=True).start()",
+            0,
+        ),
     ],
     ids=["end", "flushed", "closed", "crash", "exit", "in use"],
 )

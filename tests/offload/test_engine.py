@@ -249,7 +249,9 @@ def test_an_error_surfaces_once_with_its_cause_and_the_tensor_is_not_lost(engine
                 "prefetch": lambda tier=tier, ticket=ticket: tier.prefetch(ticket),
                 "flush": lambda tier=tier: tier.flush(),
             }[surface]
-            with pytest.raises(TransferError, match=r"3.91 KiB could not be stored by the disk tier") as error:
+            with pytest.raises(
+                TransferError, match=r"3.91 KiB could not be stored by the disk tier"
+            ) as error:
                 call()
             assert error.value.__cause__ is broken
             assert torch.equal(tier.load(ticket), tensor)
@@ -295,7 +297,9 @@ def test_a_tensor_that_is_changed_while_it_is_stored_is_an_error(engine, tmp_pat
         ticket = tier.store(tensor)
         tensor.add_(1)
         gate.open.set()
-        with pytest.raises(TransferError, match=r"1000 float32 was changed in place while it was being stored"):
+        with pytest.raises(
+            TransferError, match=r"1000 float32 was changed in place while it was being stored"
+        ):
             tier.flush()
         for _ in range(2):  # never half old and half new
             with pytest.raises(TransferError, match="changed in place"):
@@ -314,7 +318,9 @@ def test_a_tensor_that_is_changed_while_it_is_stored_is_an_error(engine, tmp_pat
 
 def test_no_more_groups_than_the_depth_are_fetched_ahead(engine, tmp_path, monkeypatch):
     with DiskTier(tmp_path, 2**24, engine=engine) as tier:
-        groups = [tier.store_many([torch.full((10,), float(i)), torch.full((20,), float(i))]) for i in range(5)]
+        groups = [
+            tier.store_many([torch.full((10,), float(i)), torch.full((20,), float(i))]) for i in range(5)
+        ]
         tier.flush()
         gate = Gate(monkeypatch, "read_into")
         gate.open.set()

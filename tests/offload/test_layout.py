@@ -27,7 +27,10 @@ def test_any_group_of_views_comes_back(tensors):
         assert_same(loaded, original)
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 4)), min_size=3, max_size=3), st.permutations(range(3)))
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 4)), min_size=3, max_size=3),
+    st.permutations(range(3)),
+)
 def test_a_lone_slice_never_drags_along_more_than_it_holds(cuts, order):
     base = torch.randn(5, 6, 7)
     tensor = base[tuple(slice(start, None, step) for start, step in cuts)].permute(order)

@@ -232,7 +232,7 @@ def test_many_small_tensors_share_pages_and_one_file(arena):
     assert arena.space.bytes_used == before
     assert all(bool((bias == 2 * index + 1).all()) for index, bias in enumerate(biases))
     assert bool((torch.stack(again) == 1).all())
-    del biases, again, bias  # noqa: F821  # the name of the last in a loop above
+    del biases, again
 
 
 def test_the_file_gives_its_space_back_when_a_tensor_dies(arena):
@@ -243,6 +243,10 @@ def test_the_file_gives_its_space_back_when_a_tensor_dies(arena):
     assert blocks(arena.space) >= 4 * MIB
     del view
     assert arena.space.bytes_used == 0
+    y = arena.copy_of(torch.zeros(MIB))  # in the same place
+    assert blocks(arena.space) < 5 * MIB
+    del y
+    arena.space.trim()
     assert blocks(arena.space) <= PAGE
 
 
@@ -262,7 +266,7 @@ def test_the_cap_is_one_for_the_arena_and_the_tier(tmp_path):
         tier.store(torch.empty(4 * PAGE, dtype=torch.uint8))  # its ticket is dropped, and so its bytes
         ticket = tier.store(torch.empty(4 * PAGE, dtype=torch.uint8))
         for call in (lambda: arena.empty((1,)), lambda: tier.store(torch.ones(1))):
-            with pytest.raises(TierFullError, match="cap of 40.0 KiB, of which 40.0 KiB is used"):
+            with pytest.raises(TierFullError, match=r"cap of 40.0 KiB, of which 40.0 KiB is used"):
                 call()
         del x
         y = arena.empty((1,))  # a slab as small as there is room
@@ -342,6 +346,10 @@ with DiskSpace(sys.argv[1], 2**30) as space:
 
 def test_a_hard_limit_on_private_memory_does_not_count_homes_on_disk(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", LIMITED, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.stdout == "refused\n65536\n", done.stderr

@@ -1,6 +1,7 @@
 """Room on disk: the cap, a full disk, a directory that can't be used, and forks."""
 
 import errno
+import itertools
 import os
 import subprocess
 import sys
@@ -27,7 +28,11 @@ def blocks(where: DiskSpace) -> int:
 
 def run(code: str, *args: object, ok: bool = True) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert not ok or done.returncode == 0, done.stderr
     return done.stdout if ok else done.stderr
@@ -42,7 +47,9 @@ def test_gaps_never_overlap_and_lose_nothing(steps):
         if take or not taken:
             offset = gaps.take(length)
             if offset is not None:
-                assert all(offset + length <= other or other + size <= offset for other, size in taken.items())
+                assert all(
+                    offset + length <= other or other + size <= offset for other, size in taken.items()
+                )
                 taken[offset] = length
         else:
             offset = sorted(taken)[length % len(taken)]
@@ -65,12 +72,15 @@ def test_the_cap_holds_and_the_disk_gets_its_space_back(sizes, random):
                 where.free(extents.pop(random.randrange(len(extents))))
             assert where.bytes_used == sum(extent.nbytes for extent in extents) <= where.capacity
             ranges = sorted((extent.offset, extent.offset + extent.nbytes) for extent in extents)
-            assert all(a[1] <= b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
             # Whole pages, and what the file system needs to remember where they are.
-            assert blocks(where) <= where.bytes_used + PAGE
+            assert blocks(where) <= where.bytes_on_disk + PAGE <= where.capacity + PAGE
         for extent in extents:
             where.free(extent)
         assert where.bytes_used == 0
+        where.trim()
+        assert where.bytes_on_disk == 0
+        assert blocks(where) <= PAGE
 
 
 def test_without_holes_the_file_itself_stays_within_the_cap(monkeypatch, tmp_path):
@@ -83,6 +93,46 @@ def test_without_holes_the_file_itself_stays_within_the_cap(monkeypatch, tmp_pat
         with pytest.raises(TierFullError):
             where.allocate(2 * PAGE)
         assert blocks(where) <= 4 * PAGE + PAGE
+
+
+def test_a_second_step_allocates_nothing(tmp_path, monkeypatch):
+    calls = []
+    real = os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", lambda *args: (calls.append(args), real(*args)))
+    with DiskSpace(tmp_path, 2**20) as where:
+        for _ in range(3):
+            extents = [where.allocate(size) for size in (5 * PAGE, PAGE, 9 * PAGE)]
+            for extent in extents:
+                where.free(extent)
+        assert len(calls) == 3
+        assert where.bytes_used == 0
+        assert where.bytes_on_disk == 15 * PAGE
+
+
+def test_spares_make_way_for_other_sizes(tmp_path):
+    with DiskSpace(tmp_path, 10 * PAGE) as where:
+        extents = [where.allocate(PAGE) for _ in range(10)]
+        for extent in extents[::2]:
+            where.free(extent)
+        where.allocate(3 * PAGE)  # no spare is that long
+        assert blocks(where) <= 10 * PAGE + PAGE
+        assert where.bytes_on_disk <= 10 * PAGE
+
+
+def test_a_full_disk_takes_the_spares_first(tmp_path, monkeypatch):
+    real, refusals = os.posix_fallocate, [True]
+
+    def full_once(*args):
+        if refusals.pop():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(*args)
+
+    with DiskSpace(tmp_path, 2**20) as where:
+        where.free(where.allocate(PAGE))
+        monkeypatch.setattr(os, "posix_fallocate", full_once)
+        refusals.insert(0, False)
+        where.allocate(2 * PAGE)
+        assert where.bytes_on_disk == 2 * PAGE
 
 
 def test_a_full_disk_is_an_error_at_once_and_takes_nothing(tmp_path, monkeypatch):
@@ -144,7 +194,11 @@ assert torch.equal(tier.load(tier.store(stored[1])), stored[1])
 
 def test_a_disk_that_is_really_full(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", TINY_DISK, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", TINY_DISK, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     if done.returncode == 77:
         pytest.skip("mounting a small disk is not permitted here")
@@ -219,7 +273,7 @@ def test_a_file_that_is_cut_is_an_error_not_garbage(tmp_path):
     with DiskTier(tmp_path, 2**20) as tier:
         ticket = tier.store(torch.randn(10_000))
         os.ftruncate(tier.space.fd, PAGE)
-        with pytest.raises(TierError, match="could not be loaded by the disk tier.*the file ends"):
+        with pytest.raises(TierError, match=r"could not be loaded by the disk tier.*the file ends"):
             tier.load(ticket)
 
 

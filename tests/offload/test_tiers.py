@@ -20,7 +20,9 @@ PAGE = 4096
 
 
 def make_tier(kind, tmp_path, capacity=2**24, engine=None):
-    return HostTier(capacity, engine=engine) if kind == "host" else DiskTier(tmp_path, capacity, engine=engine)
+    return (
+        HostTier(capacity, engine=engine) if kind == "host" else DiskTier(tmp_path, capacity, engine=engine)
+    )
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -153,7 +155,9 @@ def test_a_full_tier_says_the_numbers_and_loses_nothing(kind, tmp_path, engine):
     with make_tier(kind, tmp_path, capacity=10 * PAGE, engine=engine) as tier:
         kept = [torch.randn(2 * PAGE // 4) for _ in range(4)]
         tickets = [tier.store(tensor) for tensor in kept]
-        with pytest.raises(TierFullError, match=r"12.0 KiB more .* cap of 40.0 KiB, of which 32.0 KiB") as error:
+        with pytest.raises(
+            TierFullError, match=r"12.0 KiB more .* cap of 40.0 KiB, of which 32.0 KiB"
+        ) as error:
             tier.store(torch.randn(3 * PAGE // 4))
         assert "Config(max_" in str(error.value)
         # A group is stored whole or not at all.

@@ -117,10 +117,10 @@ def test_what_is_fetched_ahead_is_seen_by_the_simulator():
 
 def test_a_simulated_disk_takes_no_disk(tmp_path):
     with simulate("RTX 3090") as sim, DiskTier(tmp_path, 2**40) as tier:
-        ticket = tier.store(torch.empty(2**34, device=sim.device))
-        assert tier.bytes_used == 2**36
+        ticket = tier.store(torch.empty(2**32, device=sim.device))
+        assert tier.bytes_used == 2**34
         assert list(tmp_path.iterdir()) == []
-        assert tier.load(ticket).shape == (2**34,)
+        assert tier.load(ticket).shape == (2**32,)
 
 
 def test_real_tensors_inside_a_simulation_are_refused(make_tier):
@@ -175,9 +175,9 @@ def test_a_training_step_with_its_activations_below(make_tier):
         loss.backward()
         return model, stored
 
-    with executing("36MiB") as gpu, make_tier() as tier:
-        with pytest.raises(torch.OutOfMemoryError):
-            step(hooks=False)
+    with executing("62MiB") as gpu, make_tier() as tier, pytest.raises(torch.OutOfMemoryError):
+        step(hooks=False)
+    with executing("62MiB") as gpu, make_tier() as tier:
         model, stored = step(hooks=True)
         assert stored >= 24 * 2 * MIB
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):

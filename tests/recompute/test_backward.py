@@ -292,21 +292,24 @@ def test_threads_recompute_one_at_a_time() -> None:
         time.sleep(0.002)  # time for the others to move the random state, if they could
         return torch.exp(nn.functional.dropout(x) * 0.1)
 
-    x = X.clone().requires_grad_()
-    out = run_region(function, (x,), {})
-    found: list[torch.Tensor] = []
+    leaves = [X.clone().requires_grad_() for _ in range(4)]
+    outs = [run_region(function, (x,), {}) for x in leaves]
+    expected = [
+        torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for out, x in zip(outs, leaves, strict=True)
+    ]
+    found: list[list[torch.Tensor]] = [[] for _ in outs]
 
-    def go() -> None:
+    def go(index: int) -> None:
         for _ in range(5):
-            found.append(torch.autograd.grad(out.sum(), x, retain_graph=True)[0])
+            found[index] += torch.autograd.grad(outs[index].sum(), leaves[index], retain_graph=True)
 
-    threads = [threading.Thread(target=go) for _ in range(4)]
+    threads = [threading.Thread(target=go, args=(index,)) for index in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 20
-    assert all(torch.equal(one, found[0]) for one in found)
+    for gradients, gradient in zip(found, expected, strict=True):
+        assert_same(gradients, [gradient] * 5)
 
 
 def test_a_backward_hook_that_calls_backward_through_another_region() -> None:

@@ -13,10 +13,10 @@ from torch import nn
 
 from memscale.config import Config
 from memscale.errors import WrapError
+from memscale.execution_plan import LayerPlan, Plan
 from memscale.executor.record import Record, WeakModule
 from memscale.executor.use_cache import no_cache_hooks
 from memscale.offload.homes import Homes, training_device
-from memscale.execution_plan import LayerPlan, Plan
 from memscale.techniques import TECHNIQUES, Site
 from memscale.techniques.checkpointing import hold_place
 from memscale.techniques.forwards import ReplacedForward
@@ -45,8 +45,8 @@ class Executor:
         plan: What to do.
         config: What the plan was made with, for whoever makes the next one. Only `enable_logging` is read
             here.
-        device: Where the model trains, if that is not where it is: what is not offloaded is brought there, and so
-            are the arguments of each call.
+        device: Where the model trains, if that is not where it is: what is not offloaded is brought there,
+            and so are the arguments of each call.
         on_training_batch: Called before each forward pass of the model in training, as
             `on_training_batch(executor, args, kwargs)`. It may call `replan`: the pass that is about to begin
             goes by the new plan. It is not called for passes that it makes itself. A copied or unpickled
@@ -98,6 +98,11 @@ class Executor:
     def plan(self) -> Plan:
         """What is attached, or is to be."""
         return self._plan
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model trains, wherever its parameters are at home."""
+        return self._homes.device or self._device or training_device(self.model)
 
     @property
     def attached(self) -> bool:
@@ -189,7 +194,7 @@ class Executor:
     def _attach_techniques(self, model: nn.Module, plan: Plan) -> None:
         record = self._techniques
         objections: dict[tuple[str, str], list[str]] = {}
-        device = self._homes.device or self._device or training_device(model)
+        device = self.device
         self._arrange_homes(model, plan, device)
         for layer in plan.layers:
             modules = tuple(_find(model, layer, member) for member in layer.members)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 
+from memscale.errors import WrapTypeError
 from memscale.execution_plan import Plan
 from memscale.memory.process import peak_rss_bytes
 
@@ -16,7 +17,7 @@ GIB = 2**30
 PREFIX = "memscale/"
 
 
-class PlanInLog(TrainerCallback):  # type: ignore[misc]
+class PlanInLog(TrainerCallback):
     """Writes what MemScale predicted, and what was measured, into the Trainer's log."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -62,7 +63,7 @@ class PlanInLog(TrainerCallback):  # type: ignore[misc]
 
 def wrap_trainer(trainer: Trainer, wrap_model: Callable[[torch.nn.Module], None]) -> None:
     """Wrap the Trainer's model, and let its log know."""
-    wrap_model(trainer.model)
+    wrap_model(_model_of(trainer))
     trainer.remove_callback(PlanInLog)
     trainer.add_callback(PlanInLog(trainer))
 
@@ -70,4 +71,13 @@ def wrap_trainer(trainer: Trainer, wrap_model: Callable[[torch.nn.Module], None]
 def detach_trainer(trainer: Trainer, detach_model: Callable[[torch.nn.Module], None]) -> None:
     """The reverse of :func:`wrap_trainer`."""
     trainer.remove_callback(PlanInLog)
-    detach_model(trainer.model)
+    detach_model(_model_of(trainer))
+
+
+def _model_of(trainer: Trainer) -> torch.nn.Module:
+    model = trainer.model
+    if not isinstance(model, torch.nn.Module):
+        raise WrapTypeError(
+            f"The Trainer has no model to wrap (trainer.model is {type(model).__name__}). Give it one first."
+        )
+    return model

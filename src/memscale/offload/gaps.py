@@ -46,3 +46,9 @@ class Gaps:
             insort(self._ranges, (offset + length, size - length))
         self.total -= length
         return offset
+
+    def pop(self) -> tuple[int, int]:
+        """Take the last range, whole: its offset and length."""
+        offset, length = self._ranges.pop()
+        self.total -= length
+        return offset, length

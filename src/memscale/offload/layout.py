@@ -181,8 +181,8 @@ def _refuse_unmovable(tensor: torch.Tensor) -> None:
         kind = "meta"
     if kind is not None:
         raise TierError(
-            f"A {kind} tensor has no memory of its own to offload: leave it where it is, or store the tensors "
-            "that it is made of."
+            f"A {kind} tensor has no memory of its own to offload: leave it where it is, or store the "
+            "tensors that it is made of."
         )
 
 

@@ -248,10 +248,15 @@ class MappedArena:
 
     def _simulated(self, shape: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
         """Inside a simulation: a tensor without data, that counts against the cap."""
-        tensor = torch.empty(shape, dtype=dtype, device=_CPU)
-        if nbytes:
-            extent = self.space.allocate(nbytes, counted_only=True)
-            weakref.finalize(tensor.untyped_storage(), self.space.free, extent).atexit = False
+        if not nbytes:
+            return torch.empty(shape, dtype=dtype, device=_CPU)
+        extent = self.space.allocate(nbytes, counted_only=True)
+        try:
+            tensor = torch.empty(shape, dtype=dtype, device=_CPU)
+        except BaseException:  # the simulated host is full
+            self.space.free(extent)
+            raise
+        weakref.finalize(tensor.untyped_storage(), self.space.free, extent).atexit = False
         return tensor
 
 

@@ -226,8 +226,7 @@ class StreamedSteps:
                     self._state.up(optimizer.state.get(member.parameter), member.parameter, origin)
             result = call()
         except BaseException:
-            # State is complete wherever it is; the error that is on its way matters more than one of the
-            # place.
+            # State is complete wherever it is; the first error matters more than one of the place.
             with contextlib.suppress(Exception):
                 take_down()
             raise

@@ -3,9 +3,9 @@
 Note [Around the arithmetic]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 torch wraps the ``step`` of every optimizer class once, when the first instance is built
-(``Optimizer.profile_hook_step``). The wrapper runs the pre-hooks, all instances' and this one's, calls the
-class's own step, which it holds in a closure as ``func``, and runs the post-hooks. A step that is run in
-buckets has to happen exactly where ``func`` is:
+(``Optimizer.profile_hook_step``). The wrapper runs the pre-hooks, those of all optimizers and those of this
+one, calls the class's own step, which it holds in a closure as ``func``, and runs the post-hooks. A step
+that is run in buckets has to happen exactly where ``func`` is:
 
 - in a pre-hook would be too early: the user's own pre-hooks (which may clip gradients) come later, and the
   user's post-hooks would find the groups as the last bucket left them;
@@ -16,8 +16,8 @@ So the content of that one closure cell is exchanged for a :class:`Dispatcher` w
 around the arithmetic, and put back afterwards. Hooks, schedulers, ``GradScaler``, profiler ranges and
 counters of calls are all outside, and see one step.
 
-Private in torch: the name ``func`` in ``Optimizer.profile_hook_step`` (tried on 2.13; the same since 2.0).
-Without it :meth:`Surroundings.install` says False and optimizers are left as they are.
+Private in torch: the name ``func`` in ``Optimizer.profile_hook_step`` (tried on 2.13). Without it
+:meth:`Surroundings.install` says False and optimizers are left as they are.
 """
 
 from __future__ import annotations

@@ -84,26 +84,21 @@ class MovingState:
 
     def up(self, state: Any, parameter: Tensor, origins: Origins) -> None:
         """Bring a parameter's state beside it, and note in ``origins`` where it came from."""
-        seen: dict[int, Tensor] = {}
+        beside: dict[int, Tensor] = {}
 
         def bring(path: Path, tensor: Tensor) -> Tensor:
-            if not self.is_home(tensor):
-                return tensor
-            if id(tensor) not in seen:
-                seen[id(tensor)] = self.place.up(tensor, parameter)
-                self.bytes_moved += tensor.nbytes
-            origins[path] = tensor
-            return seen[id(tensor)]
+            if self.is_home(tensor):
+                self.bytes_moved += 0 if id(tensor) in beside else tensor.nbytes
+                origins[path] = tensor
+            return self._beside(tensor, parameter, beside)
 
         exchange(state, bring)
 
     def down(self, state: Any, parameter: Tensor, origins: Origins) -> None:
         """Take a parameter's state home, what is new included, and let it rest."""
-        seen: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # holds on to the tensors: an id is theirs while they live
-        # An optimizer may pass a tensor on from one entry to another: a home that is some other's now is
-        # not free.
+        # What was met, with its home; holding on to it, because an id belongs to a tensor while it lives.
+        seen: dict[int, tuple[Tensor, Tensor]] = {}
+        # An optimizer may pass a tensor on from one entry to another: such an entry's home is not free.
         taken: set[int] = set()
         exchange(state, lambda path, tensor: _note(tensor, taken))
 
@@ -130,17 +125,27 @@ class MovingState:
 
     def bring_back(self, state: Any, parameter: Tensor) -> None:
         """State beside its parameter for good, as ordinary tensors of their own."""
-        exchange(state, lambda path, tensor: self._ordinary(tensor, parameter, clone=True))
+        beside: dict[int, Tensor] = {}
+
+        def bring(path: Path, tensor: Tensor) -> Tensor:
+            new = self._beside(tensor, parameter, beside)
+            if new is tensor and self.is_home(tensor):
+                new = beside[id(tensor)] = tensor.clone()
+            return new
+
+        exchange(state, bring)
 
     def copied(self, state: Any, parameter: Tensor) -> Any:
         """The state as it would be without the place; the original stays down."""
-        return tree_map_only(Tensor, lambda tensor: self._ordinary(tensor, parameter, clone=False), state)
+        beside: dict[int, Tensor] = {}
+        return tree_map_only(Tensor, lambda tensor: self._beside(tensor, parameter, beside), state)
 
-    def _ordinary(self, tensor: Tensor, parameter: Tensor, clone: bool) -> Tensor:
+    def _beside(self, tensor: Tensor, parameter: Tensor, beside: dict[int, Tensor]) -> Tensor:
         if not self.is_home(tensor):
             return tensor
-        beside = self.place.up(tensor, parameter)
-        return beside.clone() if clone and beside is tensor else beside
+        if id(tensor) not in beside:
+            beside[id(tensor)] = self.place.up(tensor, parameter)
+        return beside[id(tensor)]
 
     def _goes_down(self, tensor: Tensor, parameter: Tensor) -> bool:
         if tensor.device != parameter.device or tensor.layout is not torch.strided or tensor.dim() == 0:

@@ -4,9 +4,12 @@ Note [Space on disk]
 ~~~~~~~~~~~~~~~~~~~~
 The room for a tensor is allocated (`posix_fallocate`) before a byte of it is written, in the thread that asks
 for it. So a full disk is an error there and then, with the tensor still in memory; a file that was only made
-long would say it later, in a worker, or as a SIGBUS that ends the process if it is mapped. Pieces that are
-freed are punched out of the file: their space returns to the disk, and what was in them need never be
-written.
+long would say it later, in a worker, or as a SIGBUS that ends the process if it is mapped.
+
+A piece that is freed stays allocated, as a spare: in a training loop the next step wants the same sizes, and
+pages that the system has already are written to several times faster than new ones. Spares count against the
+cap, and are punched out of the file, which gives them back to the disk, as soon as the cap or the disk needs
+it.
 
 All pieces start at a page, and count as whole pages. Where many are small, their owner packs them
 (`mapped.py`).
@@ -83,7 +86,8 @@ class DiskSpace:
         self.capacity: int = disk.free_bytes if capacity is None else capacity
         self._used = 0
         self._end = 0  # of the file
-        self._gaps = Gaps()  # what is free before the end
+        self._spare = Gaps()  # freed, and still allocated on the disk
+        self._holes = Gaps()  # given back to the disk
         self._punches = True  # until the file system says that it can't
         self._private: PrivateDirectory | None = None
         self._fd = -1
@@ -103,6 +107,11 @@ class DiskSpace:
     def bytes_used(self) -> int:
         """Bytes handed out now, in whole pages; never above the capacity."""
         return self._used
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Those, and spares for the next; never above the capacity either."""
+        return self._used + self._spare.total
 
     @property
     def fd(self) -> int:
@@ -147,21 +156,12 @@ class DiskSpace:
         if not counted_only:
             self.open()
         with self._lock:
-            # Without holes a freed piece keeps its place on the disk, and only growing the file takes more.
-            gap = None if counted_only else self._gaps.find(length)
-            more = 0 if gap is not None and not self._punches else length
-            taken = self._used if self._punches or counted_only else self._end
-            if taken + more > self.capacity:
-                raise TierFullError(self._full(nbytes))
-            if counted_only:
-                self._used += length
-                return Extent(-1, length)
-            offset = self._end if gap is None else gap
-            self._reserve(offset, length, nbytes)
-            if gap is None:
-                self._end += length
-            else:
-                self._gaps.take(length)
+            offset = None if counted_only else self._spare.take(length)
+            if offset is None:
+                self._punch_spares(self.capacity - self._used - length)
+                if self.bytes_on_disk + length > self.capacity:
+                    raise TierFullError(self._full(nbytes))
+                offset = -1 if counted_only else self._grow(length, nbytes)
             self._used += length
             return Extent(offset, length)
 
@@ -169,25 +169,36 @@ class DiskSpace:
         """Give a piece back. Safe in finalizers, see Note [Finalizers]."""
         self._lock.leave(extent)
 
+    def trim(self) -> None:
+        """Give spares back to the disk."""
+        with self._lock:
+            self._punch_spares(0)
+
     def close(self) -> None:
         """Give everything back to the disk. Tensors that are mapped go on working until they die."""
         self._closed = True
+        self._spare, self._holes = Gaps(), Gaps()
         if os.getpid() == self._pid and self._close_file is not None:
             self._close_file()
         if self._private is not None:
             self._private.close()
 
-    def _reserve(self, offset: int, length: int, nbytes: int) -> None:
+    def _grow(self, length: int, nbytes: int) -> int:
+        """Allocate a new piece, in a hole or at the end; returns its offset."""
+        hole = self._holes.find(length)
+        offset = self._end if hole is None else hole
         try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._fd, offset, length)
-            else:  # macOS: write it once
-                for start in range(offset, offset + length, _libc.PAGE):
-                    os.pwrite(self._fd, bytes(_libc.PAGE), start)
+            try:
+                _allocate(self._fd, offset, length)
+            except OSError as error:
+                if error.errno not in _FULL or not self._spare.total:
+                    raise
+                self._punch_spares(0)
+                _allocate(self._fd, offset, length)
         except OSError as error:
             # What was allocated before it failed goes back.
             with contextlib.suppress(OSError):
-                if offset == self._end:
+                if hole is None:
                     os.ftruncate(self._fd, offset)
                 else:
                     _libc.punch_hole(self._fd, offset, length)
@@ -197,19 +208,28 @@ class DiskSpace:
                 f"Can't take {format_bytes(nbytes)} of the disk at {self.directory}: {error.strerror}. The "
                 "tensor was not moved. Give another directory by Config(offload_dir=...)."
             ) from error
+        if hole is None:
+            self._end += length
+        else:
+            self._holes.take(length)
+        return offset
+
+    def _punch_spares(self, limit: int) -> None:
+        """Give spares back to the disk until there are no more bytes of them than that; under the lock."""
+        while self._punches and self._spare.total > max(0, limit):
+            offset, length = self._spare.pop()
+            try:
+                self._punches = _libc.punch_hole(self._fd, offset, length)
+            except OSError:
+                self._punches = False
+            (self._holes if self._punches else self._spare).add(offset, length)
 
     def _release(self, extent: Extent) -> None:
         if os.getpid() != self._pid:
             return  # see Note [Fork]
         self._used -= extent.nbytes
-        if extent.offset < 0 or self._closed:
-            return
-        if self._punches:
-            try:
-                self._punches = _libc.punch_hole(self._fd, extent.offset, extent.nbytes)
-            except OSError:
-                self._punches = False
-        self._gaps.add(extent.offset, extent.nbytes)
+        if extent.offset >= 0:
+            self._spare.add(extent.offset, extent.nbytes)
 
     def _full(self, nbytes: int) -> str:
         return (
@@ -225,9 +245,17 @@ class DiskSpace:
             room = f"{error.strerror}, with {format_bytes(find_disk(self.directory).free_bytes)} free"
         return (
             f"The disk at {self.directory} has no room for {format_bytes(nbytes)} more: {room}; MemScale "
-            f"holds {format_bytes(self._used)} of it. The tensor stays where it is. Free some space, or give "
-            "another disk by Config(offload_dir=...)."
+            f"holds {format_bytes(self.bytes_on_disk)} of it. The tensor stays where it is. Free some space, "
+            "or give another disk by Config(offload_dir=...)."
         )
+
+
+def _allocate(fd: int, offset: int, length: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, offset, length)
+        return
+    for start in range(offset, offset + length, _libc.PAGE):  # macOS: write it once
+        os.pwrite(fd, bytes(_libc.PAGE), start)
 
 
 def round_up(nbytes: int, unit: int = _libc.PAGE) -> int:

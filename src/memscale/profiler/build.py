@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.memory.allocator import ROUNDING
+from memscale.memory.allocator import CachingAllocator
 from memscale.profiler.blocks import Block
 from memscale.profiler.profile import BlockProfile, ModelProfile, ProfileSource
 from memscale.profiler.recorder import BlockRecord, Recorder, StepRecord
@@ -70,9 +70,9 @@ def build_profile(
 ) -> ModelProfile:
     """A profile from a record; blocks that did not run take the figures of their stand-ins.
 
-    ``exact_bytes``: the device counts tensors at their own size, not rounded up to the allocator's unit.
+    ``exact_bytes``: the device counts tensors at their own size, not in the allocator's blocks.
     """
-    size_of = _exact if exact_bytes else _rounded
+    size_of = _exact if exact_bytes else _in_blocks
     parameters = dict(model.named_parameters())
     own_checkpointing = _own_checkpointing(model)
     order = _call_order(blocks, step, stand_ins)
@@ -241,5 +241,5 @@ def _exact(nbytes: int) -> int:
     return nbytes
 
 
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // ROUNDING) * ROUNDING
+def _in_blocks(nbytes: int) -> int:
+    return CachingAllocator().allocate(nbytes).size

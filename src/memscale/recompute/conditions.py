@@ -136,8 +136,8 @@ class _Autocast:
         if not any(was or torch.is_autocast_enabled(name) for name, was, _ in self._states):
             yield
             return
-        # Casts of weights are cached for as long as the outermost autocast lasts. If backward runs inside
-        # one, it would go on holding what is cast here, and this region would find casts of others.
+        # Casts of weights are cached as long as the outermost autocast lasts. If backward runs inside one,
+        # it would go on holding what is cast here, and this region would find what others have cast.
         torch.clear_autocast_cache()
         try:
             with contextlib.ExitStack() as stack:

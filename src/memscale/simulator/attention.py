@@ -25,18 +25,38 @@ AMPERE = (8, 0)
 def choose_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
+    value: torch.Tensor,
     mask: torch.Tensor | None,
+    causal: bool,
     capability: tuple[int, int],
 ) -> str:
     """The kernel that CUDA would take: "flash", "efficient" or "math"."""
     if query.dim() != 4:
         return "math"
-    half = query.dtype in HALF
-    if half and mask is None and query.size(-1) <= FLASH_HEAD_DIM and capability >= AMPERE:
+    half, width = query.dtype in HALF, query.size(-1)
+    square = query.size(-2) == key.size(-2)
+    if (
+        torch._C._get_flash_sdp_enabled()
+        and half
+        and capability >= AMPERE
+        and mask is None
+        and (square or not causal)
+        and width == value.size(-1) <= FLASH_HEAD_DIM
+    ):
         return "flash"
     grouped = query.size(-3) != key.size(-3)
-    aligned = query.size(-1) % (8 if half else 4) == 0
-    return "efficient" if aligned and not grouped and query.dtype is not torch.float64 else "math"
+    # Tensor cores read 16 bytes at a time; before Ampere they are not used for 32 bits.
+    alignment = 8 if half else 4 if capability >= AMPERE else 1
+    if (
+        torch._C._get_mem_efficient_sdp_enabled()
+        and query.dtype is not torch.float64
+        and (query.dtype is not torch.bfloat16 or capability >= AMPERE)
+        and not grouped
+        and width % alignment == 0
+        and value.size(-1) % alignment == 0
+    ):
+        return "efficient"
+    return "math"
 
 
 def _expand_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -61,7 +81,7 @@ def fused_attention(
     enable_gqa: bool = False,
     capability: tuple[int, int] = AMPERE,
 ) -> torch.Tensor:
-    kernel = choose_kernel(query, key, attn_mask, capability)
+    kernel = choose_kernel(query, key, value, attn_mask, is_causal, capability)
     if kernel == "flash":
         width = query.size(-1)
         if width % 8:

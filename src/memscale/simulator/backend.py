@@ -19,6 +19,7 @@ from torch.utils import backend_registration
 from memscale.errors import SimulationError
 from memscale.memory.tracker import MemoryTracker
 from memscale.simulator.guard import Guard
+from memscale.simulator.streams import VirtualEvent, VirtualStream
 
 NAME = "vgpu"
 AMP_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -83,6 +84,8 @@ class _DeviceModule:
     def _lazy_init(self) -> None:
         pass
 
+    init = _lazy_init
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return AMP_DTYPES
 
@@ -109,16 +112,13 @@ class _DeviceModule:
     def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
         self.set_rng_state(states[0])
 
-    # ---- streams: everything happens in order, so that they only need to exist
+    # ---- streams
 
-    def Stream(self, *args: Any, **kwargs: Any) -> torch.Stream:
-        return torch.Stream(device=NAME)
-
-    def Event(self, *args: Any, **kwargs: Any) -> torch.Event:
-        return torch.Event(device=NAME)
+    Stream = VirtualStream
+    Event = VirtualEvent
 
     def current_stream(self, device: Any = None) -> torch.Stream:
-        return torch.Stream(device=NAME)
+        return VirtualStream()
 
     default_stream = current_stream
 
@@ -148,9 +148,26 @@ class _DeviceModule:
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         _require_active().tracker.reset_peak()
 
+    reset_max_memory_allocated = reset_peak_memory_stats
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        """The figures of ``torch.cuda.memory_stats`` that there are here."""
+        return {
+            "allocated_bytes.all.current": self.memory_allocated(),
+            "allocated_bytes.all.peak": self.max_memory_allocated(),
+            "reserved_bytes.all.current": self.memory_reserved(),
+            "reserved_bytes.all.peak": self.max_memory_reserved(),
+        }
+
+    def memory_summary(self, device: Any = None, abbreviated: bool = False) -> str:
+        return "\n".join(f"{name}: {value}" for name, value in self.memory_stats().items())
+
     def empty_cache(self) -> None:
         if _active is not None:
             _active.tracker.empty_cache()
+
+    def ipc_collect(self) -> None:
+        pass
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         active = _require_active()

@@ -9,35 +9,28 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from memscale.simulator.patches import attribute
+from memscale.simulator.streams import VirtualGenerator
 
-ANSWERED = (
-    "is_available",
-    "device_count",
-    "current_device",
-    "set_device",
-    "is_bf16_supported",
-    "synchronize",
-    "empty_cache",
-    "memory_allocated",
-    "max_memory_allocated",
-    "memory_reserved",
-    "max_memory_reserved",
-    "reset_peak_memory_stats",
-    "mem_get_info",
-    "get_device_name",
-    "get_device_capability",
-    "get_device_properties",
-    "manual_seed",
-    "manual_seed_all",
-    "get_rng_state",
-    "set_rng_state",
-)
+# What ``torch.cuda`` is asked, and what ``torch.accelerator`` is asked under the same name.
+ANSWERED = """
+    is_available is_initialized init device_count current_device set_device is_bf16_supported
+    get_device_name get_device_capability get_device_properties
+    synchronize current_stream default_stream set_stream stream Stream Event ipc_collect
+    empty_cache memory_allocated max_memory_allocated memory_reserved max_memory_reserved
+    reset_peak_memory_stats reset_max_memory_allocated mem_get_info memory_stats memory_summary
+    manual_seed manual_seed_all get_rng_state get_rng_state_all set_rng_state set_rng_state_all
+"""
+ANSWERED_BY_ACCELERATOR = """
+    synchronize empty_cache memory_allocated max_memory_allocated memory_reserved max_memory_reserved
+    reset_peak_memory_stats memory_stats
+"""
 
 
 class _Rewrite(TorchFunctionMode):
@@ -47,7 +40,8 @@ class _Rewrite(TorchFunctionMode):
         super().__init__()
         self._target = target
 
-    def _device(self, value: Any) -> Any:
+    def device(self, value: Any) -> Any:
+        """The device that is meant, if ``value`` names one."""
         if isinstance(value, torch.device):
             return self._target if value.type == "cuda" else value
         if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
@@ -62,13 +56,13 @@ class _Rewrite(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.to:
-            args = tuple(map(self._device, args))
+            args = tuple(map(self.device, args))
         elif func is torch.Tensor.cuda:
             return args[0].to(self._target)
         if not kwargs:
             return func(*args)
         if "device" in kwargs:
-            kwargs = {**kwargs, "device": self._device(kwargs["device"])}
+            kwargs = {**kwargs, "device": self.device(kwargs["device"])}
         return func(*args, **kwargs)
 
 
@@ -76,6 +70,8 @@ class _Rewrite(TorchFunctionMode):
 def answered_by(target: torch.device) -> Iterator[None]:
     """Inside the block the word "cuda" stands for ``target``."""
     module = torch.get_device_module(target)
+    rewrite = _Rewrite(target)
+    set_default_device = torch.set_default_device
     autocast = torch.amp.autocast_mode.autocast.__init__
     scaler = torch.amp.grad_scaler.GradScaler.__init__
 
@@ -89,10 +85,15 @@ def answered_by(target: torch.device) -> Iterator[None]:
         return self.to(target)
 
     with contextlib.ExitStack() as stack:
-        for name in ANSWERED:
-            stack.enter_context(attribute(torch.cuda, name, getattr(module, name)))
+        for owner, names in ((torch.cuda, ANSWERED), (torch.accelerator, ANSWERED_BY_ACCELERATOR)):
+            for name in filter(partial(hasattr, owner), names.split()):
+                stack.enter_context(attribute(owner, name, getattr(module, name)))
         stack.enter_context(attribute(torch.amp.autocast_mode.autocast, "__init__", autocast_init))
         stack.enter_context(attribute(torch.amp.grad_scaler.GradScaler, "__init__", scaler_init))
         stack.enter_context(attribute(torch.nn.Module, "cuda", to_target))
-        stack.enter_context(_Rewrite(target))
+        stack.enter_context(attribute(torch, "Generator", VirtualGenerator))
+        stack.enter_context(
+            attribute(torch, "set_default_device", lambda device: set_default_device(rewrite.device(device)))
+        )
+        stack.enter_context(rewrite)
         yield

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,14 +20,24 @@ from memscale.memory.allocator import CachingAllocator
 from memscale.simulator import attention, autocast, backend, cuda_names, kernels, patches
 from memscale.simulator.copies import PLAIN_KINDS
 from memscale.simulator.guard import errors_after_backward
-from memscale.simulator.tracking import DeviceTracker
+from memscale.simulator.tracking import DeviceTracker, op_name
 from memscale.simulator.workspace import workspace_bytes
 from memscale.units import parse_bytes
 
 aten = torch.ops.aten
 
 # Operations that take operands on two devices, here as on CUDA.
-CROSS_DEVICE = {"index", "_index_put_impl_", "index_put", "index_put_", "copy_", "_to_copy", "_unsafe_index"}
+CROSS_DEVICE = {
+    "index",
+    "_index_put_impl_",
+    "index_put",
+    "index_put_",
+    "copy_",
+    "_to_copy",
+    "_unsafe_index",
+    "_ctc_loss",
+    "_ctc_loss_backward",
+}
 
 
 class ExecutingTensor(torch.Tensor):
@@ -68,6 +78,9 @@ class ExecutingTensor(torch.Tensor):
     def data_ptr(self) -> int:
         return self.host.data_ptr()
 
+    def tolist(self) -> Any:
+        return self.host.tolist()
+
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
             f"can't convert {backend.NAME}:0 device type tensor to numpy. "
@@ -106,12 +119,38 @@ def _with_flags(tensor: torch.Tensor, parameter: bool, requires_grad: bool) -> t
 
 
 def _rebuild(host: torch.Tensor, parameter: bool, requires_grad: bool) -> torch.Tensor:
+    # torch.load keeps the place it was asked to load to (private, torch 2.13); elsewhere it is None.
+    to = torch.serialization._serialization_tls.map_location
+    if isinstance(to, (str, torch.device)) and torch.device(to).type == "cpu":
+        return _with_flags(host, parameter, requires_grad)
     return _with_flags(ExecutingTensor(host), parameter, requires_grad)
+
+
+class ExecutingTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
+    """The device's tracker; page-locked host memory is plain host memory here."""
+
+    _plain = DeviceTracker._plain | {ExecutingTensor}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = op_name(func)
+        if name == "is_pinned":
+            return False
+        if name in ("pin_memory", "_pin_memory"):
+            func, args, kwargs = aten.clone.default, args[:1], {}
+        elif kwargs and kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one operation on the CPU tensors behind the wrappers."""
-    name = func._schema.name[6:]
+    name = op_name(func)
     if name == "record_stream":
         return None
     wrappers: dict[int, ExecutingTensor] = {}
@@ -196,7 +235,7 @@ class ExecutingDevice:
         self.compute_capability = capability
         self.device_name = "executing virtual GPU"
         self.device = torch.device(backend.NAME, 0)
-        self.tracker = DeviceTracker(
+        self.tracker = ExecutingTracker(
             workspace_bytes=workspace_bytes(capability),
             allocators={backend.NAME: lambda: CachingAllocator(capacity)},
         )
@@ -285,6 +324,7 @@ def executing(
         stack.enter_context(cuda_names.answered_by(device.device))
         stack.enter_context(patches.swap_on_conversion())
         stack.enter_context(patches.foreach_by_default(ExecutingTensor))
+        stack.enter_context(cast(Any, torch.serialization.safe_globals)([_rebuild]))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(errors_after_backward())
         stack.enter_context(device.tracker)

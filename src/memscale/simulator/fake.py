@@ -15,11 +15,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memscale.errors import SimulationError
+from memscale.simulator.kernels import gru_cell, gru_cell_backward
 from memscale.simulator.patches import attribute
 from memscale.simulator.tracking import DeviceTracker, op_name
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
+
+MANY = ("_foreach_", "_fused_")  # operations on many tensors at once
+# torch has no shape rules for these, so that they are made of operations that it has them for.
+SHAPES = {"_thnn_fused_gru_cell": gru_cell, "_thnn_fused_gru_cell_backward": gru_cell_backward}
 
 # What ``.item()`` says of a number nobody computed. A loop that waits for a condition must end (ViT's
 # ``trunc_normal_`` draws until all values are within bounds), and checks for bad values must pass.
@@ -37,7 +42,9 @@ ANSWERS: dict[str, float] = {
 }
 FILLED = {"full": 1, "full_like": 1, "scalar_tensor": 0}  # position of the value in the arguments
 SAME_VALUE = {"_to_copy", "clone", "detach", "alias", "lift_fresh", "view", "_unsafe_view"}
-DEFAULT_NUMBER = 1.0
+# Of a number that is not known: 1.0 would be worse, as optimizers divide by 1 - x.
+UNKNOWN_FLOAT = 0.5
+UNKNOWN_INT = 1
 
 
 class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
@@ -84,12 +91,13 @@ class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__ini
         name = op_name(func)
         if name == "_local_scalar_dense":
             return _number(args[0])
-        if name == "record_stream" or (name.startswith("_foreach_") and _changes_values_only(name, args)):
+        if name == "record_stream" or (name.startswith(MANY) and _changes_values_only(name, args)):
             return None
+        func = SHAPES.get(name, func)
         if name in ("_pin_memory", "pin_memory"):
             func, args, kwargs = aten.clone.default, args[:1], {}
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if isinstance(result, FakeTensor) and result.dim() == 0:
+        if isinstance(result, FakeTensor) and result.numel() == 1:
             _remember_value(result, name, args)
         return result
 
@@ -132,8 +140,9 @@ def _number(tensor: torch.Tensor) -> bool | int | float:
     value = getattr(tensor, "_memscale_value", None)
     if tensor.dtype is torch.bool:
         return bool(value)  # a comparison nobody computed is false: no early exit, no dropped layer
-    value = DEFAULT_NUMBER if value is None else value
-    return float(value) if tensor.dtype.is_floating_point else int(value)
+    if tensor.dtype.is_floating_point:
+        return float(UNKNOWN_FLOAT if value is None else value)
+    return int(UNKNOWN_INT if value is None else value)
 
 
 def _remember_value(result: FakeTensor, name: str, args: tuple[Any, ...]) -> None:

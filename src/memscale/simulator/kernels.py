@@ -257,6 +257,37 @@ def lstm_cell_backward(
     return gates, through * forget, gates.sum(0) if has_bias else None
 
 
+def gru_cell(
+    input_gates: torch.Tensor,
+    hidden_gates: torch.Tensor,
+    hidden: torch.Tensor,
+    input_bias: torch.Tensor | None = None,
+    hidden_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if input_bias is not None and hidden_bias is not None:
+        input_gates, hidden_gates = input_gates + input_bias, hidden_gates + hidden_bias
+    reset_in, update_in, new_in = input_gates.chunk(3, 1)
+    reset_hidden, update_hidden, new_hidden = hidden_gates.chunk(3, 1)
+    reset = (reset_in + reset_hidden).sigmoid()
+    update = (update_in + update_hidden).sigmoid()
+    new = (new_in + reset * new_hidden).tanh()
+    workspace = torch.cat([reset, update, new, hidden, new_hidden], 1)
+    return new + update * (hidden - new), workspace
+
+
+def gru_cell_backward(
+    gradient: torch.Tensor, workspace: torch.Tensor, has_bias: bool
+) -> tuple[torch.Tensor | None, ...]:
+    reset, update, new, hidden, new_hidden = workspace.chunk(5, 1)
+    update_gate = gradient * (hidden - new) * update * (1 - update)
+    new_gate = gradient * (1 - update) * (1 - new * new)
+    reset_gate = new_gate * new_hidden * reset * (1 - reset)
+    input_gates = torch.cat([reset_gate, update_gate, new_gate], 1)
+    hidden_gates = torch.cat([reset_gate, update_gate, new_gate * reset], 1)
+    biases = (input_gates.sum(0), hidden_gates.sum(0)) if has_bias else (None, None)
+    return input_gates, hidden_gates, gradient * update, *biases
+
+
 OWN: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_efficient_attention.default: efficient_attention,
     aten._scaled_dot_product_efficient_attention_backward.default: efficient_attention_backward,
@@ -264,4 +295,6 @@ OWN: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention_backward.default: flash_attention_backward,
     aten._thnn_fused_lstm_cell.default: lstm_cell,
     aten._thnn_fused_lstm_cell_backward_impl.default: lstm_cell_backward,
+    aten._thnn_fused_gru_cell.default: gru_cell,
+    aten._thnn_fused_gru_cell_backward.default: gru_cell_backward,
 }

@@ -30,7 +30,7 @@ class Site:
     model: nn.Module
     layer: LayerPlan
     modules: tuple[nn.Module, ...]
-    device: torch.device = torch.device("cpu")
+    device: torch.device
 
 
 class Technique(Protocol):

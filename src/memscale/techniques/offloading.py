@@ -1,4 +1,4 @@
-"""CPU offloading: a block's parameters live on the host, and are on the device only while the block computes."""
+"""CPU offloading: a block's parameters live on the host, and are on the device only while it computes."""
 
 from __future__ import annotations
 
