@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from memscale.api import detach, optimize, plan, wrap
     from memscale.config import AsyncOffloadConfig, Config, OptimizationMode
     from memscale.errors import MemScaleError
-    from memscale.memory.tracker import MemoryTracker
     from memscale.execution_plan import Plan
+    from memscale.memory.tracker import MemoryTracker
     from memscale.simulator import simulate
 
 # Where each public name lives. They are imported on first use, so that `import memscale` costs next to nothing.

@@ -62,7 +62,7 @@ def measure(
     Args:
         model: the model without techniques; it is as before afterwards.
         plan: what the engine decided.
-        sample: how the model is called, on the model's device.
+        sample: how the model is called.
         plain: the plain step, as the empirical profile saw it.
         optimizer_transient: what Adam needs while it steps.
         config: the user's settings, which the executor reads.
@@ -70,12 +70,13 @@ def measure(
     device = next(model.parameters()).device
     allocators = {} if device.type == "cpu" else {device.type: CachingAllocator}
     executor = Executor(model, plan, _quiet(config))
+    batch = sample.on(device)
     with untouched(model):
-        tracker = MemoryTracker(model, allocators=allocators)
+        tracker = MemoryTracker(model, *batch.tensors(), allocators=allocators)
         executor.attach()
         try:
             with tracker:
-                step = _step(model, sample, tracker, device, gradients_of(model))
+                step = _step(model, batch, tracker, device, gradients_of(model))
         finally:
             executor.detach()
     trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)

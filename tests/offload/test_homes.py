@@ -1,16 +1,16 @@
-"""Parameters at home: on a device that is too small for the plain model the wrapped one trains, with equal numbers."""
+"""Parameters at home: where the plain model does not fit the wrapped one trains, with the same numbers."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from families import FAMILIES, Family
 from torch import nn
 from torch.utils._pytree import tree_map
 
 import memscale
+from families import FAMILIES, Family
 from memscale import Config
-from memscale.simulator import ExecutingDevice, executing
+from memscale.simulator import executing
 
 STEPS = 3
 QUIET = Config(mode="aggressive", enable_logging=False)  # tiny models gain too little for BALANCED
@@ -22,7 +22,9 @@ def sample_of(family: Family, device: torch.device | str = "cpu") -> object:
     return batch if isinstance(batch, dict) else batch[:1]
 
 
-def train(family: Family, model: nn.Module, device: torch.device | str) -> tuple[list[float], list[torch.Tensor]]:
+def train(
+    family: Family, model: nn.Module, device: torch.device | str
+) -> tuple[list[float], list[torch.Tensor]]:
     """Losses, and the parameters' last gradients on the CPU."""
     torch.manual_seed(7)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
@@ -45,28 +47,127 @@ def plain_peak(family: Family) -> int:
     return gpu.peak_bytes
 
 
-def wrapped_run(family: Family, capacity: int) -> tuple[ExecutingDevice, list[float], list[torch.Tensor], memscale.Plan]:
+def wrapped_run(family: Family, capacity: int) -> tuple[int, list[float], list[torch.Tensor], memscale.Plan]:
     with executing(capacity) as gpu:
         model = family.build().to(gpu.device)
         memscale.wrap(model, QUIET, sample_of(family, gpu.device))
         plan = model._memscale_executor.plan
-        homes = [p.device.type for layer in plan.layers if "offloading" in layer.techniques
-                 for member in layer.members for p in model.get_submodule(member).parameters()]
+        homes = [
+            p.device.type
+            for layer in plan.layers
+            if "offloading" in layer.techniques
+            for member in layer.members
+            for p in model.get_submodule(member).parameters()
+        ]
         assert homes, "nothing was offloaded"
         assert set(homes) == {"cpu"}
         gpu.tracker.reset_peak()
         losses, gradients = train(family, model, gpu.device)
+        peak = gpu.peak_bytes
         memscale.detach(model)
         assert {p.device.type for p in model.parameters()} == {gpu.device.type}
-    return gpu, losses, gradients, plan
+    return peak, losses, gradients, plan
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_offloaded_model_trains_like_the_plain_one(name: str) -> None:
     family = FAMILIES[name]
     expected_losses, expected_gradients = train(family, family.build(), "cpu")
-    gpu, losses, gradients, plan = wrapped_run(family, 1 << 34)
+    peak, losses, gradients, plan = wrapped_run(family, 1 << 34)
     assert losses == pytest.approx(expected_losses, rel=1e-6)
     for expected, got in zip(expected_gradients, gradients, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
-    assert gpu.peak_bytes < plain_peak(family)
+    assert peak < plain_peak(family)
+    assert plan.host_bytes > 0
+    assert peak == pytest.approx(plan.predicted_peak_bytes, rel=0.005)
+
+
+def larger_gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_embd=256, n_layer=6, n_head=4, vocab_size=512, n_positions=64, bos_token_id=0, eos_token_id=0
+    )
+    return GPT2LMHeadModel(config).train()
+
+
+def loop(model: nn.Module, device: torch.device | str, steps: int = 2) -> list[float]:
+    torch.manual_seed(3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ids = torch.arange(4 * 64).reshape(4, 64).to(device) % 512
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_where_the_plain_model_runs_out_of_memory_the_wrapped_one_trains() -> None:
+    capacity = "80MiB"
+    torch.manual_seed(0)
+    expected = loop(larger_gpt2(), "cpu")
+    with executing(capacity) as gpu:
+        torch.manual_seed(0)
+        with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+            loop(larger_gpt2().to(gpu.device), gpu.device)
+    with executing(capacity) as gpu:
+        torch.manual_seed(0)
+        model = larger_gpt2().to(gpu.device)
+        ids = torch.zeros(4, 64, dtype=torch.long, device=gpu.device)
+        memscale.wrap(model, Config(enable_logging=False), {"input_ids": ids, "labels": ids})  # BALANCED
+        assert loop(model, gpu.device) == pytest.approx(expected, rel=1e-6)
+        assert model._memscale_executor.plan.host_bytes > 0
+
+
+def test_inputs_on_the_host_are_brought_to_the_device_and_evaluation_streams_too() -> None:
+    family = FAMILIES["gpt2"]
+    with executing() as gpu:
+        model = family.build().to(gpu.device)
+        plain = family.build().to(gpu.device).eval()
+        memscale.wrap(model, QUIET, sample_of(family, gpu.device))
+        batch = family.batch()  # on the host
+        loss = family.loss(model, batch)
+        assert loss.device.type == gpu.device.type
+        loss.backward()
+        model.eval()
+        with torch.no_grad():
+            got = family.loss(model, batch)
+            expected = family.loss(plain, family.batch(device=gpu.device))
+        assert float(got) == float(expected)
+
+
+def test_state_follows_its_parameter_home_and_back() -> None:
+    family = FAMILIES["gpt2"]
+    with executing() as gpu:
+        model = family.build().to(gpu.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        batch = family.batch(device=gpu.device)
+
+        def step() -> None:
+            family.loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()  # the state is on the device, as the optimizer was made and stepped before wrap
+        memscale.wrap(model, QUIET, sample_of(family, gpu.device))
+        step()
+        assert {state["exp_avg"].device.type for state in optimizer.state.values()} == {"cpu"}
+        saved = model.state_dict()
+        assert all(torch.isfinite(value).all() for value in saved.values())
+        memscale.detach(model)
+        assert {state["exp_avg"].device.type for state in optimizer.state.values()} == {gpu.device.type}
+        step()
+
+
+def test_the_cap_on_host_memory_is_kept() -> None:
+    family = FAMILIES["gpt2"]
+    with executing() as gpu:
+        model = family.build().to(gpu.device)
+        config = Config(mode="aggressive", enable_logging=False, max_cpu_offload_gb=1e-5)
+        memscale.wrap(model, config, sample_of(family, gpu.device))
+        plan = model._memscale_executor.plan
+        assert plan.host_bytes <= 10_000
+        assert {parameter.device.type for parameter in model.parameters()} == {gpu.device.type}

@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from offload.tensors_for_tiers import assert_same, groups
 
 from memscale.errors import TierError
 from memscale.offload.layout import pack, rebuild
+from offload.tensors_for_tiers import assert_same, groups
 
 
 def restored(tensors):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from offload.tensors_for_tiers import DTYPES, bits, filled
 
 from memscale.config import AsyncOffloadConfig
 from memscale.errors import TierError, TierFullError
@@ -21,6 +20,7 @@ from memscale.offload.disk import DiskTier
 from memscale.offload.engine import AsyncEngine
 from memscale.offload.mapped import MappedArena
 from memscale.offload.space import DiskSpace
+from offload.tensors_for_tiers import DTYPES, bits, filled
 
 PAGE = _libc.PAGE
 MIB = 2**20

@@ -6,6 +6,7 @@ it would there, except the copies themselves.
 
 import contextlib
 import gc
+from typing import ClassVar
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from memscale.offload.host import HostTier
 from memscale.offload.pinned import PinnedPool
 
 CUDA = torch.device("cuda", 0)
+MIB = 2**20
 
 
 class Pretend(torch.Tensor):
@@ -53,7 +55,7 @@ class Event:
 
 
 class Stream:
-    current: list["Stream"] = []
+    current: ClassVar[list["Stream"]] = []
     made = 0
 
     def __init__(self, device=None, name=None):
@@ -258,3 +260,40 @@ def test_from_cuda_to_disk(cuda, tmp_path):
         del loaded, ticket
         gc.collect()
         assert tier.bytes_used == 0
+
+
+# ---------------------------------------------------------------------- with a device
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["host", "disk"])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_round_trips_on_a_real_device(kind, depth, tmp_path):
+    engine = AsyncEngine(AsyncOffloadConfig(prefetch_depth=depth)) if depth else None
+    tier = (
+        HostTier(256 * MIB, engine=engine) if kind == "host" else DiskTier(tmp_path, 256 * MIB, engine=engine)
+    )
+    with tier:
+        for _ in range(3):
+            tickets, expected = [], []
+            for index in range(8):
+                x = torch.randn(MIB, device="cuda") * (index + 1)
+                expected.append(x.double().sum().item())
+                tickets.append(tier.store(x))
+                del x
+            for index in reversed(range(8)):
+                for ticket in tickets[max(0, index - 2) : index][::-1]:
+                    tier.prefetch(ticket)
+                assert tier.load(tickets[index]).double().sum().item() == expected[index]
+                tier.free(tickets[index])
+        tier.flush()
+        assert tier.bytes_used == 0
+    if engine is not None:
+        engine.close()
+
+
+@pytest.mark.cuda
+def test_blocks_are_really_page_locked():
+    with HostTier(64 * MIB) as tier:
+        ticket = tier.store(torch.randn(MIB, device="cuda"))
+        assert ticket.piece.place.memory.is_pinned()

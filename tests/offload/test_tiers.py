@@ -8,13 +8,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from offload.tensors_for_tiers import DTYPES, assert_same, filled, groups
 
 from memscale.config import AsyncOffloadConfig
 from memscale.errors import ConfigError, TierError, TierFullError
 from memscale.offload.disk import DiskTier
 from memscale.offload.engine import AsyncEngine, SyncEngine
 from memscale.offload.host import HostTier
+from offload.tensors_for_tiers import DTYPES, assert_same, filled, groups
 
 PAGE = 4096
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from offload.tensors_for_tiers import bits
 
 from memscale.config import AsyncOffloadConfig
 from memscale.errors import TierError, TierFullError
@@ -12,6 +11,7 @@ from memscale.offload.host import HostTier
 from memscale.offload.mapped import MappedArena
 from memscale.offload.space import DiskSpace
 from memscale.simulator import executing, simulate
+from offload.tensors_for_tiers import bits
 
 MIB = 2**20
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import quantiles
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +37,8 @@ def _prepared(model: str, way: str, batch: int, seq: int) -> tuple[nn.Module, di
     built = case.build().train()
     inputs = case.inputs(batch, seq)
     if way == "transformers":
-        built.gradient_checkpointing_enable({"use_reentrant": False})
+        switch_on: Any = built.gradient_checkpointing_enable
+        switch_on({"use_reentrant": False})
     elif way != "plain":
         wrap(built, Config(mode=way, enable_logging=False), inputs)
     return built, inputs
@@ -96,7 +98,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     peaks, losses = {}, {}
     for way in WAYS:
         measured = measure_in_fresh_process(
-            peak_steps, options.model, way, options.batch, options.seq, 2, imports=find_model(options.model).modules
+            peak_steps,
+            options.model,
+            way,
+            options.batch,
+            options.seq,
+            2,
+            imports=find_model(options.model).modules,
         )
         peaks[way], losses[way] = measured.peak_above_import_bytes, measured.result
         print(f"{way}: peak {format_bytes(peaks[way])} above import (measured)", flush=True)

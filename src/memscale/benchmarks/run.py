@@ -25,11 +25,11 @@ from memscale.benchmarks.registry import BenchmarkModel, find_model, quiet_trans
 from memscale.benchmarks.results import Row, Source
 from memscale.config import Config, OptimizationMode
 from memscale.errors import ConfigError, ConfigTypeError, ProfileError, shown
+from memscale.execution_plan import Plan
 from memscale.executor import Executor
 from memscale.hardware import GpuSpec, find_gpu, read_host, virtual_hardware
 from memscale.memory.process import measure_in_fresh_process, rss_bytes
 from memscale.memory.tracker import MemoryTracker
-from memscale.execution_plan import Plan
 from memscale.planning import make_plan
 from memscale.profiler import sample_of
 from memscale.simulator import Simulation, simulate

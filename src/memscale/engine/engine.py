@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memscale.config import Config
-from memscale.engine.choices import Candidate, Choice, called_blocks, can_recompute, candidates
+from memscale.engine.choices import Candidate, Choice, called_blocks, candidates
 from memscale.engine.cost import Clock
+from memscale.engine.entries import Entries
 from memscale.engine.rules import Point, Verdict, choose, frontier
 from memscale.engine.timeline import Estimate, estimate, optimizer_transient
-from memscale.execution_plan import Checkpointing, FrontierPoint, LayerPlan, Plan
+from memscale.execution_plan import FrontierPoint, Plan
 from memscale.hardware import Hardware
-from memscale.profiler.profile import BlockProfile, ModelProfile
-from memscale.units import format_bytes
+from memscale.profiler.profile import ModelProfile
 
-DIGITS = 6  # ratios and seconds are rounded so that a plan's text does not hang on the last bit
+DIGITS = 6  # of ratios: a plan's text must not hang on the last bit of a float
 
 
 def decide(profile: ModelProfile, hardware: Hardware, config: Config) -> Plan:
@@ -35,7 +35,7 @@ def decide(profile: ModelProfile, hardware: Hardware, config: Config) -> Plan:
     verdict = _verdict(points, hardware, config)
     ratio = verdict.point.estimate.seconds / plain.estimate.seconds if plain.estimate.seconds else 1.0
     return Plan(
-        layers=_layers(profile, verdict, clock),
+        layers=Entries(verdict, clock, config).of(profile),
         device=hardware.device.describe(),
         mode=config.mode.value,
         batch=profile.batch,
@@ -107,68 +107,6 @@ def _verdict(points: list[Point], hardware: Hardware, config: Config) -> Verdict
                 least, "forced", (*verdict.notes, "force_optimize: applied though it gains little")
             )
     return verdict
-
-
-def _layers(profile: ModelProfile, verdict: Verdict, clock: Clock) -> tuple[LayerPlan, ...]:
-    called = called_blocks(profile)
-    choices = {
-        block.name: choice for block, choice in zip(called, verdict.point.candidate.choices, strict=True)
-    }
-    return tuple(_layer(block, choices.get(block.name, Choice()), verdict, clock) for block in profile.blocks)
-
-
-def _layer(block: BlockProfile, choice: Choice, verdict: Verdict, clock: Clock) -> LayerPlan:
-    layer = _recomputed(block, choice, verdict, clock)
-    if not verdict.point.candidate.offloaded or not block.used_bytes or block.order < 0:
-        return layer
-    home = block.parameter_bytes + block.gradient_bytes + block.optimizer_bytes
-    reason = f"{format_bytes(home)} of parameters, gradients and Adam state live on the host"
-    return replace(
-        layer,
-        techniques=("offloading", *layer.techniques),
-        rule=verdict.rule,
-        reason=f"{reason}; {layer.reason}" if layer.techniques else reason,
-        saved_bytes=layer.saved_bytes + home,
-        extra_seconds=round(
-            layer.extra_seconds + (2 * block.used_bytes + block.gradient_bytes) / clock.link_per_second, 9
-        ),
-    )
-
-
-def _recomputed(block: BlockProfile, choice: Choice, verdict: Verdict, clock: Clock) -> LayerPlan:
-    if not choice.recompute:
-        rule, reason = _why_not(block, verdict)
-        return LayerPlan(block.name, block.members, (), rule, reason)
-    seconds = clock.recompute(block, choice.kept_flops)
-    held = choice.kept_bytes * block.calls
-    freed = block.saved_bytes - held + (block.boundary_bytes if choice.chained else 0)
-    reason = f"forgets {format_bytes(block.saved_bytes)} after forward and computes it again in backward"
-    if choice.keep:
-        kept = ", ".join(op.key.removeprefix("aten.") for op in choice.keep)
-        reason += f", but keeps {kept} ({format_bytes(held)}), dear to compute and cheap to keep"
-    if choice.chained:
-        reason += f"; its input ({format_bytes(block.boundary_bytes)}) comes from the block before"
-    return LayerPlan(
-        name=block.name,
-        members=block.members,
-        techniques=("checkpointing",),
-        rule=verdict.rule,
-        reason=reason,
-        saved_bytes=freed,
-        extra_seconds=round(seconds, 9),
-        checkpointing=Checkpointing(tuple(sorted(op.key for op in choice.keep)), choice.chained),
-    )
-
-
-def _why_not(block: BlockProfile, verdict: Verdict) -> tuple[str, str]:
-    if block.has_own_checkpointing:
-        return "already-checkpointed", "the model checkpoints this block by itself"
-    if block.order < 0:
-        return "not-called", "forward does not call it"
-    if not can_recompute(block):
-        return "nothing-to-save", "its forward leaves nothing for backward but its inputs and outputs"
-    saved = format_bytes(block.saved_bytes)
-    return verdict.rule, f"keeping its {saved} costs less than computing it again would save"
 
 
 __all__ = ["Estimate", "decide"]

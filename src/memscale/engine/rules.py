@@ -23,6 +23,18 @@ from memscale.units import format_bytes
 
 CONSERVATIVE_TIME = 1.15
 
+WHY_KEPT = {
+    "least-peak-times-time": "computing it again costs more time than the memory is worth",
+    "least-peak": "forgetting it would not lower the peak",
+    "least-peak-within-1.15x": "computing it again would not lower the peak, or take too long",
+    "fastest-at-full-checkpointing": "the peak is at that of full checkpointing without it",
+    "fastest-that-fits": "the device has room for it",
+    "budget-fastest": "the budget has room for it",
+    "smallest-plan": "forgetting it would not lower the peak",
+    "forced": "forgetting it would not lower the peak",
+}
+"""Of each rule: why a block that could be recomputed is not."""
+
 
 @dataclass(frozen=True)
 class Point:
@@ -60,15 +72,13 @@ def choose(points: Sequence[Point], mode: OptimizationMode, budget: int | None, 
     fitting = [point for point in curve if point.estimate.peak_bytes <= capacity]
     smallest = min(points, key=_size)
     if not fitting:
-        needs = format_bytes(smallest.estimate.peak_bytes)
-        note = f"nothing fits: the smallest plan needs {needs}, the device has {format_bytes(capacity)}"
+        note = f"nothing fits: {_shortage(smallest, capacity)} than the device has ({format_bytes(capacity)})"
         return Verdict(smallest, "smallest-plan", (note,))
     if budget is not None:
         within = [point for point in fitting if point.estimate.peak_bytes <= budget]
         if within:
             return Verdict(within[0], "budget-fastest")
-        needs = format_bytes(smallest.estimate.peak_bytes)
-        note = f"no plan fits the budget of {format_bytes(budget)}: the smallest needs {needs}"
+        note = f"no plan fits the budget of {format_bytes(budget)}: {_shortage(smallest, budget)}"
         return Verdict(smallest, "smallest-plan", (note,))
     wanted, rule = _by_mode(points, curve, fitting, mode)
     if wanted.estimate.peak_bytes <= capacity:
@@ -78,6 +88,11 @@ def choose(points: Sequence[Point], mode: OptimizationMode, budget: int | None, 
         f"{format_bytes(capacity)}: the fastest plan that fits was taken"
     )
     return Verdict(fitting[0], "fastest-that-fits", (note,))
+
+
+def _shortage(smallest: Point, room: int) -> str:
+    needs = smallest.estimate.peak_bytes
+    return f"the smallest plan needs {format_bytes(needs)}, {format_bytes(needs - room)} more"
 
 
 def _size(point: Point) -> tuple[int, int, float]:

@@ -286,11 +286,13 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _bring_inputs(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    # Without kwargs if it is called once more after a hook before it has changed the plan, and so taken it off:
+    # the new plan's own hook does not run in this call, and offloaded layers bring their arguments themselves.
     executor = executor_of(model)
     device = None if executor is None else executor._homes.device
-    return None if device is None else bring_inputs(model, args, kwargs, device)
+    return None if device is None or kwargs is None else bring_inputs(args, kwargs, device)
 
 
 def _find(model: nn.Module, layer: LayerPlan, name: str) -> nn.Module:

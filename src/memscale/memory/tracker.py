@@ -15,7 +15,6 @@ is active.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
@@ -26,7 +25,11 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves
 
 from memscale.errors import ProfileError
@@ -260,7 +263,10 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
             elif kind is list or kind is tuple:
                 self._meet(value)
             elif isinstance(value, torch.Tensor):
-                self._claim(value, Category.INPUTS)
+                if self._has_parts(value):
+                    self._meet(_parts(value))
+                elif value.untyped_storage()._cdata not in live:
+                    self._claim(value, Category.INPUTS)
 
     def _follow_each(self, results: Iterable[Any], func: Any) -> None:
         for result in results:
@@ -480,9 +486,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The strided tensors that make up a sparse one, or one that is a wrapper around others."""
     if is_traceable_wrapper_subclass(tensor):
         return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    # To ask a sparse tensor for its parts is an operation, which no mode (not even this one) is to see.
-    plain = type(tensor) in (torch.Tensor, nn.Parameter)
-    with torch._C._DisableTorchDispatch() if plain else contextlib.nullcontext():
+    with _disable_current_modes():  # to ask a sparse tensor for its parts is an operation, too
         if tensor.layout is torch.sparse_coo:
             return [tensor._indices(), tensor._values()]
         if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -88,7 +88,9 @@ class Homes:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         ours = any(
-            id(parameter) in self._parameters for group in optimizer.param_groups for parameter in group["params"]
+            id(parameter) in self._parameters
+            for group in optimizer.param_groups
+            for parameter in group["params"]
         )
         if ours:
             self._optimizers.add(optimizer)
@@ -132,7 +134,9 @@ def relocate(parameter: nn.Parameter, device: torch.device) -> None:
         if _exchanges_data(parameter, moved):
             parameter.data = moved
         else:
-            torch.utils.swap_tensors(parameter, nn.Parameter(moved, parameter.requires_grad))
+            torch.utils.swap_tensors(  # type: ignore[no-untyped-call]
+                parameter, nn.Parameter(moved, parameter.requires_grad)
+            )
         if gradient is not None:
             parameter.grad = gradient.to(device)
 

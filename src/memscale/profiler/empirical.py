@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 
 from memscale.memory.allocator import CachingAllocator
 from memscale.memory.tracker import MemoryTracker
@@ -31,9 +30,9 @@ def profile_empirical(model: nn.Module, sample: Sample, *, reason: str) -> Model
     device = _device_of(model)
     blocks = find_blocks(model)
     allocators = {} if device.type == "cpu" else {device.type: CachingAllocator}
-    batch = _moved(sample, device)
+    batch = sample.on(device)
     with untouched(model), without_cache(model):
-        tracker = MemoryTracker(model, allocators=allocators)
+        tracker = MemoryTracker(model, *batch.tensors(), allocators=allocators)
         recorder = Recorder(tracker, device)
         named = [(block.name, [model.get_submodule(path) for path in block.members]) for block in blocks]
         with tracker, recorder.listening(named):
@@ -88,12 +87,3 @@ def _copy(buffer: torch.Tensor | None, copies: dict[int, torch.Tensor]) -> torch
 
 def _device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
-def _moved(sample: Sample, device: torch.device) -> Sample:
-    """The batch on the model's device, as the training loop will have it."""
-
-    def moved(leaf: object) -> object:
-        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
-
-    return Sample(_pytree.tree_map(moved, sample.args), _pytree.tree_map(moved, sample.kwargs))

@@ -34,6 +34,19 @@ class Sample:
         parts += [f"{name}={_shape(value)}" for name, value in self.kwargs.items() if _has_tensor(value)]
         return ", ".join(part for part in parts if part)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors of the batch."""
+        leaves = _pytree.tree_leaves((self.args, self.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def on(self, device: torch.device) -> Sample:
+        """The same batch on a device, as the training loop will have it."""
+
+        def moved(leaf: object) -> object:
+            return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+
+        return Sample(_pytree.tree_map(moved, self.args), _pytree.tree_map(moved, self.kwargs))
+
     def shapes(self) -> tuple[Any, ...]:
         """What two batches must share to be planned alike."""
         leaves = _pytree.tree_leaves((self.args, self.kwargs))

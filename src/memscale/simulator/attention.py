@@ -108,7 +108,7 @@ def fused_attention(
 
 
 @contextlib.contextmanager
-def as_on_cuda(capability: tuple[int, int]) -> Iterator[None]:
+def as_on_cuda(capability: tuple[int, int], dispatch_key: str = "AutogradPrivateUse1") -> Iterator[None]:
     """Inside the block the virtual device's attention takes CUDA's kernels."""
 
     def kernel(
@@ -134,6 +134,6 @@ def as_on_cuda(capability: tuple[int, int]) -> Iterator[None]:
             capability=capability,
         )
 
-    with operators("AutogradPrivateUse1") as implement:
+    with operators(dispatch_key) as implement:
         implement("scaled_dot_product_attention", kernel)
         yield

@@ -219,6 +219,20 @@ def register() -> None:
     _module = module
 
 
+def virtual_device() -> torch.device:
+    """The label that simulated tensors carry.
+
+    On a machine with a real CUDA device it is ``cuda``: fake CUDA tensors work there as they are, and a device
+    registered in the PrivateUse1 slot would stand before the real one in everything that asks torch for "the
+    accelerator" (autograd's streams among it). Elsewhere it is ``vgpu``. (The first case has not been run: the
+    project has no such machine.)
+    """
+    if torch.cuda.is_available() and not is_active():
+        return torch.device("cuda", 0)
+    register()
+    return torch.device(NAME, 0)
+
+
 def is_active() -> bool:
     """Whether a virtual device stands behind the name now."""
     return _active is not None

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from memscale.errors import SimulationError
+from memscale.simulator import known
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -39,7 +40,11 @@ def fake_tree(tree: Any, device: torch.device) -> Any:
     storages: dict[int, torch.Tensor] = {}
 
     def twin(leaf: Any) -> Any:
-        return _fake_twin(leaf, device, storages) if isinstance(leaf, torch.Tensor) else leaf
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        fake = _fake_twin(leaf, device, storages)
+        known.remember(fake, leaf)
+        return fake
 
     return _pytree.tree_map(twin, tree)
 

@@ -87,7 +87,9 @@ def answered_by(target: torch.device) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, names in ((torch.cuda, ANSWERED), (torch.accelerator, ANSWERED_BY_ACCELERATOR)):
             for name in filter(partial(hasattr, owner), names.split()):
-                stack.enter_context(attribute(owner, name, getattr(module, name)))
+                # The compiler keeps books of functions and takes no one function under two names.
+                answer = getattr(module, name) if owner is torch.cuda else partial(getattr(module, name))
+                stack.enter_context(attribute(owner, name, answer))
         stack.enter_context(attribute(torch.amp.autocast_mode.autocast, "__init__", autocast_init))
         stack.enter_context(attribute(torch.amp.grad_scaler.GradScaler, "__init__", scaler_init))
         stack.enter_context(attribute(torch.nn.Module, "cuda", to_target))

@@ -35,8 +35,6 @@ CROSS_DEVICE = {
     "copy_",
     "_to_copy",
     "_unsafe_index",
-    "_ctc_loss",
-    "_ctc_loss_backward",
 }
 
 

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from memscale.errors import SimulationError
+from memscale.simulator import known
 from memscale.simulator.kernels import gru_cell, gru_cell_backward
 from memscale.simulator.patches import attribute
 from memscale.simulator.tracking import DeviceTracker, op_name
@@ -73,6 +75,11 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `__init_
         return self  # a copied tensor (nn.TransformerEncoder copies its layer) belongs to the same mode
 
 
+def is_simulating() -> bool:
+    """Are tensors made here and now fake?"""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
     """The device's tracker, with answers for the few operations that need data or a device."""
 
@@ -99,6 +106,7 @@ class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__ini
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if isinstance(result, FakeTensor) and result.numel() == 1:
             _remember_value(result, name, args)
+        known.follow(result, func, name, args, kwargs)
         return result
 
     def _device_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.device | None:
@@ -156,6 +164,24 @@ def _remember_value(result: FakeTensor, name: str, args: tuple[Any, ...]) -> Non
         value = getattr(args[0], "_memscale_value", None)
     # An operation in place on a scalar makes an old value void.
     result._memscale_value = value if isinstance(value, (bool, int, float)) else None  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def saving_refused() -> Iterator[None]:
+    """``torch.save`` says why there is nothing to save."""
+    save = torch.save
+
+    def checked_save(thing: Any, *args: Any, **kwargs: Any) -> None:
+        tensors = thing.parameters() if isinstance(thing, nn.Module) else tree_leaves(thing)
+        if any(isinstance(each, FakeTensor) for each in tensors):
+            raise SimulationError(
+                "torch.save inside a simulation: its tensors have no data, so there is nothing to save. "
+                "Leave saving out of what is simulated."
+            )
+        save(thing, *args, **kwargs)
+
+    with attribute(torch, "save", checked_save):
+        yield
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from memscale.hardware import GpuSpec, find_gpu
 from memscale.memory.allocator import CachingAllocator, ExactAllocator
 from memscale.simulator import attention, autocast, backend, cuda_names, patches
 from memscale.simulator.copies import fake_copy, fake_tree
-from memscale.simulator.fake import FakeMode, StepTracker, module_conversion
+from memscale.simulator.fake import FakeMode, StepTracker, is_simulating, module_conversion, saving_refused
 from memscale.simulator.guard import errors_after_backward
 from memscale.simulator.workspace import workspace_bytes
 from memscale.units import parse_bytes
@@ -124,12 +124,13 @@ def simulate(on: str | int | GpuSpec = "RTX 3090", *, device: str = backend.NAME
     """
     if device not in (backend.NAME, "cpu"):
         raise SimulationError(f"simulate(device={device!r}): allowed are {backend.NAME!r} and 'cpu'.")
+    if is_simulating():
+        raise SimulationError("A simulation is running already; leave its block before you open another.")
     name, capacity, capability = _resolve(on)
     target = torch.device("cpu") if device == "cpu" else None
     with contextlib.ExitStack() as stack:
         if target is None:
-            backend.register()
-            target = torch.device(backend.NAME, 0)
+            target = backend.virtual_device()
         simulation = Simulation(name, capacity, capability, target)
         if target.type == backend.NAME and backend.is_active():
             stack.enter_context(backend.activate(simulation))  # its kernels and names are installed already
@@ -138,7 +139,10 @@ def simulate(on: str | int | GpuSpec = "RTX 3090", *, device: str = backend.NAME
             stack.enter_context(attention.as_on_cuda(capability))
             stack.enter_context(autocast.as_on_cuda())
             stack.enter_context(cuda_names.answered_by(target))
+        elif target.type == "cuda":
+            stack.enter_context(attention.as_on_cuda(capability, "AutogradCUDA"))
         stack.enter_context(module_conversion())
+        stack.enter_context(saving_refused())
         stack.enter_context(patches.swap_on_conversion())
         stack.enter_context(patches.foreach_by_default(FakeTensor))
         stack.enter_context(patches.transformers_masks())

@@ -65,6 +65,7 @@ class StreamedForward(ReplacedForward):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
+        args, kwargs = bring_inputs(args, kwargs, self._device)
         copies = WorkingCopies(list(module.modules()), self._device)
         with copies.in_place():
             if self._recomputed or not torch.is_grad_enabled():
@@ -73,14 +74,16 @@ class StreamedForward(ReplacedForward):
                 return forward(*args, **kwargs)
 
 
-def bring_inputs(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def bring_inputs(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> tuple[Any, Any]:
     """The arguments of a call with the tensors that are still on the host brought to the device."""
 
     def brought(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
+        if (
+            isinstance(leaf, torch.Tensor)
+            and leaf.device.type == "cpu"
+            and not isinstance(leaf, nn.Parameter)
+        ):
             return leaf.to(device, non_blocking=True)
         return leaf
 
-    return tree_map(brought, args), tree_map(brought, kwargs)
+    return tree_map(brought, (args, kwargs)) if device.type != "cpu" else (args, kwargs)

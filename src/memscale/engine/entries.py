@@ -1,0 +1,82 @@
+"""The plan's entries: what each block gets, with the rule that decided and the reason in words and numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from memscale.config import Config
+from memscale.engine.choices import PLAIN, Choice, called_blocks, can_recompute
+from memscale.engine.cost import Clock
+from memscale.engine.rules import WHY_KEPT, Verdict
+from memscale.execution_plan import Checkpointing, LayerPlan
+from memscale.profiler.profile import BlockProfile, ModelProfile
+from memscale.units import format_bytes
+
+DIGITS = 9  # of seconds
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Writes the entries of one plan."""
+
+    verdict: Verdict
+    clock: Clock
+    config: Config
+
+    def of(self, profile: ModelProfile) -> tuple[LayerPlan, ...]:
+        """One entry per block, in model order."""
+        names = [block.name for block in called_blocks(profile)]
+        choices = dict(zip(names, self.verdict.point.candidate.choices, strict=True))
+        return tuple(self._entry(block, choices.get(block.name, PLAIN)) for block in profile.blocks)
+
+    def _entry(self, block: BlockProfile, choice: Choice) -> LayerPlan:
+        layer = self._recomputed(block, choice) if choice.recompute else self._kept(block)
+        if not self.verdict.point.candidate.offloaded or not block.used_bytes or block.order < 0:
+            return layer
+        home = block.parameter_bytes + block.gradient_bytes + block.optimizer_bytes
+        reason = f"{format_bytes(home)} of parameters, gradients and Adam state live on the host"
+        moving = (2 * block.used_bytes + block.gradient_bytes) / self.clock.link_per_second
+        return replace(
+            layer,
+            techniques=("offloading", *layer.techniques),
+            rule=self.verdict.rule,
+            reason=f"{reason}; {layer.reason}" if layer.techniques else reason,
+            saved_bytes=layer.saved_bytes + home,
+            extra_seconds=round(layer.extra_seconds + moving, DIGITS),
+        )
+
+    def _recomputed(self, block: BlockProfile, choice: Choice) -> LayerPlan:
+        held = choice.kept_bytes * block.calls
+        freed = block.saved_bytes - held + (block.boundary_bytes if choice.chained else 0)
+        reason = f"forgets {format_bytes(block.saved_bytes)} after forward and computes it again in backward"
+        if choice.keep:
+            kept = ", ".join(op.key.removeprefix("aten.") for op in choice.keep)
+            reason += f", but keeps {kept} ({format_bytes(held)}), dear to compute and cheap to keep"
+        if choice.chained:
+            reason += f"; its input ({format_bytes(block.boundary_bytes)}) comes from the block before"
+        return LayerPlan(
+            name=block.name,
+            members=block.members,
+            techniques=("checkpointing",),
+            rule=self.verdict.rule,
+            reason=reason,
+            saved_bytes=freed,
+            extra_seconds=round(self.clock.recompute(block, choice.kept_flops), DIGITS),
+            checkpointing=Checkpointing(tuple(sorted(op.key for op in choice.keep)), choice.chained),
+        )
+
+    def _kept(self, block: BlockProfile) -> LayerPlan:
+        rule, reason = self._why_kept(block)
+        return LayerPlan(block.name, block.members, (), rule, reason)
+
+    def _why_kept(self, block: BlockProfile) -> tuple[str, str]:
+        if block.has_own_checkpointing:
+            return "already-checkpointed", "the model checkpoints this block by itself"
+        if block.order < 0:
+            return "not-called", "forward does not call it"
+        if not can_recompute(block):
+            return "nothing-to-save", "its forward leaves nothing for backward but its inputs and outputs"
+        keeps = f"keeps {format_bytes(block.saved_bytes)}"
+        if not self.config.enable_checkpointing:
+            return "checkpointing-off", f"{keeps}, as enable_checkpointing is off"
+        return self.verdict.rule, f"{keeps}: {WHY_KEPT[self.verdict.rule]}"
