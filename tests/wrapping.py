@@ -17,6 +17,7 @@ from memscale import Config, MemoryTracker
 from memscale.profiler.build import backward_targets
 
 QUIET = Config(enable_logging=False)
+aten = torch.ops.aten
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
@@ -29,28 +30,28 @@ def tensors(batch: Batch) -> list[torch.Tensor]:
 
 
 class Work(TorchDispatchMode):
-    """Counts floating-point operations; of a fused LSTM layer, which no formula is known for, one a call."""
+    """Counts kernels that compute, and the floating-point operations of those that compute much."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.done = 0
+        self.kernels = 0
+        self.flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.kernels += not func.is_view and func not in (aten.detach.default, aten.alias.default)
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
-            self.done += formula(*args, **(kwargs or {}), out_val=result)
-        elif func._overloadpacket is torch.ops.aten.mkldnn_rnn_layer:
-            self.done += 1
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
 
 
-def work_of(family: Family, model: nn.Module) -> int:
+def work_of(family: Family, model: nn.Module) -> Work:
     """What one training step computes."""
     with Work() as work:
         family.loss(model, family.batch()).backward()
     model.zero_grad()
-    return work.done
+    return work
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,9 @@ def test_a_process_that_ends_leaves_nothing(tmp_path, end, code):
     child = start(tmp_path, end)
     _, stderr = child.communicate(timeout=120)
     assert child.returncode == code, stderr
-    assert "crash" in stderr or not stderr
+    # What still runs at exit is told that the engine is closed; anything else would be a crash of its own.
+    assert "crash" in stderr or "The offload engine is closed" in stderr or not stderr
+    assert "Fatal" not in stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -30,35 +30,43 @@ class PlanInLog(TrainerCallback):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         plan = self._plan()
-        if plan is None or plan is self._logged:
+        if plan is None or plan is self._logged or logs is None:
             return
         self._logged = plan  # the first batch may have made a new plan
-        self._log(
+        values = _named(
             baseline_peak_gib=plan.baseline_peak_bytes / GIB,
             predicted_peak_gib=plan.predicted_peak_bytes / GIB,
             predicted_time_ratio=plan.predicted_time_ratio,
             layers_optimized=sum(bool(layer.techniques) for layer in plan.layers),
         )
+        # Into the entry that is being logged: an entry of our own would make the Trainer leave out its next one.
+        logs.update(values)
+        if state.log_history:
+            state.log_history[-1].update(values)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._plan() is None:
             return
         if args.device.type == "cuda":
-            self._log(measured_peak_gib=torch.cuda.max_memory_allocated(args.device) / GIB)
+            measured = _named(measured_peak_gib=torch.cuda.max_memory_allocated(args.device) / GIB)
         else:
-            self._log(measured_process_peak_gib=peak_rss_bytes() / GIB)
+            measured = _named(measured_process_peak_gib=peak_rss_bytes() / GIB)
+        trainer = self._trainer()
+        if trainer is not None:
+            trainer.log(measured)
 
     def _plan(self) -> Plan | None:
         trainer = self._trainer()
         executor = None if trainer is None else vars(trainer.model).get("_memscale_executor")
         return None if executor is None else executor.plan
 
-    def _log(self, **values: float) -> None:
-        trainer = self._trainer()
-        if trainer is not None:
-            trainer.log({f"{PREFIX}{name}": round(value, 4) for name, value in values.items()})
+
+def _named(**values: float) -> dict[str, float]:
+    return {f"{PREFIX}{name}": round(value, 4) for name, value in values.items()}
 
 
 def wrap_trainer(trainer: Trainer, wrap_model: Callable[[torch.nn.Module], None]) -> None:

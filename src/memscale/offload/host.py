@@ -67,6 +67,7 @@ class HostTier(Tier[_Place]):
             )
         self._capacity = read_host().available_ram_bytes if capacity is None else capacity
         pinned = self._engine.pinned_pool_bytes
+        self._owns_pool = pool is None
         self._pool = pool or PinnedPool(self._capacity if pinned is None else min(pinned, self._capacity))
         self._unpinned = 0  # bytes outside the pool
 
@@ -85,7 +86,8 @@ class HostTier(Tier[_Place]):
 
     def close(self) -> None:
         super().close()
-        self._pool.close()
+        if self._owns_pool:
+            self._pool.close()
 
     def _claim(self, piece: Piece[_Place]) -> _Place:
         if piece.device.type == "cuda" and not piece.fake:

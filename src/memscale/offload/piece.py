@@ -98,21 +98,22 @@ class Piece(Generic[PlaceT]):
             if transfer is not None:
                 transfer.finish()
 
-    def forget_source(self) -> None:
-        self.source = None
+    def forget_source(self) -> TransferError | None:
+        """Its bytes are safe, unless they may be half old and half new: then that is returned.
 
-    def began_read(self, read: Transfer[torch.Tensor]) -> None:
-        if not read.done():
-            self._reads.append(read)
-
-    def check_unchanged(self, source: torch.Tensor) -> None:
-        """Refuse bytes that may be half old and half new. See Note [Sources must not change]."""
-        if self._version is not None and _version(source) != self._version:
+        See Note [Sources must not change].
+        """
+        source, self.source = self.source, None
+        if source is not None and self._version is not None and _version(source) != self._version:
             self.torn = TransferError(
                 f"A tensor of {self.numel} {str(self.dtype).removeprefix('torch.')} was changed in place "
                 "while it was being stored. Change it after flush(), or store a clone of it."
             )
-            raise self.torn
+        return self.torn
+
+    def began_read(self, read: Transfer[torch.Tensor]) -> None:
+        if not read.done():
+            self._reads.append(read)
 
     def hand_out(self, ticket: Ticket, flat: torch.Tensor, device: torch.device) -> torch.Tensor:
         """The ticket's tensor over a run that was loaded for it."""

@@ -40,6 +40,7 @@ class Job(Transfer[T]):
         self._work: Callable[[], T] | None = work
         self._state = state
         self._over = threading.Event()
+        self._ended = False
         self._value: T | None = None
         self._error: BaseException | None = None
         self._calls: list[tuple[Callable[[], None], Callable[[BaseException], None]]] = []
@@ -64,10 +65,11 @@ class Job(Transfer[T]):
     def _end(self) -> None:
         self._work = None  # it holds the tensors it worked on
         with self._lock:
-            self._over.set()
+            self._ended = True
             calls, self._calls = self._calls, []
         for done, failed in calls:
             self._tell(done, failed)
+        self._over.set()  # last: who waited for it sees what they did
 
     def done(self) -> bool:
         return self._over.is_set()
@@ -87,7 +89,7 @@ class Job(Transfer[T]):
 
     def then(self, done: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
         with self._lock:
-            if not self._over.is_set():
+            if not self._ended:
                 self._calls.append((done, failed))
                 return
         self._tell(done, failed)

@@ -1,0 +1,152 @@
+"""A real Hugging Face Trainer, wrapped: the same losses, checkpoints that resume anywhere, less memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import memscale
+from memscale import Config, MemoryTracker
+from memscale.memory.record import Category
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB, LENGTH, STEPS = 97, 16, 10
+QUIET = Config(mode="aggressive", enable_logging=False)  # so that a tiny model gets techniques, too
+
+
+class Tokens(Dataset):
+    """Random tokens, the same each time."""
+
+    def __init__(self, count: int) -> None:
+        self._ids = torch.randint(1, VOCAB, (count, LENGTH), generator=torch.Generator().manual_seed(5))
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self._ids[index], "labels": self._ids[index]}
+
+
+def build(family: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    if family == "gpt2":
+        config = transformers.GPT2Config(
+            n_embd=32,
+            n_layer=3,
+            n_head=2,
+            vocab_size=VOCAB,
+            n_positions=LENGTH,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        return transformers.GPT2LMHeadModel(config)
+    config = transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64, vocab_size=VOCAB
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def make_trainer(family: str, where: Path, **options: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "output_dir": str(where),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 5,
+        "save_steps": 5,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 3,
+        "lr_scheduler_type": "linear",
+    }
+    return transformers.Trainer(
+        model=build(family),
+        args=transformers.TrainingArguments(**(arguments | options)),
+        train_dataset=Tokens(64),
+        eval_dataset=Tokens(8),
+    )
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def eval_losses(trainer: Any) -> list[float]:
+    return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_a_wrapped_trainer_trains_like_a_plain_one(family: str, tmp_path: Path) -> None:
+    plain = make_trainer(family, tmp_path / "plain")
+    plain.train()
+    trainer = make_trainer(family, tmp_path / "wrapped")
+    callbacks = list(map(type, trainer.callback_handler.callbacks))
+    assert memscale.wrap(trainer, QUIET) is trainer
+    trainer.train()
+
+    assert len(losses(trainer)) == STEPS
+    assert losses(trainer) == losses(plain)
+    assert eval_losses(trainer) == eval_losses(plain)
+    for (name, expected), (_, got) in zip(
+        plain.model.named_parameters(), trainer.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(expected, got), name
+
+    logged = {key for entry in trainer.state.log_history for key in entry if key.startswith("memscale/")}
+    assert {"memscale/predicted_peak_gib", "memscale/baseline_peak_gib"} <= logged
+    assert any("measured" in key for key in logged)
+    plan = trainer.model._memscale_executor.plan
+    assert any(layer.techniques for layer in plan.layers)
+    assert f"[2, {LENGTH}]" in plan.batch  # made from the first training batch
+
+    # The checkpoint in the middle resumes in a plain Trainer, and the rest of the run is the same.
+    resumed = make_trainer(family, tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "wrapped" / "checkpoint-5"))
+    assert losses(resumed)[-5:] == losses(plain)[-5:]
+
+    memscale.detach(trainer)
+    assert list(map(type, trainer.callback_handler.callbacks)) == callbacks
+    assert "_memscale_executor" not in vars(trainer.model)
+
+
+def test_activations_are_fewer(tmp_path: Path) -> None:
+    peaks = []
+    for wrapped in (False, True):
+        trainer = make_trainer(
+            "gpt2", tmp_path / str(wrapped), eval_strategy="no", save_strategy="no", max_steps=3
+        )
+        if wrapped:
+            sample = {key: value[None].repeat(2, 1) for key, value in Tokens(1)[0].items()}
+            memscale.wrap(trainer, QUIET, sample)
+        with MemoryTracker(trainer.model) as tracker:
+            trainer.train()
+        line = dict(tracker.timeline("cpu").series)
+        peaks.append(max(line[Category.ACTIVATIONS]))
+    assert peaks[1] < peaks[0] / 2
+
+
+def test_gradient_checkpointing_of_its_own_is_recognised(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        "gpt2", tmp_path, gradient_checkpointing=True, eval_strategy="no", save_strategy="no", max_steps=2
+    )
+    memscale.wrap(trainer, QUIET)
+    forwards: list[int] = []
+
+    def count(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if type(inputs[0]) is torch.Tensor:  # not a rehearsal with fake tensors
+            forwards.append(1)
+
+    trainer.model.transformer.h[1].register_forward_pre_hook(count)
+    trainer.train()
+    assert len(forwards) == 2 * 2 * 2  # steps, accumulated batches, forward and once again in backward
+    plan = trainer.model._memscale_executor.plan
+    assert plan.layer("transformer.h.1").rule == "already-checkpointed"
