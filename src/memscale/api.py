@@ -157,8 +157,8 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
     hardware = _hardware(model, None, config)
     decided = _plan(model, sample_input, config, hardware)
     follow = plan_from_first_batch if sample_input is None else None
-    _attach(Executor(model, decided, config, on_training_batch=follow))
-    with speaking(config) as log:
+    with speaking(config) as log:  # first: a log file that cannot be opened leaves the model as it is
+        _attach(Executor(model, decided, config, on_training_batch=follow))
         say_plan(log, decided, hardware)
 
 

@@ -16,7 +16,12 @@ from memscale.execution_plan import Plan
 from memscale.hardware import Hardware
 from memscale.prediction import Step, measure, predict
 from memscale.profiler import ModelProfile, Place, Sample, find_blocks, profile_model
+from memscale.profiler.cache import uses_cache
+from memscale.profiler.static import profile_static
 from memscale.recompute.rng import RngState
+
+
+DEEP = 24  # equal blocks beyond the two that the profile runs, from which on a plain step is not simulated
 
 
 def make_plan(model: nn.Module, sample: Sample | None, config: Config, hardware: Hardware) -> Plan:
@@ -53,6 +58,8 @@ def _rehearsed(model: nn.Module, sample: Sample, config: Config, hardware: Hardw
         return decide_by_structure(model, find_blocks(model), hardware, config, notes=(note,))
     plan = decide(profile, hardware, config)
     try:
+        if profile.source == "static" and profile.blocks_left_out >= DEEP:
+            return _predicted_in_part(model, plan, profile, sample, config, hardware)
         if profile.source == "static":
             return predict(model, plan, sample, place, config)
         return _measured(model, plan, profile, sample, config, hardware)
@@ -60,6 +67,19 @@ def _rehearsed(model: nn.Module, sample: Sample, config: Config, hardware: Hardw
         how = "simulated" if profile.source == "static" else "run"
         note = f"the plan could not be {how} ({type(error).__name__}), its peak is an estimate"
         return replace(plan, notes=(*plan.notes, *_way(profile), note))
+
+
+def _predicted_in_part(
+    model: nn.Module, plan: Plan, profile: ModelProfile, sample: Sample, config: Config, hardware: Hardware
+) -> Plan:
+    """Simulate the plan alone: what the plain step of a deep model needs follows from a few of its blocks."""
+    place = Place.of(hardware.device)
+    if uses_cache(model):
+        profile = profile_static(model, sample, place, with_cache=True)
+    as_it_is = decide(profile, hardware, Config(enable_checkpointing=False, enable_offloading=False))
+    plain = Step(as_it_is.baseline_peak_bytes, as_it_is.baseline_saved_bytes)
+    note = f"the plain step was not simulated: its figures follow from {profile.reason}"
+    return predict(model, replace(plan, notes=(*plan.notes, note)), sample, place, config, plain)
 
 
 def _measured(

@@ -36,7 +36,9 @@ class Step:
     saved_bytes: int
 
 
-def predict(model: nn.Module, plan: Plan, sample: Sample, place: Place, config: Config) -> Plan:
+def predict(
+    model: nn.Module, plan: Plan, sample: Sample, place: Place, config: Config, plain: Step | None = None
+) -> Plan:
     """The plan with the simulated figures of the plain step and of the step under the plan.
 
     Args:
@@ -45,11 +47,12 @@ def predict(model: nn.Module, plan: Plan, sample: Sample, place: Place, config: 
         sample: how the model is called.
         place: the device to simulate.
         config: the user's settings, which the executor reads.
+        plain: the plain step, if it is known already.
 
     Raises:
         Exception: whatever the model raises on fake tensors.
     """
-    plain = _simulated(model, None, sample, place)
+    plain = plain or _simulated(model, None, sample, place)
     planned = _simulated(model, plan, sample, place, _quiet(config))
     return _filled_in(plan, plain, planned, "simulated")
 

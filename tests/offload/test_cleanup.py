@@ -48,11 +48,7 @@ def start(tmp_path, end):
         ("tier.close(); engine.close()", 0),
         ("raise RuntimeError('crash')", 1),
         ("sys.exit(3)", 3),
-        (
-            "threading.Thread(target=lambda: [tier.store(torch.ones(9)) for _ in range(99)], "
-            "daemon=True).start()",
-            0,
-        ),
+        ("threading.Thread(target=lambda: [tier.store(torch.ones(9)) for _ in range(99)]).start()", 0),
     ],
     ids=["end", "flushed", "closed", "crash", "exit", "in use"],
 )
@@ -60,9 +56,7 @@ def test_a_process_that_ends_leaves_nothing(tmp_path, end, code):
     child = start(tmp_path, end)
     _, stderr = child.communicate(timeout=120)
     assert child.returncode == code, stderr
-    # What still runs at exit is told that the engine is closed; anything else would be a crash of its own.
-    assert "crash" in stderr or "The offload engine is closed" in stderr or not stderr
-    assert "Fatal" not in stderr
+    assert "crash" in stderr or not stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from memscale.config import AsyncOffloadConfig
-from memscale.errors import TierFullError
+from memscale.errors import TierFullError, TransferError
 from memscale.offload import streams
 from memscale.offload.disk import DiskTier
 from memscale.offload.engine import AsyncEngine
@@ -164,6 +164,17 @@ def test_what_is_still_on_the_device_is_copied_there(cuda, engine):
         LOG.clear()
         assert bool((tier.load(ticket).as_subclass(torch.Tensor) == 1).all())
         assert LOG == ["compute: copy up"]
+
+
+def test_a_tensor_that_is_changed_before_the_copy_is_settled_is_an_error(cuda, engine):
+    with HostTier(2**20, engine=engine, pool=pool_of(2**20)) as tier:
+        tensor = on_cuda(1000)
+        ticket = tier.store(tensor)
+        tensor.add_(1)
+        with pytest.raises(TransferError, match="changed in place"):
+            tier.flush()
+        with pytest.raises(TransferError, match="changed in place"):
+            tier.load(ticket)
 
 
 def test_the_host_waits_only_if_it_reads_itself(cuda, engine):

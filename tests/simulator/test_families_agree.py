@@ -66,7 +66,10 @@ def test_peaks_and_losses(family):
     with simulate("24GiB", device="cpu") as host:
         train(family, "cpu")
     assert simulation.peak_bytes - gpu.peak_bytes == expected.device_bytes
-    assert host.peak_bytes - host_peak == expected.host_bytes
+    if expected.host_bytes == "fewer":
+        assert host.peak_bytes < host_peak
+    else:
+        assert host.peak_bytes - host_peak == expected.host_bytes
     assert host.peak_bytes == host.host_peak_bytes
 
 

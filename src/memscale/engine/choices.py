@@ -56,8 +56,11 @@ def called_blocks(profile: ModelProfile) -> tuple[BlockProfile, ...]:
 
 
 def can_recompute(block: BlockProfile) -> bool:
-    """Recomputing pays only where forward leaves something; a block that recomputes itself is left alone."""
-    return block.saved_bytes > 0 and not block.has_own_checkpointing
+    """Recomputing pays only where forward leaves something, and is possible only from inputs that stay.
+
+    A block that recomputes itself is left alone.
+    """
+    return block.saved_bytes > 0 and not block.has_own_checkpointing and not block.changes_input
 
 
 def can_chain(before: BlockProfile, block: BlockProfile) -> bool:

@@ -48,12 +48,11 @@ class Entries:
     def _recomputed(self, block: BlockProfile, choice: Choice) -> LayerPlan:
         held = choice.kept_bytes * block.calls
         freed = block.saved_bytes - held + (block.boundary_bytes if choice.chained else 0)
-        reason = f"forgets {format_bytes(block.saved_bytes)} after forward and computes it again in backward"
+        reason = f"holds {format_bytes(block.saved_bytes)} for backward, recomputed instead"
         if choice.keep:
-            kept = ", ".join(op.key.removeprefix("aten.") for op in choice.keep)
-            reason += f", but keeps {kept} ({format_bytes(held)}), dear to compute and cheap to keep"
+            reason += f"; keeps {format_bytes(held)} that are dear to compute"
         if choice.chained:
-            reason += f"; its input ({format_bytes(block.boundary_bytes)}) comes from the block before"
+            reason += f"; input ({format_bytes(block.boundary_bytes)}) from the block before"
         return LayerPlan(
             name=block.name,
             members=block.members,
@@ -74,8 +73,10 @@ class Entries:
             return "already-checkpointed", "the model checkpoints this block by itself"
         if block.order < 0:
             return "not-called", "forward does not call it"
+        if block.changes_input:
+            return "changes-its-input", "its forward writes into its input, so that it can't be run again from it"
         if not can_recompute(block):
-            return "nothing-to-save", "its forward leaves nothing for backward but its inputs and outputs"
+            return "nothing-to-save", "holds only its inputs and outputs"
         keeps = f"keeps {format_bytes(block.saved_bytes)}"
         if not self.config.enable_checkpointing:
             return "checkpointing-off", f"{keeps}, as enable_checkpointing is off"

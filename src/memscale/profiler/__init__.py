@@ -42,34 +42,33 @@ def profile_model(
     Raises:
         ProfileError: neither way worked, with the reasons.
     """
-    why_not_static = "switched off by use_static_profiling=False"
+    why_not_static = "use_static_profiling=False"
     if static:
         try:
             return profile_static(model, sample, place)
         except Exception as error:
-            why_not_static = f"{type(error).__name__}: {_first_line(error)}"
+            why_not_static = f"fake tensors failed: {type(error).__name__}: {_first_line(error)}"
+    name = type(model).__name__
     if not empirical:
         raise ProfileError(
-            f"{type(model).__name__} can't be profiled without running it ({why_not_static}), and a real run is "
-            "switched off by use_empirical_fallback=False. Check that sample_input is what the model takes in "
-            "training, or allow the fallback."
+            f"{name} can't be profiled without running it ({why_not_static}), and a real run is switched off "
+            "by use_empirical_fallback=False. Check that sample_input is what the model takes in training, or "
+            "allow the fallback."
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ProfileError(
-            f"{type(model).__name__} can't be profiled without running it ({why_not_static}), and it can't be "
-            "run while its weights are on the meta device. Check sample_input, or materialise the model first."
+            f"{name} can't be profiled without running it ({why_not_static}), and it can't be run while its "
+            "weights are on the meta device. Check sample_input, or materialise the model first."
         )
     try:
-        return profile_empirical(
-            model, sample, reason=f"a real run, as fake tensors failed: {why_not_static}"
-        )
+        return profile_empirical(model, sample, reason=f"a real run ({why_not_static})")
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         raise ProfileError(
-            f"{type(model).__name__} does not run on the sample: {type(error).__name__}: {_first_line(error)}. "
-            f"The sample was: {sample.describe() or 'no tensors'}. Pass as sample_input what you pass to the "
-            "model in training."
+            f"{name} does not run on the sample: {type(error).__name__}: {_first_line(error)}. The sample "
+            f"was: {sample.describe() or 'no tensors'}. Pass as sample_input what you pass to the model in "
+            "training."
         ) from error
 
 

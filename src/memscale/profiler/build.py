@@ -113,6 +113,7 @@ def build_profile(
         other_flops=step.other_flops,
         other_traffic=step.other_traffic,
         peak_bytes=0 if stand_ins else step.peak,
+        blocks_left_out=len(stand_ins),
     )
 
 
@@ -200,6 +201,7 @@ def _block_profile(
             for member in block.members
             for name in own_checkpointing
         ),
+        changes_input=record.changes_input,
         ops=tuple(record.ops),
     )
 

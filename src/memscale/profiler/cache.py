@@ -9,17 +9,24 @@ from typing import Any
 from torch import nn
 
 
+def uses_cache(model: nn.Module) -> bool:
+    """Whether a part of a Hugging Face model makes a cache unless it is told not to."""
+    return bool(_configs(model))
+
+
 @contextlib.contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
     """``config.use_cache`` is off in every part of a Hugging Face model that has it, inside the block."""
-    switched_off: list[Any] = []
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", None) is True:
-            config.use_cache = False
-            switched_off.append(config)
+    switched_off = _configs(model)
+    for config in switched_off:
+        config.use_cache = False
     try:
         yield
     finally:
         for config in switched_off:
             config.use_cache = True
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return [config for config in configs if getattr(config, "use_cache", None) is True]

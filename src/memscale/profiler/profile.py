@@ -62,6 +62,8 @@ class BlockProfile:
         backward_traffic: bytes that backward's operations read and write.
         has_own_checkpointing: the model recomputes this block by itself already.
         ops: the operations worth keeping, if the block is recomputed.
+        changes_input: its forward writes into its own inputs (an in-place activation first), so that it can't be
+            run again from them.
     """
 
     name: str
@@ -86,6 +88,7 @@ class BlockProfile:
     backward_traffic: int
     has_own_checkpointing: bool
     ops: tuple[OpProfile, ...]
+    changes_input: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ class ModelProfile:
         other_flops: floating-point operations of a step outside of the blocks.
         other_traffic: bytes read and written outside of the blocks.
         peak_bytes: the step's peak, as the profile's own run saw it; 0 if the run was of a shortened model.
+        blocks_left_out: how many blocks did not run, and have the figures of an equal one.
     """
 
     blocks: tuple[BlockProfile, ...]
@@ -124,6 +128,7 @@ class ModelProfile:
     other_flops: int
     other_traffic: int
     peak_bytes: int
+    blocks_left_out: int = 0
 
     def block(self, name: str) -> BlockProfile:
         """One block by name."""

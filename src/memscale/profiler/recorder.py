@@ -8,6 +8,7 @@ running by autograd's sequence numbers.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ class BlockRecord:
 
     calls: int = 0
     order: int = -1
+    changes_input: bool = False
     saved: int = 0
     boundary: int = 0
     output: int = 0
@@ -86,9 +88,11 @@ class Recorder:
         self._device = device
         self._running: list[str] = []
         self._entered: list[int] = []  # the tracker's clock at each running block's entry
+        self._inputs: list[list[tuple[weakref.ref[torch.Tensor], int]]] = []
         self._counts: list[dict[str, int]] = []
         self._spans: list[tuple[int, str | None]] = []
-        self._outputs: set[int] = set()  # storages that a block has handed out
+        # Storages that a block has handed out; weakly, as the address of one that died is given to another.
+        self._outputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._between = 0  # the peak outside of blocks since the last one
         self._last_backward: BlockRecord | None = None
 
@@ -133,9 +137,14 @@ class Recorder:
             record.order = sum(other.order >= 0 for other in self.step.blocks.values())
         record.calls += 1
         if record.calls == 1:
-            record.boundary = sum(self._bytes_of(key) for key in _storages(inputs) if key in self._outputs)
+            record.boundary = sum(
+                self._tracker.bytes_of_storage(key)
+                for key, storage in _storages(inputs).items()
+                if key in self._outputs and self._outputs[key]() is storage
+            )
         record.forward_peak = max(record.forward_peak, self._between)
         self._between = 0
+        self._inputs.append([(weakref.ref(each), each._version) for each in Tree.of(inputs).tensors()])
         self._running.append(name)
         self._counts.append({})
         self._entered.append(self._tracker.clock)
@@ -147,11 +156,13 @@ class Recorder:
         self._running.pop()
         self._counts.pop()
         record = self.step.blocks[name]
+        alive = ((reference(), version) for reference, version in self._inputs.pop())
+        record.changes_input |= any(each is not None and each._version != version for each, version in alive)
         outputs = _storages(output)
         made = self._tracker.alive_since(self._entered.pop(), self._device)
         record.saved += sum(size for key, size in made.items() if key not in outputs)
         record.output = sum(size for key, size in made.items() if key in outputs)
-        self._outputs.update(outputs)
+        self._outputs.update({key: weakref.ref(storage) for key, storage in outputs.items()})
         self._span()
 
     def _span(self) -> None:
@@ -203,9 +214,6 @@ class Recorder:
         # Workspaces stay for good: in the first block that needs one they would look like its own memory.
         return self._tracker.live_bytes(self._device) - self._tracker.workspace_bytes(self._device)
 
-    def _bytes_of(self, key: int) -> int:
-        return self._tracker.bytes_of_storage(key)
-
 
 class _Enter:
     """A forward pre-hook for one block."""
@@ -227,8 +235,9 @@ class _Leave:
         self._recorder.leave(self._name, output)
 
 
-def _storages(tree: Any) -> set[int]:
-    return {tensor.untyped_storage()._cdata for tensor in Tree.of(tree).tensors()}
+def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
+    storages = [tensor.untyped_storage() for tensor in Tree.of(tree).tensors()]
+    return {storage._cdata: storage for storage in storages}
 
 
 def _bytes(tree: Any) -> int:

@@ -10,6 +10,7 @@ model does not run without its other blocks (a U-Net's skip connections), it is 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -28,8 +29,16 @@ from memscale.profiler.sample import Sample
 KEPT_OF_EQUAL = 2
 
 
-def profile_static(model: nn.Module, sample: Sample, place: Place) -> ModelProfile:
+def profile_static(
+    model: nn.Module, sample: Sample, place: Place, *, with_cache: bool = False
+) -> ModelProfile:
     """Profile a training step on fake tensors.
+
+    Args:
+        model: the model; it is not changed.
+        sample: how it is called.
+        place: the device to account for.
+        with_cache: leave the cache for generation as the model has it; it is off while a plan is attached.
 
     Raises:
         Exception: whatever the model raises on fake tensors; the caller falls back to a real run.
@@ -38,16 +47,21 @@ def profile_static(model: nn.Module, sample: Sample, place: Place) -> ModelProfi
     short = _shortening(model, blocks)
     if short:
         try:
-            return _profile(model, sample, place, blocks, short)
+            return _profile(model, sample, place, blocks, short, with_cache)
         except Exception as error:
-            whole = _profile(model, sample, place, blocks, {})
+            whole = _profile(model, sample, place, blocks, {}, with_cache)
             reason = f"{whole.reason}, whole, as it does not run shortened ({type(error).__name__})"
             return replace(whole, reason=reason)
-    return _profile(model, sample, place, blocks, {})
+    return _profile(model, sample, place, blocks, {}, with_cache)
 
 
 def _profile(
-    model: nn.Module, sample: Sample, place: Place, blocks: Sequence[Block], short: dict[str, str]
+    model: nn.Module,
+    sample: Sample,
+    place: Place,
+    blocks: Sequence[Block],
+    short: dict[str, str],
+    with_cache: bool,
 ) -> ModelProfile:
     with place.simulate() as simulation:
         twin = simulation.copy_of(model).train(model.training)
@@ -59,7 +73,8 @@ def _profile(
         _shorten(twin, short)
         batch = Sample(simulation.batch_of(sample.args), simulation.batch_of(sample.kwargs))
         recorder = Recorder(simulation.tracker, simulation.device)
-        with recorder.listening(list(named.items())), without_cache(twin):
+        cache = contextlib.nullcontext() if with_cache else without_cache(twin)
+        with recorder.listening(list(named.items())), cache:
             run_step(twin, batch, recorder, torch.autograd.backward)
     ran = sum(1 for block in blocks if block.name not in short)
     reason = f"{ran} of {len(blocks)} blocks run on fake tensors" if short else "run on fake tensors"

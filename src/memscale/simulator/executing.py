@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from memscale.memory.allocator import CachingAllocator
-from memscale.simulator import attention, autocast, backend, cuda_names, kernels, patches
+from memscale.simulator import attention, autocast, backend, cuda_names, fused, kernels, patches
 from memscale.simulator.copies import PLAIN_KINDS
 from memscale.simulator.guard import errors_after_backward
 from memscale.simulator.tracking import DeviceTracker, op_name
@@ -319,6 +319,7 @@ def executing(
         stack.enter_context(_kernels())
         stack.enter_context(attention.as_on_cuda(capability))
         stack.enter_context(autocast.as_on_cuda())
+        stack.enter_context(fused.as_on_cuda())
         stack.enter_context(cuda_names.answered_by(device.device))
         stack.enter_context(patches.swap_on_conversion())
         stack.enter_context(patches.foreach_by_default(ExecutingTensor))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 aten = torch.ops.aten
 
@@ -56,8 +57,10 @@ def _attend(
     causal: bool,
     scale: float | None,
 ) -> torch.Tensor:
-    # The CPU's own attention, so that numbers are those of a CPU run.
-    return functional.scaled_dot_product_attention(query, key, value, bias, dropout, causal, scale=scale)
+    # The CPU's own attention, so that numbers are those of a CPU run; which kernels a user allows on the device
+    # does not concern it.
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        return functional.scaled_dot_product_attention(query, key, value, bias, dropout, causal, scale=scale)
 
 
 def _above_autograd() -> Any:
@@ -288,6 +291,26 @@ def gru_cell_backward(
     return input_gates, hidden_gates, gradient * update, *biases
 
 
+def rms_norm_backward(
+    gradient: torch.Tensor,
+    values: torch.Tensor,
+    normalized_shape: list[int],
+    scale: torch.Tensor,
+    weight: torch.Tensor | None,
+    wanted: list[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    inner = list(range(-len(normalized_shape), 0))
+    outer = list(range(values.dim() - len(normalized_shape)))
+    normal = values * scale
+    weighted = gradient if weight is None else gradient * weight
+    found = (weighted - normal * (weighted * normal).mean(inner, keepdim=True)) * scale
+    of_weight = (gradient * normal).sum(outer) if outer else gradient * normal
+    return (
+        found.to(values.dtype) if wanted[0] else None,
+        of_weight.to(weight.dtype) if wanted[1] and weight is not None else None,
+    )
+
+
 OWN: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_efficient_attention.default: efficient_attention,
     aten._scaled_dot_product_efficient_attention_backward.default: efficient_attention_backward,
@@ -297,4 +320,5 @@ OWN: dict[Any, Callable[..., Any]] = {
     aten._thnn_fused_lstm_cell_backward_impl.default: lstm_cell_backward,
     aten._thnn_fused_gru_cell.default: gru_cell,
     aten._thnn_fused_gru_cell_backward.default: gru_cell_backward,
+    aten._fused_rms_norm_backward.default: rms_norm_backward,
 }

@@ -15,7 +15,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 LARGEST = 1 << 20  # elements; a larger tensor is no mask
-FOLLOWED = {"_to_copy", "detach", "alias", "view", "slice", "all", "any", "sum", "eq", "ne", "logical_not"}
+FOLLOWED = {
+    "_to_copy",
+    "detach",
+    "alias",
+    "view",
+    "slice",
+    "all",
+    "any",
+    "sum",
+    "eq",
+    "ne",
+    "logical_not",
+    "bitwise_not",
+}
 
 
 def remember(twin: torch.Tensor, real: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memscale.errors import SimulationError
 from memscale.hardware import GpuSpec, find_gpu
 from memscale.memory.allocator import CachingAllocator, ExactAllocator
-from memscale.simulator import attention, autocast, backend, cuda_names, patches
+from memscale.simulator import attention, autocast, backend, cuda_names, fused, patches
 from memscale.simulator.copies import fake_copy, fake_tree
 from memscale.simulator.fake import FakeMode, StepTracker, is_simulating, module_conversion, saving_refused
 from memscale.simulator.guard import errors_after_backward
@@ -138,6 +138,7 @@ def simulate(on: str | int | GpuSpec = "RTX 3090", *, device: str = backend.NAME
             stack.enter_context(backend.activate(simulation))
             stack.enter_context(attention.as_on_cuda(capability))
             stack.enter_context(autocast.as_on_cuda())
+            stack.enter_context(fused.as_on_cuda())
             stack.enter_context(cuda_names.answered_by(target))
         elif target.type == "cuda":
             stack.enter_context(attention.as_on_cuda(capability, "AutogradCUDA"))

@@ -1,0 +1,221 @@
+"""What `wrap` says and where: the user's handlers, stderr, a file, or nowhere; and nothing stays behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import memscale
+from memscale import Config, Plan
+from memscale.errors import WrapError
+from memscale.hardware import detect
+from memscale.units import format_bytes
+from wrapping import Stack
+
+X = torch.ones(64, 8)
+LOUD = Config(mode="aggressive", force_optimize=True)
+LOGGER = logging.getLogger("memscale")
+
+
+def wrapped(config: Config = LOUD) -> tuple[Stack, Plan]:
+    model = memscale.wrap(Stack(), config, X)
+    return model, model._memscale_executor.plan
+
+
+def assert_says_all(text: str, plan: Plan) -> None:
+    assert "hardware: " in text
+    assert detect("cpu").device.name in text
+    peaks = f"peak {format_bytes(plan.baseline_peak_bytes)} → {format_bytes(plan.predicted_peak_bytes)}"
+    assert peaks in text
+    assert f"step time × {plan.predicted_time_ratio:.2f}" in text
+    assert plan.batch in text
+    assert "(aggressive)" in text
+    # The plan's table: what the layers get, and totals.
+    assert "checkpointing" in text
+    assert re.search(r"layers\.0\b", text)
+    assert "least-peak" in text or "forced" in text
+    assert "activations saved for backward" in " ".join(re.sub(r"[│|]", " ", text).split())
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind() -> Iterator[None]:
+    """Whatever a test of this file does, the loggers are as they were."""
+    loggers = (LOGGER, logging.getLogger())
+    before = [(list(each.handlers), list(each.filters), each.level, each.disabled) for each in loggers]
+    yield
+    now = [(list(each.handlers), list(each.filters), each.level, each.disabled) for each in loggers]
+    assert now == before
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """As in a program that has not set up logging. Entered by the test: pytest puts its handlers there before."""
+    LOGGER.propagate = False
+    try:
+        assert not LOGGER.hasHandlers()
+        yield
+        assert LOGGER.handlers == []
+        assert LOGGER.level == logging.NOTSET
+    finally:
+        LOGGER.propagate = True
+
+
+def test_the_users_handlers_hear_all_of_it(caplog, capsys):
+    _, plan = wrapped()
+    assert_says_all(caplog.text, plan)
+    assert {record.name for record in caplog.records} == {"memscale"}
+    assert {record.levelno for record in caplog.records if not plan.notes} <= {logging.INFO}
+    assert capsys.readouterr().err == "", "stderr is for programs without handlers"
+
+
+def test_without_handlers_it_goes_to_stderr(capsys):
+    with alone():
+        _, plan = wrapped()
+    captured = capsys.readouterr()
+    assert_says_all(captured.err, plan)
+    assert "memscale: " in captured.err
+    assert captured.out == ""
+
+
+def test_notes_are_warnings(caplog):
+    model = memscale.wrap(Stack(), Config(memory_budget=2048), X)
+    plan = model._memscale_executor.plan
+    assert plan.notes
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == list(
+        plan.notes
+    )
+
+
+def test_the_plan_from_the_first_batch_is_said_as_well(caplog):
+    model = memscale.wrap(Stack(), LOUD)
+    caplog.clear()
+    model(X)
+    assert "planned anew from the first training batch" in caplog.text
+    assert_says_all(caplog.text, model._memscale_executor.plan)
+    caplog.clear()
+    model(X)
+    assert caplog.records == []
+
+
+def test_a_log_file_is_written_and_let_go(tmp_path, caplog):
+    path = tmp_path / "run.log"
+    path.write_text("from before\n", encoding="utf-8")
+    _, plan = wrapped(LOUD.replace(log_file=path))
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("from before\n"), "a log is added to"
+    assert_says_all(text, plan)
+    assert " INFO " in text
+    assert_says_all(caplog.text, plan)
+    if Path("/proc/self/fd").is_dir():
+        opened = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        assert str(path.resolve()) not in opened
+    size = path.stat().st_size
+    LOGGER.warning("of somebody else, later")
+    assert path.stat().st_size == size
+
+
+@pytest.mark.parametrize("sample", [X, None], ids=["sample", "first batch"])
+def test_silent_when_asked(sample, tmp_path, caplog, capfd):
+    path = tmp_path / "run.log"
+    config = LOUD.replace(enable_logging=False, log_file=path)
+    with caplog.at_level(logging.DEBUG):
+        model = memscale.wrap(Stack(), config, sample)
+        model(X).sum().backward()
+        assert any(layer.techniques for layer in model._memscale_executor.plan.layers)
+        memscale.detach(model)
+    assert [record for record in caplog.records if record.name.startswith("memscale")] == []
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+    assert not path.exists()
+
+
+def test_silent_without_handlers_too(capfd):
+    with alone():
+        model, plan = wrapped(Config(enable_logging=False, memory_budget=2048))
+        model(X).sum().backward()
+    assert plan.notes, "there is something that would be said"
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+
+
+def test_the_users_level_is_respected(caplog):
+    LOGGER.setLevel(logging.ERROR)
+    try:
+        wrapped()
+        assert LOGGER.level == logging.ERROR
+    finally:
+        LOGGER.setLevel(logging.NOTSET)
+    assert caplog.records == []
+
+
+def test_a_wrap_that_fails_leaves_no_handlers(tmp_path, monkeypatch):
+    def refuse(self: object) -> None:
+        raise WrapError("no")
+
+    monkeypatch.setattr("memscale.executor.Executor.attach", refuse)
+    with alone(), pytest.raises(WrapError, match="no"):
+        wrapped(LOUD.replace(log_file=tmp_path / "run.log"))
+
+
+def test_it_is_the_same_without_rich(caplog, monkeypatch):
+    """Neither found nor importable, also where it would be painted with."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name.split(".")[0] == "rich" else find_spec(name, *rest),
+    )
+    for name in [name for name in sys.modules if name.split(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    _, plan = wrapped()
+    assert_says_all(re.sub(r"\x1b\[[0-9;]*m", "", caplog.text), plan)
+
+
+SCRIPT = """
+import sys
+
+sys.modules["rich"] = None  # any import of it fails
+import logging
+
+import torch
+
+import memscale
+from memscale import Config
+from wrapping import Stack
+
+silent = sys.argv[1] == "silent"
+memscale.wrap(Stack(), Config(mode="aggressive", force_optimize=True, enable_logging=not silent), torch.ones(64, 8))
+for each in (logging.getLogger("memscale"), logging.getLogger()):
+    assert each.handlers == [], each
+assert logging.getLogger("memscale").level == logging.NOTSET
+assert logging.getLogger().level == logging.WARNING
+"""
+
+
+@pytest.mark.parametrize("how", ["aloud", "silent"])
+def test_a_program_that_set_up_nothing(how):
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SCRIPT, how]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=False)
+    said = done.stderr.decode()
+    assert done.returncode == 0, said
+    assert done.stdout == b""
+    if how == "silent":
+        assert said == ""
+    else:
+        assert "memscale: hardware: " in said
+        assert re.search(r"peak \S+ \S+ → \S+ \S+, step time × \d", said)
+        assert "checkpointing" in said
