@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -20,7 +23,6 @@ from memscale.profiler.cache import uses_cache
 from memscale.profiler.static import profile_static
 from memscale.recompute.rng import RngState
 
-
 DEEP = 24  # equal blocks beyond the two that the profile runs, from which on a plain step is not simulated
 
 
@@ -36,11 +38,22 @@ def make_plan(model: nn.Module, sample: Sample | None, config: Config, hardware:
         return decide_by_structure(model, find_blocks(model), hardware, config)
     random = RngState(sorted({parameter.device.type for parameter in model.parameters()}))
     # Whoever listens to the training loop (a FLOP counter, a profiler) must not hear the rehearsal.
-    with _disable_current_modes():
+    with _disable_current_modes(), _quiet_fake_tensors():
         try:
             return _rehearsed(model, sample, config, hardware)
         finally:
             random.restore()
+
+
+@contextlib.contextmanager
+def _quiet_fake_tensors() -> Iterator[None]:
+    """torch logs a traceback for each operation that fails on fake tensors; here the error itself says it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _rehearsed(model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> Plan:

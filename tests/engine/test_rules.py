@@ -68,6 +68,7 @@ def profile_of(*blocks: BlockProfile, **given) -> ModelProfile:
         "optimizer_bytes": 2 * parameters,
         "resident_bytes": MIB,
         "other_saved_bytes": 0,
+        "loss_peak_bytes": MIB,
         "tail_peak_bytes": MIB,
         "other_flops": GFLOP,
         "other_traffic": MIB,
@@ -137,7 +138,8 @@ def profiles(draw: st.DrawFn) -> ModelProfile:
         before = output
     if draw(st.booleans()):
         blocks.append(block("unused", order=-1, container="", role="other", **draw(bodies())))
-    return profile_of(*blocks, tail_peak_bytes=draw(st.integers(-4, 64)) * MIB)
+    tails = {name: draw(st.integers(-4, 64)) * MIB for name in ("loss_peak_bytes", "tail_peak_bytes")}
+    return profile_of(*blocks, **tails)
 
 
 def config_of(mode: OptimizationMode = OptimizationMode.BALANCED, **given) -> Config:

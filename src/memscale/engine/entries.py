@@ -74,7 +74,10 @@ class Entries:
         if block.order < 0:
             return "not-called", "forward does not call it"
         if block.changes_input:
-            return "changes-its-input", "its forward writes into its input, so that it can't be run again from it"
+            return (
+                "changes-its-input",
+                "its forward writes into its input, so that it can't be run again from it",
+            )
         if not can_recompute(block):
             return "nothing-to-save", "holds only its inputs and outputs"
         keeps = f"keeps {format_bytes(block.saved_bytes)}"

@@ -72,7 +72,8 @@ def estimate(profile: ModelProfile, candidate: Candidate, clock: Clock, optimize
     held = [_held(block, choice) for block, choice in zip(blocks, choices, strict=True)]
     outputs = [_held_output(blocks, choices, index) for index in range(len(blocks))]
     saved = profile.other_saved_bytes + sum(held) + sum(outputs)
-    peaks = [constant + saved + profile.tail_peak_bytes]
+    dropped = sum(block.dropped_bytes for block in blocks)
+    peaks = [constant + saved + profile.tail_peak_bytes, constant + saved + dropped + profile.loss_peak_bytes]
     start = constant + profile.other_saved_bytes
     peaks += _forward_peaks(blocks, held, outputs, start, candidate.offloaded)
     peaks += _backward_peaks(blocks, choices, held, outputs, start, candidate.offloaded)
@@ -94,9 +95,16 @@ def _held(block: BlockProfile, choice: Choice) -> int:
 
 
 def _held_output(blocks: Sequence[BlockProfile], choices: Sequence[Choice], index: int) -> int:
-    """A block's output is held as the next one's input, unless the next one recomputes it."""
-    chained_away = index + 1 < len(choices) and choices[index + 1].chained
-    return 0 if chained_away else blocks[index].output_bytes
+    """A block's output is held as the next one's input, unless the next one recomputes it.
+
+    A plain block may not need its input for backward; one that is recomputed does.
+    """
+    following = index + 1
+    if following == len(choices) or not choices[following].recompute:
+        return blocks[index].output_bytes
+    return (
+        0 if choices[following].chained else max(blocks[index].output_bytes, blocks[following].boundary_bytes)
+    )
 
 
 def _forward_peaks(
@@ -110,7 +118,7 @@ def _forward_peaks(
     now = start
     for block, inside, output in zip(blocks, held, outputs, strict=True):
         peaks.append(now + block.forward_peak_bytes + (block.used_bytes if offloaded else 0))
-        now += inside + output
+        now += inside + output + block.dropped_bytes
     return peaks
 
 

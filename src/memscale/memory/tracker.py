@@ -171,13 +171,17 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         self._claim_all()
         return self._ledger.timeline(self._name(device))
 
-    def alive_since(self, tick: int, device: str | torch.device) -> dict[int, int]:
-        """Bytes of what was born after ``tick`` and is alive now, by storage (``storage._cdata``)."""
+    def alive_since(self, tick: int, device: str | torch.device, until: int | None = None) -> dict[int, int]:
+        """Bytes of what was born after ``tick`` and is alive now, by storage (``storage._cdata``).
+
+        ``until``: not of what was born after that tick.
+        """
         memory = self._ledger.find(device)
+        last = self.clock if until is None else until
         return {
             key: entry.allocation.nbytes
             for key, entry in list(self._live.items())
-            if entry.device is memory and entry.allocation.born > tick
+            if entry.device is memory and tick < entry.allocation.born <= last
         }
 
     def bytes_of_storage(self, key: int) -> int:

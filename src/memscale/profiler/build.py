@@ -109,6 +109,7 @@ def build_profile(
         resident_bytes=max(0, step.resident - _resident_parameters(model, stand_ins, blocks, size_of))
         + step.workspace,
         other_saved_bytes=peaks.other_saved,
+        loss_peak_bytes=peaks.loss,
         tail_peak_bytes=peaks.tail,
         other_flops=step.other_flops,
         other_traffic=step.other_traffic,
@@ -122,6 +123,7 @@ class _Peaks:
     """Peaks above what is held. See Note [What is held]."""
 
     other_saved: int
+    loss: int
     tail: int
     blocks: dict[str, tuple[int, int]]  # forward, backward
 
@@ -134,15 +136,16 @@ def _peaks(step: StepRecord, gradients: dict[str, int]) -> _Peaks:
     before: dict[str, int] = {}
     for name, record in ran:
         before[name] = held
-        held += record.saved + record.output
-    tail = step.tail_peak - held
+        held += record.saved + record.output + record.dropped
+    loss = step.loss_peak - held
+    held = step.resident + step.saved_total
     found: dict[str, tuple[int, int]] = {}
     for name, record in reversed(ran):
         forward = record.forward_peak - before[name] if record.forward_peak else 0
         backward = record.backward_peak - held if record.backward_peak else 0
         found[name] = (forward, backward)
         held += gradients[name] - record.saved - record.output
-    return _Peaks(other_saved, tail, found)
+    return _Peaks(other_saved, loss, step.tail_peak - step.resident - step.saved_total, found)
 
 
 def _gradients(
@@ -190,6 +193,7 @@ def _block_profile(
         saved_bytes=record.saved,
         boundary_bytes=record.boundary,
         output_bytes=record.output,
+        dropped_bytes=record.dropped,
         forward_peak_bytes=peaks[0],
         backward_peak_bytes=peaks[1],
         forward_flops=record.forward_flops,

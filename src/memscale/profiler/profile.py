@@ -3,7 +3,7 @@
 Note [What is held]
 ~~~~~~~~~~~~~~~~~~~
 The memory of a step is counted in two parts. What is *held* follows from the choices: parameters, optimizer state,
-what is resident, what forward leaves outside of blocks; in forward what the blocks so far have saved and given out;
+what is resident, what forward leaves outside of blocks; in forward what the blocks so far have made and not freed;
 in backward that of the blocks to come, and the gradients of the blocks behind. *Peaks* are what is in use above that
 while a block runs: temporaries, the gradient that arrives, gradients that it makes. They may be below zero: what a
 loss saves is held from the start by this count, and is made at the end.
@@ -53,7 +53,7 @@ class BlockProfile:
         used_bytes: all parameters that it computes with, those included that belong to another block (ties).
         saved_bytes: what its forward leaves for backward, all calls together, without its inputs and outputs.
         boundary_bytes: its inputs that nothing else holds: the output of the block before it.
-        output_bytes: its outputs.
+        output_bytes: its outputs, as far as forward leaves them for backward.
         forward_peak_bytes: the most in use in its forward, above what is held before it (Note [What is held]).
         backward_peak_bytes: the most in use in its backward, above what is held before that.
         forward_flops: floating-point operations of forward.
@@ -62,6 +62,7 @@ class BlockProfile:
         backward_traffic: bytes that backward's operations read and write.
         has_own_checkpointing: the model recomputes this block by itself already.
         ops: the operations worth keeping, if the block is recomputed.
+        dropped_bytes: what its forward makes that lives on until the model returns, and no longer (a cache).
         changes_input: its forward writes into its own inputs (an in-place activation first), so that it can't be
             run again from them.
     """
@@ -88,6 +89,7 @@ class BlockProfile:
     backward_traffic: int
     has_own_checkpointing: bool
     ops: tuple[OpProfile, ...]
+    dropped_bytes: int = 0
     changes_input: bool = False
 
 
@@ -106,8 +108,9 @@ class ModelProfile:
         optimizer_bytes: all of Adam's state.
         resident_bytes: what is there all the time besides: buffers, inputs, workspaces.
         other_saved_bytes: what forward leaves for backward outside of the blocks.
-        tail_peak_bytes: the most in use between the last block's forward and its backward (head, loss), above
-            what is held then.
+        loss_peak_bytes: the most in use after the last block's forward to the end of the model's (head, loss),
+            above what is held then.
+        tail_peak_bytes: the most in use from there to a block's backward, above what is held then.
         other_flops: floating-point operations of a step outside of the blocks.
         other_traffic: bytes read and written outside of the blocks.
         peak_bytes: the step's peak, as the profile's own run saw it; 0 if the run was of a shortened model.
@@ -124,6 +127,7 @@ class ModelProfile:
     optimizer_bytes: int
     resident_bytes: int
     other_saved_bytes: int
+    loss_peak_bytes: int
     tail_peak_bytes: int
     other_flops: int
     other_traffic: int

@@ -36,6 +36,7 @@ class BlockRecord:
     saved: int = 0
     boundary: int = 0
     output: int = 0
+    dropped: int = 0
     forward_peak: int = 0
     backward_peak: int = 0
     forward_flops: int = 0
@@ -53,7 +54,8 @@ class StepRecord:
     resident: int = 0  # bytes in use when forward began
     workspace: int = 0  # bytes that libraries took for themselves during the step, and keep
     saved_total: int = 0  # bytes in use at the end of forward, above what was resident
-    tail_peak: int = 0  # between the last block's forward and the first operation of a block's backward
+    loss_peak: int = 0  # after the last block's forward, to the end of the model's
+    tail_peak: int = 0  # from there to the first operation of a block's backward
     other_flops: int = 0
     other_traffic: int = 0
     peak: int = 0
@@ -88,6 +90,9 @@ class Recorder:
         self._device = device
         self._running: list[str] = []
         self._entered: list[int] = []  # the tracker's clock at each running block's entry
+        self._calls: list[
+            tuple[str, int, int, frozenset[int]]
+        ] = []  # block, entered, left, storages given out
         self._inputs: list[list[tuple[weakref.ref[torch.Tensor], int]]] = []
         self._counts: list[dict[str, int]] = []
         self._spans: list[tuple[int, str | None]] = []
@@ -120,7 +125,16 @@ class Recorder:
         self.step.resident = self._in_use()
 
     def forward_ends(self) -> None:
+        """The model has returned, and what it returned but is not needed any more has been let go of."""
         self.step.saved_total = self._in_use() - self.step.resident
+        self.step.loss_peak, self._between = self._between, 0
+        for name, entered, left, outputs in self._calls:
+            record = self.step.blocks[name]
+            alive = self._tracker.alive_since(entered, self._device, left)
+            record.output += sum(size for key, size in alive.items() if key in outputs)
+            record.saved += sum(size for key, size in alive.items() if key not in outputs)
+        for record in self.step.blocks.values():
+            record.dropped -= record.saved + record.output
 
     def step_ends(self) -> None:
         self.step.peak = self._tracker.peak_bytes(self._device)
@@ -159,9 +173,9 @@ class Recorder:
         alive = ((reference(), version) for reference, version in self._inputs.pop())
         record.changes_input |= any(each is not None and each._version != version for each, version in alive)
         outputs = _storages(output)
-        made = self._tracker.alive_since(self._entered.pop(), self._device)
-        record.saved += sum(size for key, size in made.items() if key not in outputs)
-        record.output = sum(size for key, size in made.items() if key in outputs)
+        entered = self._entered.pop()
+        record.dropped += sum(self._tracker.alive_since(entered, self._device).values())
+        self._calls.append((name, entered, self._tracker.clock, frozenset(outputs)))
         self._outputs.update({key: weakref.ref(storage) for key, storage in outputs.items()})
         self._span()
 

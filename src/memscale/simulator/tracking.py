@@ -38,7 +38,9 @@ class DeviceTracker(MemoryTracker):  # type: ignore[no-untyped-call]  # its `__i
 
     def _reserve_workspace(self, result: torch.Tensor) -> None:
         # One workspace per handle, and a handle belongs to a thread: the training loop's, and the one that
-        # autograd runs the device's backward in.
-        if self._in_backward not in self._workspaces and result.device.type != "cpu":
+        # autograd runs the device's backward in. (Of a simulation inside this block nothing is followed.)
+        if self._in_backward in self._workspaces or result.device.type == "cpu":
+            return
+        if result.untyped_storage()._cdata in self._live:
             self.reserve(self._workspace_bytes, result.device, "cuBLAS workspace")
             self._workspaces.add(self._in_backward)
