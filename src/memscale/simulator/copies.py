@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
 
 from memscale.errors import SimulationError
@@ -15,7 +16,7 @@ from memscale.simulator import known
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 # Tensors that are nothing but memory; a tensor of another class may mean more than its shape says.
-PLAIN_KINDS: set[type] = {torch.Tensor, nn.Parameter, nn.Buffer}
+PLAIN_KINDS: set[type] = {torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor}
 
 
 def fake_copy(model: ModuleT, device: torch.device) -> ModuleT:
