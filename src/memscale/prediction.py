@@ -26,6 +26,9 @@ from memscale.profiler.build import backward_targets, loss_of
 from memscale.profiler.empirical import gradients_of, untouched
 from memscale.profiler.place import Place
 from memscale.profiler.sample import Sample
+from memscale.simulator import Simulation
+
+COUNT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -108,11 +111,10 @@ def _simulated(
         if plan is not None:
             Executor(twin, plan, config).attach()
             simulation.tracker.reset_peak()  # a model that does not fit was never on the device as a whole
-        state = _adam_state(twin, place.kind)
+        _add_adam_state(twin, simulation)
         batch = Sample(simulation.batch_of(sample.args), simulation.batch_of(sample.kwargs))
         step = _step(twin, batch, simulation.tracker, simulation.device, torch.autograd.backward)
         _adam_temporaries(twin, place.kind)
-        del state
     return Step(max(step.peak_bytes, simulation.peak_bytes), step.saved_bytes)
 
 
@@ -136,13 +138,14 @@ def _step(
 # ---------------------------------------------------------------------- Adam
 
 
-def _adam_state(twin: nn.Module, device: str) -> list[torch.Tensor]:
-    """Adam's moments, where the parameters are, and on a CPU the counts of steps, which live on the host."""
-    trained = [parameter for parameter in twin.parameters() if parameter.requires_grad]
-    state = [torch.empty_like(each, requires_grad=False) for each in trained for _ in range(2)]
-    if device == "cpu":
-        state += [torch.empty((), device="cpu") for _ in trained]
-    return state
+def _add_adam_state(twin: nn.Module, simulation: Simulation) -> None:
+    """Adam's moments, of the parameters that are on the device, and the counts of steps, which are on the host."""
+    device = simulation.device
+    for parameter in twin.parameters():
+        if parameter.requires_grad and parameter.device.type == device.type:
+            sizes = [parameter.nbytes] * 2 + [COUNT_BYTES] * (device.type == "cpu")
+            for size in sizes:  # without tensors: they would take a tenth of a simulation
+                simulation.tracker.reserve(size, device, "Adam's state")
 
 
 def _adam_temporaries(twin: nn.Module, device: str) -> None:
