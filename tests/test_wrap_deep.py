@@ -32,8 +32,7 @@ def gpt2() -> tuple[nn.Module, object]:
         return transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
 
 
-@pytest.mark.parametrize("kind", ["cpu", "vgpu"])
-@pytest.mark.parametrize("make", [stack, gpt2])
+@pytest.mark.parametrize(("make", "kind"), [(stack, "cpu"), (stack, "vgpu"), (gpt2, "cpu")])
 def test_the_plain_step_of_a_deep_model_follows_from_a_few_blocks(make, kind: str) -> None:
     model, sample = make()
     hardware = detect("cpu") if kind == "cpu" else virtual_hardware("RTX 3090")

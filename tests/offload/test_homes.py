@@ -171,3 +171,12 @@ def test_the_cap_on_host_memory_is_kept() -> None:
         plan = model._memscale_executor.plan
         assert plan.host_bytes <= 10_000
         assert {parameter.device.type for parameter in model.parameters()} == {gpu.device.type}
+
+
+def test_recurrent_layers_stay_on_the_device() -> None:
+    family = FAMILIES["lstm"]
+    with executing() as gpu:
+        model = family.build().to(gpu.device)
+        memscale.wrap(model, QUIET, sample_of(family, gpu.device))
+        assert {parameter.device.type for parameter in model.lstm.parameters()} == {gpu.device.type}
+        family.loss(model, family.batch(device=gpu.device)).backward()

@@ -225,8 +225,10 @@ class Executor:
             parameter
             for layer in plan.layers
             if "offloading" in layer.techniques
-            for member in layer.members
-            for parameter in _find(model, layer, member).parameters()
+            for modules in [tuple(_find(model, layer, member) for member in layer.members)]
+            if TECHNIQUES["offloading"].objection(Site(model, layer, modules, device)) is None
+            for module in modules
+            for parameter in module.parameters()
         ]
         if at_home or self._device is not None or self._homes.device is not None:
             self._homes.arrange(model, at_home, device)

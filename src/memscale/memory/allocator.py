@@ -63,13 +63,17 @@ class ExactAllocator:
     capacity: int | None = None
     allocated: int = 0
     reserved: int = 0
+    _blocks: dict[int, ExactBlock] = field(default_factory=dict)  # sizes repeat, and a block is only a size
 
     def allocate(self, nbytes: int) -> Block:
         if self.capacity is not None and self.allocated + nbytes > self.capacity:
             raise OutOfDeviceMemory(nbytes)
         self.allocated += nbytes
         self.reserved = self.allocated
-        return ExactBlock(nbytes)
+        block = self._blocks.get(nbytes)
+        if block is None:
+            block = self._blocks[nbytes] = ExactBlock(nbytes)
+        return block
 
     def free(self, block: Block) -> None:
         self.allocated -= block.size

@@ -12,7 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,8 +25,16 @@ def small_gpt2() -> tuple[Any, Callable[[], None]]:
     """A model, its optimizer, and a function that trains it for one step."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(n_layer=LAYERS, n_embd=WIDTH, n_head=HEADS, vocab_size=VOCABULARY, n_positions=LENGTH)
-    model = GPT2LMHeadModel(config).train()
+    config = GPT2Config(
+        n_layer=LAYERS,
+        n_embd=WIDTH,
+        n_head=HEADS,
+        vocab_size=VOCABULARY,
+        n_positions=LENGTH,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = cast(Any, GPT2LMHeadModel)(config).train()
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH))
 

@@ -26,7 +26,8 @@ class RunningModules:
         self.roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._stack: list[tuple[nn.Module, str]] = []
-        self._spans: list[tuple[int, str]] = []  # autograd's number at the time, and who ran from then on
+        self._numbers: list[int] = []  # autograd's number at each change of the running module,
+        self._from_then: list[str] = []  # and who ran from then on
 
     def __bool__(self) -> bool:
         """Is any module running?"""
@@ -66,13 +67,15 @@ class RunningModules:
         number = _autograd.running_sequence_number() if in_backward else None
         if number is None:
             return ""
-        position = bisect_right(self._spans, number, key=lambda span: span[0])
-        return self._spans[position - 1][1] if position else ""
+        position = bisect_right(self._numbers, number)
+        return self._from_then[position - 1] if position else ""
 
     def _mark(self) -> None:
         """See Note [Names in backward]."""
         number = _autograd.next_sequence_number()
-        if not self._spans or self._spans[-1][0] <= number:
-            self._spans.append((number, self._stack[-1][1] if self._stack else ""))
-            if len(self._spans) > MOST_SPANS:
-                del self._spans[: MOST_SPANS // 2]
+        if self._numbers and self._numbers[-1] > number:
+            return
+        self._numbers.append(number)
+        self._from_then.append(self._stack[-1][1] if self._stack else "")
+        if len(self._numbers) > MOST_SPANS:
+            del self._numbers[: MOST_SPANS // 2], self._from_then[: MOST_SPANS // 2]

@@ -43,6 +43,7 @@ from memscale.units import format_bytes
 Watchable = nn.Module | Optimizer | torch.Tensor
 
 HISTORY = 50_000
+_ORDINARY: frozenset[type] = frozenset({torch.Tensor, nn.Parameter})
 
 
 class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
@@ -69,7 +70,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
     """
 
     # Kinds of tensors that have a storage of their own, where this need not be found out for each.
-    _plain: frozenset[type] = frozenset({torch.Tensor, nn.Parameter})
+    _plain = _ORDINARY
 
     # Operators that take functions (flex_attention, cond) refuse to run under a mode that does not say this.
     supports_higher_order_operators = True
@@ -248,8 +249,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         else:
             result = func(*args)
         kind = type(result)
-        if kind in self._plain:
-            self._follow(result, func)
+        if kind in self._plain and result.layout is torch.strided:
+            self._follow_storage(result, func)  # nearly all results, so without a detour
         elif kind is tuple or kind is list:
             self._follow_each(result, func)
         elif isinstance(result, torch.Tensor):
@@ -282,7 +283,10 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
     def _follow(self, tensor: torch.Tensor, func: Any) -> None:
         if self._has_parts(tensor):
             self._follow_each(_parts(tensor), func)
-            return
+        else:
+            self._follow_storage(tensor, func)
+
+    def _follow_storage(self, tensor: torch.Tensor, func: Any) -> None:
         storage = tensor.untyped_storage()
         entry = self._live.get(storage._cdata)
         if entry is None:
@@ -302,6 +306,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
 
     def _device_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.device | None:
         """Where a tensor's memory is; None if it has none: a meta tensor, or one of a simulation inside."""
+        if type(tensor) in _ORDINARY:
+            return None if tensor.is_meta else tensor.device
         return None if storage.device.type == "meta" else tensor.device
 
     def _has_parts(self, tensor: torch.Tensor) -> bool:

@@ -28,6 +28,11 @@ class Offloading:
     def objection(self, site: Site) -> str | None:
         if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):
             return "it is a scripted module, whose forward cannot be replaced"
+        inner = (each for module in site.modules for each in module.modules())
+        if any(isinstance(each, nn.RNNBase) for each in inner):
+            return (
+                "its recurrent layers keep their weights in one buffer of their own, which must not be moved"
+            )
         return None
 
     def attach(self, site: Site, record: Record) -> None:
