@@ -32,8 +32,14 @@ __all__ = [
     "DecisionSource",
     "FrontierPoint",
     "LayerPlan",
+    "LossTiling",
+    "Offloading",
+    "OptimizerPlan",
     "Plan",
+    "Precision",
     "PredictionSource",
+    "Tier",
+    "Tiling",
 ]
 
 SCHEMA = 1
@@ -44,6 +50,8 @@ DECISION_SOURCES: tuple[DecisionSource, ...] = get_args(DecisionSource)
 
 PredictionSource = Literal["simulated", "measured", "estimated"]
 PREDICTION_SOURCES: tuple[PredictionSource, ...] = get_args(PredictionSource)
+
+Tier = Literal["device", "host", "disk"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,63 @@ class Checkpointing:
 
 
 @dataclass(frozen=True)
+class Offloading:
+    """Where a block's tensors live while it does not compute.
+
+    Attributes:
+        to: where its parameters and their gradients are at home; ``"device"`` if they stay.
+        activations: what forward leaves for backward (or the input of a recomputed block) goes down as well.
+    """
+
+    to: Tier = "host"
+    activations: bool = False
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a block is computed in tiles: ``rows`` positions at a time."""
+
+    rows: int
+
+
+@dataclass(frozen=True)
+class LossTiling:
+    """The head and the loss, computed ``rows`` tokens at a time, so that the logits never exist whole."""
+
+    rows: int
+    rule: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What the layers compute in; parameters and their gradients stay in full precision for the optimizer."""
+
+    dtype: Literal["bfloat16", "float16"]
+    rule: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    """How optimizer state is kept.
+
+    Attributes:
+        state: where it waits between steps; ``"device"`` leaves it beside its parameters.
+        bucket_bytes: the most that is brought up at once while the optimizer steps.
+        eight_bit: Adam's moments are kept in 8 bits.
+        rule: the engine's rule that decided.
+        reason: that rule in words and numbers.
+    """
+
+    state: Tier = "device"
+    bucket_bytes: int = 0
+    eight_bit: bool = False
+    rule: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class LayerPlan:
     """What one block gets, and why.
 
@@ -73,6 +138,8 @@ class LayerPlan:
         saved_bytes: device memory that it no longer holds at the end of forward (predicted).
         extra_seconds: predicted time that this adds to a step.
         checkpointing: settings of the technique ``"checkpointing"``.
+        offloading: settings of the technique ``"offloading"``.
+        tiling: settings of the technique ``"tiling"``.
     """
 
     name: str
@@ -83,6 +150,8 @@ class LayerPlan:
     saved_bytes: int = 0
     extra_seconds: float = 0.0
     checkpointing: Checkpointing | None = None
+    offloading: Offloading | None = None
+    tiling: Tiling | None = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +183,10 @@ class Plan:
         prediction_source: "simulated", "measured" (a real run) or "estimated" (model hints only).
         notes: what the user should know: fall-backs, skipped blocks, what does not fit.
         frontier: the trades the engine chose from.
+        precision: what layers compute in, if not in the parameters' own type.
+        optimizer: how optimizer state is kept, if not as the optimizer itself does.
+        loss: how head and loss are computed, if not whole.
+        async_offload: transfers overlap with compute.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -131,6 +204,10 @@ class Plan:
     prediction_source: PredictionSource = "simulated"
     notes: tuple[str, ...] = ()
     frontier: tuple[FrontierPoint, ...] = ()
+    precision: Precision | None = None
+    optimizer: OptimizerPlan | None = None
+    loss: LossTiling | None = None
+    async_offload: bool = False
 
     def layer(self, name: str) -> LayerPlan:
         """The entry of one block."""
@@ -194,12 +271,15 @@ class Plan:
         about = [self.device, f"mode {self.mode}", self.batch, f"numbers are {self.prediction_source}"]
         title = f"Plan: {', '.join(text for text in about if text)}"
         columns = ["layer", "technique", "why", "saves", "costs"]
-        parts = [table(title, columns, _layer_rows(self.layers), terminal=screen)]
+        rows = [*_layer_rows(self.layers), *_whole_rows(self)]
+        parts = [table(title, columns, rows, terminal=screen)]
         columns = ["totals", "plain", "with this plan", "change"]
         parts.append(table("", columns, _total_rows(self), terminal=screen))
         if self.frontier and trades:
-            rows = [(p.label, format_bytes(p.peak_bytes), _ratio(p.time_ratio)) for p in self.frontier]
-            parts.append(table("The trades found", ["plan", "peak", "step time"], rows, terminal=screen))
+            trade_rows = [(p.label, format_bytes(p.peak_bytes), _ratio(p.time_ratio)) for p in self.frontier]
+            parts.append(
+                table("The trades found", ["plan", "peak", "step time"], trade_rows, terminal=screen)
+            )
         for note in self.notes:
             parts.append(screen.show(wrap(f"Note: {clean(note)}", screen.width)))
         return "\n".join(parts)
@@ -302,15 +382,24 @@ def _check(plan: Plan) -> None:
             raise PlanError(f"{where} has no members; it must name at least one module. {_AGAIN}")
         if len(set(layer.techniques)) != len(layer.techniques):
             raise PlanError(f"{where} names a technique twice: {layer.techniques}. {_AGAIN}")
-        if layer.checkpointing is not None and "checkpointing" not in layer.techniques:
-            raise PlanError(
-                f"{where} has settings for checkpointing, which is not among its techniques "
-                f"{layer.techniques}. {_AGAIN}"
-            )
+        for technique in ("checkpointing", "offloading", "tiling"):
+            if getattr(layer, technique) is not None and technique not in layer.techniques:
+                raise PlanError(
+                    f"{where} has settings for {technique}, which is not among its techniques "
+                    f"{layer.techniques}. {_AGAIN}"
+                )
+        if layer.tiling is not None and layer.tiling.rows < 1:
+            raise PlanError(f"{where} has tiles of {layer.tiling.rows} rows; it must be 1 or more. {_AGAIN}")
     for field in dataclasses.fields(plan):
         value = getattr(plan, field.name)
         if field.name.endswith("_bytes") and value < 0:
             raise PlanError(f"plan.{field.name} is {value}; it must be 0 or more. {_AGAIN}")
+    if plan.loss is not None and plan.loss.rows < 1:
+        raise PlanError(f"plan.loss.rows is {plan.loss.rows}; it must be 1 or more. {_AGAIN}")
+    if plan.optimizer is not None and plan.optimizer.bucket_bytes < 0:
+        raise PlanError(
+            f"plan.optimizer.bucket_bytes is {plan.optimizer.bucket_bytes}; it must be 0 or more. {_AGAIN}"
+        )
     if plan.predicted_time_ratio <= 0:
         raise PlanError(
             f"plan.predicted_time_ratio is {plan.predicted_time_ratio}; it must be above 0 (1.0 is the plain "
@@ -337,12 +426,34 @@ def _layer_rows(layers: Iterable[LayerPlan]) -> Iterator[tuple[str | None, ...]]
         )
 
 
+def _whole_rows(plan: Plan) -> Iterator[tuple[str | None, ...]]:
+    """Rows for what concerns the model as a whole."""
+    if plan.loss is not None:
+        yield "(head and loss)", f"tiling, {plan.loss.rows} tokens at a time", *_why(plan.loss)
+    if plan.precision is not None:
+        yield "(all layers)", f"mixed precision, {plan.precision.dtype}", *_why(plan.precision)
+    if plan.optimizer is not None:
+        parts = ["8-bit"] if plan.optimizer.eight_bit else []
+        if plan.optimizer.state != "device":
+            parts.append(f"state on {plan.optimizer.state}")
+        yield "(optimizer)", ", ".join(parts) or None, *_why(plan.optimizer)
+
+
+def _why(entry: LossTiling | Precision | OptimizerPlan) -> tuple[str, None, None]:
+    return f"{entry.rule}: {entry.reason}" if entry.rule else entry.reason, None, None
+
+
 def _likeness(layer: LayerPlan) -> LayerPlan:
     pattern = re.sub(r"\d+", "#", layer.name)
     return dataclasses.replace(layer, name=pattern, members=("",) * len(layer.members))
 
 
 def _technique(name: str, layer: LayerPlan) -> str:
+    if name == "offloading" and layer.offloading is not None:
+        inside = " with activations" if layer.offloading.activations else ""
+        return f"offloading to {layer.offloading.to}{inside}"
+    if name == "tiling" and layer.tiling is not None:
+        return f"tiling, {layer.tiling.rows} rows at a time"
     settings = layer.checkpointing
     if name != "checkpointing" or settings is None:
         return name

@@ -17,7 +17,7 @@ from memscale.execution_plan import LayerPlan, Plan
 from memscale.executor.record import Record, WeakModule
 from memscale.executor.use_cache import no_cache_hooks
 from memscale.offload.homes import Homes, training_device
-from memscale.techniques import TECHNIQUES, Site
+from memscale.techniques import TECHNIQUES, WHOLE, Scene, Site
 from memscale.techniques.checkpointing import hold_place
 from memscale.techniques.forwards import ReplacedForward
 from memscale.techniques.offloading import bring_inputs
@@ -211,6 +211,9 @@ class Executor:
                     technique.attach(site, record)
                 else:
                     objections.setdefault((name, objection), []).append(layer.name or "the model")
+        scene = Scene(model, plan, device, self.config)
+        for whole in WHOLE:
+            whole.attach(scene, record)
         if self._on_training_batch is not None:
             hold_place(model, record)
         for forward in record.forwards():

@@ -127,6 +127,10 @@ class Record:
         handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         self._changes.append(AddedHook(handle))
 
+    def add(self, change: Change) -> None:
+        """Note a change that was made elsewhere; it must be right for a copy of the model when it is copied."""
+        self._changes.append(change)
+
     def forwards(self) -> Iterator[ReplacedForward]:
         """The forwards that were put on modules."""
         for change in self._changes:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from memscale.techniques.base import Site, Technique
+from memscale.techniques.base import Scene, Site, Technique, WholeTechnique
 from memscale.techniques.checkpointing import GradientCheckpointing
 from memscale.techniques.offloading import Offloading
 
-__all__ = ["TECHNIQUES", "Site", "Technique"]
+__all__ = ["TECHNIQUES", "WHOLE", "Scene", "Site", "Technique", "WholeTechnique"]
 
 TECHNIQUES: dict[str, Technique] = {
     "checkpointing": GradientCheckpointing(),
     "offloading": Offloading(),
 }
+
+WHOLE: tuple[WholeTechnique, ...] = ()
+"""What concerns a model as a whole, in the order in which it goes on."""

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from memscale.execution_plan import LayerPlan
+from memscale.config import Config
+from memscale.execution_plan import LayerPlan, Plan
 
 if TYPE_CHECKING:
     from memscale.executor.record import Record
 
-__all__ = ["Site", "Technique"]
+__all__ = ["Scene", "Site", "Technique", "WholeTechnique"]
 
 
 @dataclass(frozen=True)
@@ -53,3 +54,31 @@ class Technique(Protocol):
         Raises:
             WrapError: The plan does not fit the model. What was changed so far is in the record.
         """
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A model as a whole, for what is not put on single blocks.
+
+    Attributes:
+        model: The model.
+        plan: The plan that is being attached.
+        device: Where the model trains.
+        config: The user's settings; None if the plan was attached without any.
+    """
+
+    model: nn.Module
+    plan: Plan
+    device: torch.device
+    config: Config | None
+
+
+class WholeTechnique(Protocol):
+    """One way to use less memory that concerns the model as a whole: its precision, optimizer or loss.
+
+    It goes on after all blocks have what the plan says of them, and comes off before. Like a `Technique` it
+    changes the model through the record only.
+    """
+
+    def attach(self, scene: Scene, record: Record) -> None:
+        """Put it on the model if the plan says so, else do nothing."""
