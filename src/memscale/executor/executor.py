@@ -13,10 +13,11 @@ from torch import nn
 
 from memscale.config import Config
 from memscale.errors import WrapError
-from memscale.execution_plan import LayerPlan, Plan
+from memscale.execution_plan import LayerPlan, Plan, Tier
 from memscale.executor.record import Record, WeakModule
 from memscale.executor.use_cache import no_cache_hooks
 from memscale.offload.homes import Homes, training_device
+from memscale.offload.store import DiskStore
 from memscale.techniques import TECHNIQUES, WHOLE, Scene, Site
 from memscale.techniques.checkpointing import hold_place
 from memscale.techniques.forwards import ReplacedForward
@@ -53,7 +54,7 @@ class Executor:
             executor keeps it only if it is a function of a module: others may hold on to the original model.
 
     Example:
-        >>> from memscale.execution_plan import LayerPlan, Plan
+        >>> from memscale.execution_plan import LayerPlan, Plan, Tier
         >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 2))
         >>> plan = Plan((LayerPlan("0", ("0",), ("checkpointing",), "all", "as an example"),))
         >>> executor = Executor(model, plan)
@@ -83,7 +84,7 @@ class Executor:
         self._attached = False
         self._surroundings = Record()
         self._watch = Record()
-        self._homes = Homes()
+        self._homes = Homes(_disk_of(config))
         self._techniques = Record()
 
     @property
@@ -198,7 +199,7 @@ class Executor:
         self._arrange_homes(model, plan, device)
         for layer in plan.layers:
             modules = tuple(_find(model, layer, member) for member in layer.members)
-            site = Site(model, layer, modules, device)
+            site = Site(model, layer, modules, device, self._homes)
             for name in layer.techniques:
                 technique = TECHNIQUES.get(name)
                 if technique is None:
@@ -211,7 +212,7 @@ class Executor:
                     technique.attach(site, record)
                 else:
                     objections.setdefault((name, objection), []).append(layer.name or "the model")
-        scene = Scene(model, plan, device, self.config)
+        scene = Scene(model, plan, device, self.config, self._homes)
         for whole in WHOLE:
             whole.attach(scene, record)
         if self._on_training_batch is not None:
@@ -224,17 +225,18 @@ class Executor:
 
     def _arrange_homes(self, model: nn.Module, plan: Plan, device: torch.device) -> None:
         """Send home the parameters of the layers that are offloaded; the others are on the device."""
-        at_home = [
-            parameter
-            for layer in plan.layers
-            if "offloading" in layer.techniques
-            for modules in [tuple(_find(model, layer, member) for member in layer.members)]
-            if TECHNIQUES["offloading"].objection(Site(model, layer, modules, device)) is None
-            for module in modules
-            for parameter in module.parameters()
-        ]
-        if at_home or self._device is not None or self._homes.device is not None:
-            self._homes.arrange(model, at_home, device)
+        homes: dict[Tier, list[nn.Parameter]] = {"device": [], "host": [], "disk": []}
+        for layer in plan.layers:
+            if "offloading" not in layer.techniques:
+                continue
+            modules = tuple(_find(model, layer, member) for member in layer.members)
+            site = Site(model, layer, modules, device, self._homes)
+            if TECHNIQUES["offloading"].objection(site) is None:
+                tier = "host" if layer.offloading is None else layer.offloading.to
+                homes[tier].extend(each for module in modules for each in module.parameters())
+        at_home, on_disk = homes["host"], homes["disk"]
+        if at_home or on_disk or self._device is not None or self._homes.device is not None:
+            self._homes.arrange(model, at_home, device, on_disk=on_disk)
             self._techniques.add_forward_pre_hook(model, _bring_inputs)
 
     def _undo(self, model: nn.Module) -> None:
@@ -309,6 +311,10 @@ def _find(model: nn.Module, layer: LayerPlan, name: str) -> nn.Module:
             f"({type(model).__name__}) has none of that name. A plan fits the model that it was made for: "
             "make a new one."
         ) from None
+
+
+def _disk_of(config: Config | None) -> DiskStore:
+    return DiskStore() if config is None else DiskStore(config.offload_dir, config.max_disk_offload_bytes)
 
 
 def _is_of_a_module(callback: TrainingBatch | None) -> bool:

@@ -1,21 +1,26 @@
-"""Where the tensors of a model live: at home on the host, or on the device; and back again.
+"""Where the tensors of a model live: on the device, at home on the host, or on disk; and back again.
 
 Parameters keep their identity when they move, so that optimizers, schedulers and the user's own references go on
-as before. An optimizer's state follows its parameter: before a step, and when everything goes back.
+as before. An optimizer's state follows its parameter, before a step and when everything goes back, unless the plan
+has a place of its own for it (``state_homes.py``).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
+
+from memscale.offload.mapped_parameters import MappedParameters
+from memscale.offload.optimizer_hooks import Surroundings
+from memscale.offload.state_homes import StateHomes
+from memscale.offload.store import DiskStore
 
 __all__ = ["HOST", "Homes", "training_device"]
 
@@ -33,6 +38,15 @@ def training_device(model: nn.Module) -> torch.device:
 class Homes:
     """The places of one model's tensors while it is wrapped, and where they were before.
 
+    Args:
+        store: The disk below the model; one with default settings if it is not given.
+
+    Attributes:
+        device: Where the model computes; None while nothing is arranged.
+        store: The disk.
+        mapped: The parameters that are at home on disk.
+        states: Where optimizer state waits.
+
     Example:
         >>> model = nn.Linear(2, 2)
         >>> homes = Homes()
@@ -40,39 +54,75 @@ class Homes:
         >>> homes.restore()
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: DiskStore | None = None) -> None:
         self.device: torch.device | None = None
+        self.store = store or DiskStore()
+        self.mapped = MappedParameters(self.store)
+        self.states = StateHomes(self.store)
         self._parameters: dict[int, tuple[nn.Parameter, torch.device]] = {}
+        self._on_disk: dict[int, nn.Parameter] = {}
         self._buffers: list[tuple[nn.Module, str, torch.device]] = []
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._handle: RemovableHandle | None = None
+        self._surroundings: Surroundings | None = None
 
     @property
     def bytes_at_home(self) -> int:
-        """Bytes of the parameters that are on the host now instead of on the device."""
+        """Bytes of the parameters that are on the host or on disk now instead of on the device."""
         moved = (parameter for parameter, before in self._parameters.values() if before != parameter.device)
         return sum(parameter.nbytes for parameter in moved)
 
-    def arrange(self, model: nn.Module, at_home: Iterable[nn.Parameter], device: torch.device) -> None:
-        """Send parameters home, and bring the others to the device."""
+    @property
+    def bytes_on_host(self) -> int:
+        """Bytes of the parameters that are in host memory now instead of on the device."""
+        on_disk = sum(parameter.nbytes for parameter in self.on_disk)
+        return self.bytes_at_home - on_disk if self.device != HOST else 0
+
+    @property
+    def on_disk(self) -> list[nn.Parameter]:
+        """The parameters that are at home on disk."""
+        return list(self._on_disk.values())
+
+    def arrange(
+        self,
+        model: nn.Module,
+        at_home: Iterable[nn.Parameter],
+        device: torch.device,
+        *,
+        on_disk: Iterable[nn.Parameter] = (),
+    ) -> None:
+        """Send parameters home, to the host or to disk, and bring the others to the device.
+
+        Raises:
+            TierFullError: The cap on the disk would be exceeded, or it is full. What was not sent is as it was.
+            TierError: The directory for it can't be used.
+        """
         self.device = device
-        home = {id(parameter) for parameter in at_home}
+        below = {id(parameter) for parameter in on_disk}
+        home = {id(parameter) for parameter in at_home} | below
+        several = _storages_of_several(model)
         for parameter in model.parameters():
             self._parameters.setdefault(id(parameter), (parameter, parameter.device))
+            if id(parameter) in self._on_disk and id(parameter) not in below:
+                self._bring_back(parameter)
             relocate(parameter, HOST if id(parameter) in home else device)
+            # Exchanged one by one, parameters that share memory would share it no more.
+            alone = id(parameter) in below and _memory_of(parameter) not in several
+            if alone and self.mapped.send(parameter):
+                self._on_disk[id(parameter)] = parameter
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != device:
                     self._buffers.append((module, name, buffer.device))
                     module._buffers[name] = buffer.to(device)
-        if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self._before_step)
+        self._meet_optimizers()
 
     def restore(self) -> None:
         """Everything where it was before the first :meth:`arrange`."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        if self._surroundings is not None:
+            self._surroundings.remove()
+        self.states.restore()
+        for parameter in self.on_disk:
+            self._bring_back(parameter)
         for parameter, before in self._parameters.values():
             relocate(parameter, before)
         for module, name, device in self._buffers:
@@ -84,9 +134,18 @@ class Homes:
         self._parameters.clear()
         self._buffers.clear()
         self._optimizers.clear()
+        self.store.close()
         self.device = None
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _bring_back(self, parameter: nn.Parameter) -> None:
+        self.mapped.bring_back(parameter)
+        del self._on_disk[id(parameter)]
+
+    def _meet_optimizers(self) -> None:
+        self._surroundings = self._surroundings or _weakly_before_steps(self)
+        self._surroundings.attach()
+
+    def _before_step(self, optimizer: Optimizer) -> None:
         ours = any(
             id(parameter) in self._parameters
             for group in optimizer.param_groups
@@ -103,24 +162,59 @@ class Homes:
                 continue
             for name, value in state.items():
                 moved = isinstance(value, torch.Tensor) and value.dim() > 0
-                if moved and value.device != parameter.device:
+                if moved and value.device != parameter.device and not self.states.is_down(value):
                     state[name] = value.to(parameter.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of the model has parameters of its own; no optimizer has stepped them yet.
+        # A copy of the model has parameters of its own, in memory; no optimizer has stepped them yet.
         return {
             "device": self.device,
+            "store": self.store,
+            "mapped": self.mapped,
+            "states": self.states,
             "parameters": list(self._parameters.values()),
             "buffers": self._buffers,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
+        self.__init__(state["store"])  # type: ignore[misc]
         self.device = state["device"]
+        self.mapped, self.states = state["mapped"], state["states"]
         self._parameters = {id(parameter): (parameter, before) for parameter, before in state["parameters"]}
         self._buffers = state["buffers"]
         if self._parameters:
-            self._handle = register_optimizer_step_pre_hook(self._before_step)
+            self._meet_optimizers()
+
+
+def _weakly_before_steps(homes: Homes) -> Surroundings:
+    """Sees every optimizer before it steps; hooks are global, and must not keep a dropped model alive."""
+    reference = weakref.ref(homes)
+
+    def meet(optimizer: Optimizer) -> None:
+        homes = reference()
+        if homes is not None:
+            homes._before_step(optimizer)
+
+    surroundings = Surroundings(_as_it_is, meet)
+    surroundings.remove_with(homes)
+    return surroundings
+
+
+def _as_it_is(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return step(*args, **kwargs)
+
+
+def _memory_of(tensor: torch.Tensor) -> int | None:
+    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
+        return None
+    return None if tensor.is_meta else tensor.untyped_storage().data_ptr()
+
+
+def _storages_of_several(model: nn.Module) -> set[int]:
+    """The memory that more than one parameter or buffer is a view of; a tied parameter is one."""
+    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    counts = Counter(map(_memory_of, tensors.values()))
+    return {memory for memory, count in counts.items() if count > 1 and memory is not None}
 
 
 def relocate(parameter: nn.Parameter, device: torch.device) -> None:

@@ -119,6 +119,10 @@ class StreamedSteps:
         for optimizer in list(self._optimizers):
             self._bring_back(optimizer)
 
+    def pause(self) -> None:
+        """No hooks and no changed steps for now; state stays where it is until :meth:`attach` or :meth:`detach`."""
+        self._surroundings.remove()
+
     def settle(self, optimizer: Optimizer) -> None:
         """Take down what state there is now, after ``load_state_dict`` say, instead of at the next step."""
         if self._reason(optimizer) is None:

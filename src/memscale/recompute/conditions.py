@@ -54,7 +54,7 @@ class ModuleFlags:
             RecomputeError: A parameter was changed in place after the forward pass began.
         """
         for (parameter, _), version in zip(self._parameters, self._versions, strict=True):
-            if parameter._version != version and not getattr(parameter, "_post_accumulate_grad_hooks", None):
+            if parameter._version != version and not _is_stepped_in_backward(parameter):
                 raise changed_parameter(parameter, version)
 
     @contextlib.contextmanager
@@ -77,6 +77,11 @@ class ModuleFlags:
                 module.training = now
             for parameter, now in parameters:
                 parameter.requires_grad_(now)
+
+
+def _is_stepped_in_backward(parameter: nn.Parameter) -> bool:
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(getattr(hook, "changes_parameter", True) for hook in hooks.values())
 
 
 class Conditions:

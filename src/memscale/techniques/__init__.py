@@ -5,6 +5,7 @@ from __future__ import annotations
 from memscale.techniques.base import Scene, Site, Technique, WholeTechnique
 from memscale.techniques.checkpointing import GradientCheckpointing
 from memscale.techniques.offloading import Offloading
+from memscale.techniques.optimizer_state import OptimizerState
 
 __all__ = ["TECHNIQUES", "WHOLE", "Scene", "Site", "Technique", "WholeTechnique"]
 
@@ -13,5 +14,5 @@ TECHNIQUES: dict[str, Technique] = {
     "offloading": Offloading(),
 }
 
-WHOLE: tuple[WholeTechnique, ...] = ()
+WHOLE: tuple[WholeTechnique, ...] = (OptimizerState(),)
 """What concerns a model as a whole, in the order in which it goes on."""

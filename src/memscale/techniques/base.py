@@ -10,6 +10,7 @@ from torch import nn
 
 from memscale.config import Config
 from memscale.execution_plan import LayerPlan, Plan
+from memscale.offload.homes import Homes
 
 if TYPE_CHECKING:
     from memscale.executor.record import Record
@@ -26,12 +27,14 @@ class Site:
         layer: The block's entry in the plan.
         modules: The block's modules, in the order of `layer.members`.
         device: Where the model trains.
+        homes: Where the model's tensors are, and the disk below it.
     """
 
     model: nn.Module
     layer: LayerPlan
     modules: tuple[nn.Module, ...]
     device: torch.device
+    homes: Homes
 
 
 class Technique(Protocol):
@@ -65,12 +68,14 @@ class Scene:
         plan: The plan that is being attached.
         device: Where the model trains.
         config: The user's settings; None if the plan was attached without any.
+        homes: Where the model's tensors are, and the disk below it.
     """
 
     model: nn.Module
     plan: Plan
     device: torch.device
     config: Config | None
+    homes: Homes
 
 
 class WholeTechnique(Protocol):

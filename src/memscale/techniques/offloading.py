@@ -1,4 +1,4 @@
-"""CPU offloading: a block's parameters live on the host, and are on the device only while it computes."""
+"""Offloading: a block's parameters live on the host or on disk, and are on the device only while it computes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from memscale.offload.working import WorkingCopies
 from memscale.techniques.base import Site
 from memscale.techniques.forwards import ReplacedForward
+from memscale.techniques.mapped import MappedForward
 
 if TYPE_CHECKING:
     from memscale.executor.record import Record
@@ -37,9 +38,15 @@ class Offloading:
 
     def attach(self, site: Site, record: Record) -> None:
         recomputed = "checkpointing" in site.layer.techniques
+        settings = site.layer.offloading
+        on_disk = settings is not None and settings.to == "disk"
         for name, module in zip(site.layer.members, site.modules, strict=True):
-            forward = StreamedForward(module, site.device, recomputed=recomputed)
-            record.set_attribute(module, "forward", forward, name=name)
+            if site.device.type != "cpu":
+                streamed = StreamedForward(module, site.device, recomputed=recomputed)
+                record.set_attribute(module, "forward", streamed, name=name)
+            if on_disk:
+                mapped = MappedForward(module, site.homes.mapped, recomputed=recomputed)
+                record.set_attribute(module, "forward", mapped, name=name)
 
 
 class StreamedForward(ReplacedForward):

@@ -1,0 +1,192 @@
+"""Parameters and gradients at home on disk: mapped tensors, whose pages are in memory while they are used.
+
+Note [Homes on disk]
+~~~~~~~~~~~~~~~~~~~~
+A parameter at home on disk is the user's own ``nn.Parameter``; its ``.data`` is a mapped tensor (Note [Mapped
+homes] in ``mapped.py``). Whoever touches it, a kernel, the optimizer, ``state_dict``, finds the values; what has
+to be done is to give the pages back when a layer is done with them:
+
+- after its forward pass;
+- in backward, when the gradient of a parameter is there: nothing below needs the parameter any more. And, for the
+  sake of parameters that are frozen, when the next layer begins, and when backward ends.
+
+To give pages back too early costs a page fault, and never a value; so nothing here has to be exact.
+
+*Gradients.* Autograd makes a gradient in memory. When it has been accumulated, it is exchanged for a mapped copy,
+to which the next micro-batch adds in place, as autograd adds to any gradient that is there. What is no ordinary
+gradient stays as it is: a sparse one, a view of a bucket, one with a graph of its own (``create_graph=True``).
+
+*Small ones* stay in memory: below a page there is nothing to give back.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.hooks import RemovableHandle
+
+from memscale.offload._libc import PAGE
+from memscale.offload.store import DiskStore
+from memscale.recompute._torch_private import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id
+
+__all__ = ["MappedParameters"]
+
+
+class MappedParameters:
+    """The parameters of one model that are at home on disk. See Note [Homes on disk].
+
+    Args:
+        store: The disk.
+
+    Example:
+        >>> layer = nn.Linear(64, 64)
+        >>> mapped = MappedParameters(DiskStore(capacity=2**20))
+        >>> mapped.send(layer.weight)
+        True
+        >>> layer(torch.ones(1, 64)).sum().backward()
+        >>> mapped.store.bytes_used == 2 * layer.weight.nbytes  # its gradient, too
+        True
+        >>> mapped.bring_back(layer.weight)
+        >>> mapped.store.bytes_used
+        0
+        >>> mapped.store.close()
+    """
+
+    def __init__(self, store: DiskStore) -> None:
+        self.store = store
+        self._handles: dict[
+            int, RemovableHandle
+        ] = {}  # by the parameter's id; whoever sends it keeps it alive
+        self._in_backward: list[Sequence[nn.Parameter]] = []
+        self._task = OUTSIDE_BACKWARD
+
+    def send(self, parameter: nn.Parameter) -> bool:
+        """Make a parameter's home on disk, and its gradient's; False for one that is better left in memory.
+
+        Raises:
+            TierFullError: The cap would be exceeded, or the disk is full; the parameter is as it was.
+            TierError: The directory can't be used.
+        """
+        if not self.store.holds(parameter):
+            if not _can_be_mapped(parameter):
+                return False
+            home = self.store.copy_of(parameter)
+            parameter.data = home
+        self.watch([parameter])
+        self._take_gradient(parameter)
+        return True
+
+    def bring_back(self, parameter: nn.Parameter) -> None:
+        """An ordinary parameter in memory, with an ordinary gradient."""
+        handle = self._handles.pop(id(parameter), None)
+        if handle is not None:
+            handle.remove()
+            if not parameter._post_accumulate_grad_hooks:
+                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # as it was
+        with torch.no_grad():
+            if self.store.holds(parameter):
+                parameter.data = parameter.detach().clone()
+            gradient = parameter.grad
+            if gradient is not None and self.store.holds(gradient):
+                parameter.grad = gradient.clone()
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Have gradients go home, also those of parameters that were frozen until now."""
+        for parameter in parameters:
+            if (
+                parameter.requires_grad
+                and parameter.is_leaf
+                and id(parameter) not in self._handles
+                and self.store.holds(parameter)
+            ):
+                hook = _GradientGoesHome(self)
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._handles[id(parameter)] = handle
+
+    def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+        """A layer is about to compute with these, in forward or in backward."""
+        task = graph_task_id()
+        if task == OUTSIDE_BACKWARD:
+            return
+        if task != self._task:
+            self._task = task
+            at_end_of_backward(functools.partial(_after_backward, weakref.ref(self)))
+        self._rest_after_backward()
+        self._in_backward.append(parameters)
+
+    def end(self, parameters: Sequence[nn.Parameter]) -> None:
+        """A layer's forward pass is over. If backward runs it again, it will need them in a moment."""
+        if graph_task_id() == OUTSIDE_BACKWARD:
+            self.rest(parameters)
+
+    def rest(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give back the pages of these and of their gradients."""
+        for parameter in parameters:
+            self.store.rest(parameter)
+            if parameter.grad is not None:
+                self.store.rest(parameter.grad)
+
+    def _rest_after_backward(self) -> None:
+        while self._in_backward:
+            self.rest(self._in_backward.pop())
+
+    def _take_gradient(self, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        if gradient is not None and not self.store.holds(gradient) and _can_be_mapped(gradient):
+            parameter.grad = self.store.copy_of(gradient)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"store": self.store}  # a copy's parameters are ordinary ones
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+
+class _GradientGoesHome:
+    """Called when a parameter's gradient was accumulated."""
+
+    changes_parameter = False  # unlike an optimizer that steps here: see `ModuleFlags.check_parameters`
+
+    def __init__(self, mapped: MappedParameters) -> None:
+        self._mapped = weakref.ref(mapped)  # or a parameter of a dropped model would be in a cycle
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        mapped = self._mapped()
+        if mapped is not None and mapped.store.holds(parameter):
+            mapped._take_gradient(parameter)
+            mapped.rest([parameter])
+
+
+def _after_backward(reference: weakref.ref[MappedParameters]) -> None:
+    mapped = reference()
+    if mapped is not None:
+        mapped._rest_after_backward()
+
+
+def _can_be_mapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is an ordinary one in the CPU's memory, all of a storage that is its own."""
+    if isinstance(tensor, FakeTensor) or type(tensor) not in (torch.Tensor, nn.Parameter):
+        return False
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.nbytes < PAGE:
+        return False
+    if tensor.grad_fn is not None or (tensor.requires_grad and not isinstance(tensor, nn.Parameter)):
+        return False
+    storage = tensor.untyped_storage()
+    return storage.nbytes() == tensor.nbytes and not storage.is_shared() and _is_dense(tensor)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie side by side in some order of its dimensions, none of them twice."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,107 @@
+"""The disk below one model: a file under one cap, for its parameters, gradients, optimizer state, activations."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+
+from memscale.offload.disk import DiskTier
+from memscale.offload.mapped import MappedArena
+from memscale.offload.space import DiskSpace
+
+__all__ = ["DiskStore"]
+
+_ORDINARY = (torch.Tensor, nn.Parameter)
+
+
+class DiskStore:
+    """A model's share of the disk. The file is made when the first tensor goes there.
+
+    A copy, by ``deepcopy`` or pickle, has the same settings and nothing in it: copies of mapped tensors are
+    ordinary ones.
+
+    Args:
+        directory: Where (`offload_dir`); None for what `find_disk` chooses.
+        capacity: The most bytes to take, a hard cap (`max_disk_offload_gb`); None for what is free then.
+
+    Example:
+        >>> store = DiskStore(capacity=2**20)
+        >>> home = store.copy_of(torch.ones(1024))
+        >>> store.rest(home)
+        >>> store.bytes_used, float(home.sum())
+        (4096, 1024.0)
+        >>> store.close()
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None = None, capacity: int | None = None) -> None:
+        self._directory = directory
+        self._capacity = capacity
+        self._space: DiskSpace | None = None
+        self._arena: MappedArena | None = None
+        self._tier: DiskTier | None = None
+
+    @property
+    def arena(self) -> MappedArena:
+        """Makes the tensors that are mapped."""
+        if self._arena is None:
+            self._arena = MappedArena(self._opened())
+        return self._arena
+
+    @property
+    def tier(self) -> DiskTier:
+        """Takes tensors that are read back as a whole."""
+        if self._tier is None:
+            self._tier = DiskTier(space=self._opened())
+        return self._tier
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes on the disk that are in use, in whole pages."""
+        return 0 if self._space is None else self._space.bytes_used
+
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same values in a mapped tensor, without pages in memory; dimensions are in the same order there.
+
+        Raises:
+            TierFullError: The cap would be exceeded, or the disk is full.
+            TierError: The directory can't be used.
+        """
+        if tensor.is_contiguous():
+            return self.arena.copy_of(tensor)
+        # Channels last, say, has kernels of its own, which give other bits.
+        strides = tensor.stride()
+        order = sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], axis))
+        back = sorted(range(tensor.dim()), key=order.__getitem__)
+        return self.arena.copy_of(tensor.detach().permute(order)).permute(back)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory is mapped here."""
+        return self._arena is not None and type(tensor) in _ORDINARY and self._arena.holds(tensor)
+
+    def rest(self, tensor: torch.Tensor) -> None:
+        """Give a tensor's pages back until it is used again, if it is one of these."""
+        if self._arena is not None and self.holds(tensor):
+            self._arena.give_back(tensor)
+
+    def close(self) -> None:
+        """Give the disk back. Mapped tensors that are still alive keep their values, and their room."""
+        if self._tier is not None:
+            self._tier.close()
+        if self._space is not None:
+            self._space.close()
+        self._space = self._arena = self._tier = None
+
+    def _opened(self) -> DiskSpace:
+        if self._space is None:
+            space = DiskSpace(self._directory, self._capacity)
+            space.open()  # a directory that can't be used is found out before anything is moved
+            self._space = space
+        return self._space
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"directory": self._directory, "capacity": self._capacity}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__init__(**state)  # type: ignore[misc]

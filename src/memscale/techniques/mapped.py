@@ -1,0 +1,68 @@
+"""Offloading on a CPU host: a block's parameters are at home on disk, and in memory only while it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.offload.mapped_parameters import MappedParameters
+from memscale.recompute._torch_private import OUTSIDE_BACKWARD, graph_task_id
+from memscale.recompute.trees import Tree
+from memscale.techniques.forwards import ReplacedForward
+
+__all__ = ["MappedForward"]
+
+
+class MappedForward(ReplacedForward):
+    """The forward of a block whose parameters are mapped. See Note [Homes on disk].
+
+    Args:
+        module: The module that this goes on.
+        mapped: The parameters of the model that are at home on disk.
+        recomputed: Whether it runs inside a recomputed region.
+    """
+
+    def __init__(self, module: nn.Module, mapped: MappedParameters, *, recomputed: bool) -> None:
+        super().__init__(module)
+        self._mapped = mapped
+        self._recomputed = recomputed
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        # In evaluation too: the parameters are at home then as well.
+        module = self.module
+        forward = self._forward_of(module)
+        if self._is_released or torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        return self.run(module, forward, args, kwargs)
+
+    def run(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        mapped, parameters = self._mapped, list(module.parameters())
+        mapped.watch(parameters)
+        mapped.begin(parameters)
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            mapped.end(parameters)
+        if not self._recomputed and torch.is_grad_enabled() and graph_task_id() == OUTSIDE_BACKWARD:
+            _before_backward(output, mapped, parameters)
+        return output
+
+
+def _before_backward(output: object, mapped: MappedParameters, parameters: Sequence[nn.Parameter]) -> None:
+    """Note when backward gets to a block: nothing else tells of one that is not run again."""
+
+    def begin(gradient: torch.Tensor) -> None:
+        mapped.begin(parameters)
+
+    for tensor in Tree.of(output).tensors():
+        if tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(begin)  # type: ignore[no-untyped-call]
