@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
+from memscale.eight_bit.states import EightBitStates
 from memscale.offload.mapped_parameters import MappedParameters
 from memscale.offload.optimizer_hooks import Surroundings
 from memscale.offload.state_homes import StateHomes
@@ -46,6 +47,7 @@ class Homes:
         store: The disk.
         mapped: The parameters that are at home on disk.
         states: Where optimizer state waits.
+        moments: What of it is in 8 bits.
 
     Example:
         >>> model = nn.Linear(2, 2)
@@ -59,6 +61,7 @@ class Homes:
         self.store = store or DiskStore()
         self.mapped = MappedParameters(self.store)
         self.states = StateHomes(self.store)
+        self.moments = EightBitStates()
         self._parameters: dict[int, tuple[nn.Parameter, torch.device]] = {}
         self._on_disk: dict[int, nn.Parameter] = {}
         self._buffers: list[tuple[nn.Module, str, torch.device]] = []
@@ -121,6 +124,7 @@ class Homes:
         if self._surroundings is not None:
             self._surroundings.remove()
         self.states.restore()
+        self.moments.restore()
         for parameter in self.on_disk:
             self._bring_back(parameter)
         for parameter, before in self._parameters.values():
@@ -171,6 +175,7 @@ class Homes:
             "device": self.device,
             "store": self.store,
             "mapped": self.mapped,
+            "moments": self.moments,  # first, as in a plan: it goes on inside of what streams
             "states": self.states,
             "parameters": list(self._parameters.values()),
             "buffers": self._buffers,
@@ -179,7 +184,7 @@ class Homes:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["store"])  # type: ignore[misc]
         self.device = state["device"]
-        self.mapped, self.states = state["mapped"], state["states"]
+        self.mapped, self.moments, self.states = state["mapped"], state["moments"], state["states"]
         self._parameters = {id(parameter): (parameter, before) for parameter, before in state["parameters"]}
         self._buffers = state["buffers"]
         if self._parameters:

@@ -6,7 +6,8 @@ While ``optimizer.step()`` runs, the arithmetic is called once for each bucket o
 the arithmetic] in ``optimizer_hooks.py``, Note [One step, several calls] in ``optimizer_groups.py``). A
 bucket's state is brought up before its call and taken down after it (Note [Homes of state] in
 ``optimizer_state.py``), state that the call made included: all of it never exists at once, from the first
-step on.
+step on. A parameter that needs more than a bucket is stepped in slices, where its optimizer allows it (Note [Slices]
+in ``optimizer_slices.py``).
 
 What a parameter needs in its bucket is its own bytes, its gradient's and its state's. Before it has state,
 that is taken from a parameter of as many dimensions in the same group, which goes first and alone. What the
@@ -37,6 +38,7 @@ from memscale.offload.optimizer_copies import copy_with_state, copy_without
 from memscale.offload.optimizer_groups import Member, SplitStep, members_of
 from memscale.offload.optimizer_hooks import Surroundings
 from memscale.offload.optimizer_kinds import why_left_alone
+from memscale.offload.optimizer_slices import SlicedParameter, slices_of
 from memscale.offload.optimizer_state import PAGE, MovingState, Origins, StatePlace
 
 __all__ = ["StatePlace", "StreamedSteps"]
@@ -54,8 +56,9 @@ class StreamedSteps:
         parameters: whose state is kept there.
         place: where it waits between steps.
         bucket_bytes: the most that parameters, gradients and state of one bucket may take; a parameter that
-            needs more has a bucket to itself.
+            needs more has a bucket to itself, or comes in slices.
         least_bytes: state tensors smaller than this stay where they are.
+        slices: whether a parameter that needs more than a bucket may be stepped in slices, see Note [Slices].
         logger: told which optimizers are left alone, and why.
 
     Attributes:
@@ -67,6 +70,7 @@ class StreamedSteps:
         >>> class Elsewhere:
         ...     def down(self, tensor): return tensor.to("cpu", copy=True)
         ...     def up(self, tensor, parameter): return tensor.to(parameter.device)
+        ...     def new(self, like): return torch.empty_like(like, device="cpu")
         ...     def rest(self, tensor): pass
         >>> model = nn.Linear(64, 64)
         >>> steps = StreamedSteps(model.parameters(), Elsewhere(), bucket_bytes=2**20)
@@ -79,6 +83,8 @@ class StreamedSteps:
         >>> steps.detach()
     """
 
+    _notice = "The state of this %s stays on its device: %s."
+
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
@@ -86,6 +92,7 @@ class StreamedSteps:
         bucket_bytes: int,
         *,
         least_bytes: int = PAGE,
+        slices: bool = True,
         logger: logging.Logger | None = None,
     ) -> None:
         if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
@@ -94,6 +101,7 @@ class StreamedSteps:
             raise ConfigError(f"bucket_bytes={bucket_bytes}: a bucket needs at least 1 byte.")
         self.bucket_bytes = bucket_bytes
         self.buckets_run = 0
+        self._slices = slices
         self.skipped: MutableMapping[Optimizer, str] = weakref.WeakKeyDictionary()
         self._logger = logger or logging.getLogger("memscale")
         self._state = MovingState(place, least_bytes)
@@ -174,19 +182,20 @@ class StreamedSteps:
 
     def _reason(self, optimizer: Optimizer) -> str | None:
         """Why this one is left alone; it gets its state back if that was found out late."""
-        reason = why_left_alone(optimizer)
+        reason = self._why_left_alone(optimizer)
         if reason is None:
             self.skipped.pop(optimizer, None)
         else:
             self._leave_alone(optimizer, reason)
         return reason
 
+    def _why_left_alone(self, optimizer: Optimizer) -> str | None:
+        return why_left_alone(optimizer)
+
     def _leave_alone(self, optimizer: Optimizer, reason: str) -> None:
         if self.skipped.get(optimizer) != reason:
             self.skipped[optimizer] = reason
-            self._logger.warning(
-                "The state of this %s stays on its device: %s.", type(optimizer).__name__, reason
-            )
+            self._logger.warning(self._notice, type(optimizer).__name__, reason)
         if optimizer in self._optimizers:
             self._bring_back(optimizer)
 
@@ -202,18 +211,45 @@ class StreamedSteps:
             (streamed if ours else others).append(member)
         buckets = Buckets(optimizer, streamed, self._state, self.bucket_bytes)
         with SplitStep(optimizer) as split:
-            while True:
-                bucket = buckets.take()
-                # Whatever is not streamed is stepped once, too: with the last bucket.
-                split.show([*bucket, *others] if buckets.is_last else bucket)
-                result = self._run(optimizer, bucket, functools.partial(step, *args, **kwargs))
-                if buckets.is_last:
-                    break
+
+            def call() -> Any:
                 if answer is not None:
                     answer.times = 0
+                return step(*args, **kwargs)
+
+            while True:
+                bucket = buckets.take()
+                sliced = self._sliced(optimizer, bucket, buckets.needed)
+                if sliced is not None:
+                    result = self._run_slices(sliced, split, bucket[0], call)
+                    bucket = []
+                # Whatever is not streamed is stepped once, too: with the last bucket.
+                shown = [*bucket, *others] if buckets.is_last else bucket
+                if shown or sliced is None:
+                    split.show(shown)
+                    result = self._run(optimizer, bucket, call)
+                if buckets.is_last:
+                    break
         for member in others:
             if self._is_ours(member):  # no gradient now, but maybe state: loaded, or from before we came
                 self._take_down(optimizer, member, {})
+        return result
+
+    def _sliced(self, optimizer: Optimizer, bucket: list[Member], needed: int) -> SlicedParameter | None:
+        if not self._slices or len(bucket) != 1:
+            return None
+        return slices_of(optimizer, bucket[0].parameter, self._state, needed, self.bucket_bytes)
+
+    def _run_slices(
+        self, sliced: SlicedParameter, split: SplitStep, member: Member, call: Callable[[], Any]
+    ) -> Any:
+        def step(stand_in: nn.Parameter) -> Any:
+            split.show_instead(member, stand_in)
+            return call()
+
+        result = sliced.run(step)
+        self._keep(split.optimizer)
+        self.buckets_run += len(sliced)
         return result
 
     def _run(self, optimizer: Optimizer, bucket: list[Member], call: Callable[[], Any]) -> Any:
@@ -239,15 +275,19 @@ class StreamedSteps:
         return result
 
     def _take_down(self, optimizer: Optimizer, member: Member, origins: Origins) -> None:
-        if optimizer not in self._optimizers:
-            self._optimizers.add(optimizer)
-            copy_with_state(optimizer, self._state, self)
+        self._keep(optimizer)
         parameter = member.parameter
         with torch.no_grad():
             self._state.down(optimizer.state.get(parameter), parameter, origins)
         for tensor in (parameter, parameter.grad):
             if tensor is not None and tensor.layout is torch.strided:
                 self._state.place.rest(tensor)
+
+    def _keep(self, optimizer: Optimizer) -> None:
+        """Note that some of an optimizer's state is in the place."""
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            copy_with_state(optimizer, self._state, self)
 
 
 def _weakly_around(steps: StreamedSteps) -> Surroundings:

@@ -14,6 +14,8 @@ from memscale.offload.optimizer_state import MovingState
 
 __all__ = ["Buckets"]
 
+_AS_FOR_ADAM = 4  # the parameter, its gradient and two moments
+
 
 class Buckets:
     """Cuts one step's parameters into buckets while it runs.
@@ -32,6 +34,7 @@ class Buckets:
         self._limit = limit
         self._ratios: dict[tuple[int, int], float] = {}  # bytes of state for a byte of parameter
         self._new: list[Member] = []  # of the last bucket, those that had no state
+        self.needed = 0  # bytes of the last bucket; as for Adam, where that is not known yet
 
     @property
     def is_last(self) -> bool:
@@ -49,8 +52,10 @@ class Buckets:
                 break
             bucket.append(self._pending.popleft())
             if needed is None:
+                total = _AS_FOR_ADAM * bucket[0].parameter.nbytes
                 break
             total += needed
+        self.needed = total
         self._new = [member for member in bucket if not self._optimizer.state.get(member.parameter)]
         return bucket
 

@@ -70,7 +70,7 @@ class SplitStep:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._groups = list(optimizer.param_groups)
         self._lists = [
             {key: group[key] for key in _PARALLEL if isinstance(group.get(key), list)}
@@ -86,7 +86,7 @@ class SplitStep:
 
     def __enter__(self) -> SplitStep:
         for name in self._hooks:
-            setattr(self._optimizer, name, OrderedDict())
+            setattr(self.optimizer, name, OrderedDict())
         return self
 
     def show(self, bucket: Iterable[Member]) -> None:
@@ -97,10 +97,16 @@ class SplitStep:
         shown = sorted(positions)
         for counters in (*self._of_all, *(self._of_groups[index] for index in shown)):
             counters.put_back()
-        self._optimizer.param_groups[:] = [self._groups[index] for index in shown]
+        self.optimizer.param_groups[:] = [self._groups[index] for index in shown]
         for index in shown:
             for key, values in self._lists[index].items():
                 self._groups[index][key] = [values[position] for position in sorted(positions[index])]
+
+    def show_instead(self, member: Member, stand_in: torch.Tensor) -> None:
+        """Cut the groups down to one parameter, with another tensor in its place."""
+        self.show([member])
+        group = self._groups[member.group]
+        group["params"] = [stand_in]
 
     def __exit__(
         self,
@@ -110,9 +116,9 @@ class SplitStep:
     ) -> None:
         for group, lists in zip(self._groups, self._lists, strict=True):
             group.update(lists)
-        self._optimizer.param_groups[:] = self._groups
+        self.optimizer.param_groups[:] = self._groups
         for name, hooks in self._hooks.items():
-            setattr(self._optimizer, name, hooks)
+            setattr(self.optimizer, name, hooks)
 
 
 def _any(key: Any) -> bool:

@@ -45,8 +45,12 @@ class StatePlace(Protocol):
         """The tensor for use in the parameter's step: itself if it can be used, else a copy on its device."""
         ...
 
+    def new(self, like: Tensor) -> Tensor:
+        """An ordinary tensor of that place, as large as this one (which has no values); its own are undefined."""
+        ...
+
     def rest(self, tensor: Tensor) -> None:
-        """Not needed for now: pages can be given back. Also said of parameters and gradients."""
+        """Not needed for now: pages can be given back. Also said of parameters, gradients, and slices of them."""
         ...
 
 
@@ -68,6 +72,14 @@ class MovingState:
     def is_home(self, tensor: Tensor) -> bool:
         """Whether this tensor is at rest in the place."""
         return self._homes.get(id(tensor)) is tensor
+
+    def new_home(self, like: Tensor, parameter: Tensor) -> Tensor:
+        """A tensor for state that is made a slice at a time: in the place, or beside the parameter if small."""
+        if like.nbytes < self.least_bytes:
+            return torch.empty_like(like, device=parameter.device)
+        home = self.place.new(like)
+        self._homes[id(home)] = home
+        return home
 
     def bytes_of(self, state: Any, parameter: Tensor) -> int:
         """How much of this state is down, or would go."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -30,6 +31,9 @@ class MappedPlace:
 
     def up(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         return tensor.to(parameter.device)
+
+    def new(self, like: torch.Tensor) -> torch.Tensor:
+        return self._store.arena.empty(like.shape, like.dtype)
 
     def rest(self, tensor: torch.Tensor) -> None:
         self._store.rest(tensor)
@@ -59,7 +63,18 @@ class HostPlace:
     def down(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device == _HOST:
             return tensor
-        nbytes = tensor.nbytes
+        return self._counted(tensor.nbytes, lambda: tensor.to(_HOST))
+
+    def up(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        return tensor.to(parameter.device)
+
+    def new(self, like: torch.Tensor) -> torch.Tensor:
+        return self._counted(like.nbytes, lambda: torch.empty_like(like, device=_HOST))
+
+    def rest(self, tensor: torch.Tensor) -> None:
+        self._store.rest(tensor)
+
+    def _counted(self, nbytes: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         if self._capacity is not None and self._taken + nbytes > self._capacity:
             raise TierFullError(
                 f"{format_bytes(nbytes)} more of optimizer state would exceed the cap on host memory of "
@@ -67,16 +82,10 @@ class HostPlace:
                 "stays on the device, complete. Raise Config(max_cpu_offload_gb=...), or have it on disk by "
                 "Config(max_disk_offload_gb=...)."
             )
-        home = tensor.to(_HOST)
+        home = make()
         self._taken += nbytes
         weakref.finalize(home, self._give_up, nbytes).atexit = False
         return home
-
-    def up(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        return tensor.to(parameter.device)
-
-    def rest(self, tensor: torch.Tensor) -> None:
-        self._store.rest(tensor)
 
     def _give_up(self, nbytes: int) -> None:
         self._taken -= nbytes

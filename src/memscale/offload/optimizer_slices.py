@@ -1,0 +1,166 @@
+"""One large parameter, a slice at a time.
+
+Note [Slices]
+~~~~~~~~~~~~~
+An embedding can be larger than a bucket by itself: with its gradient, Adam's moments and what Adam makes in
+between, six times its own bytes. Optimizers of torch that treat every element by itself can be called for a slice
+of it: a parameter over a part of the same memory, with that part of the gradient and of the state. Each slice
+begins with the counters that the parameter had; those of the last are the parameter's afterwards. So the values
+are the same, and only a slice of them is up at a time, from the first step on, when state is made.
+
+Others (Adafactor looks at rows and columns, a subclass may do anything) get such a parameter whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from memscale.offload.optimizer_state import PAGE, MovingState
+
+__all__ = ["SlicedParameter", "slices_of"]
+
+# By class, not by subclass: what a class of the user's adds is not known.
+ELEMENTWISE = frozenset(
+    {
+        optim.SGD,
+        optim.Adam,
+        optim.AdamW,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Adagrad,
+        optim.Adadelta,
+        optim.Adamax,
+        optim.ASGD,
+        optim.Rprop,
+    }
+)
+
+LEAST_BYTES = 16 * PAGE
+"""Of a parameter in one slice: below that, calls cost more than memory is worth."""
+
+
+def slices_of(
+    optimizer: Optimizer, parameter: Tensor, state: MovingState, needed: int, limit: int
+) -> SlicedParameter | None:
+    """The parameter cut so that no slice needs more than the limit; None for one that is stepped whole."""
+    if type(optimizer) not in ELEMENTWISE or needed <= limit or not _is_flat(parameter):
+        return None
+    gradient = parameter.grad
+    if gradient is None or not _is_flat(gradient):
+        return None
+    values = optimizer.state.get(parameter, {})
+    if not all(_can_be_cut(value, parameter) for value in values.values()):
+        return None
+    share = max(LEAST_BYTES, int(parameter.nbytes * (limit / needed)) // PAGE * PAGE)
+    length = share // parameter.element_size()
+    return SlicedParameter(optimizer, parameter, state, length) if length < parameter.numel() else None
+
+
+class SlicedParameter:
+    """Steps one parameter slice by slice. See Note [Slices].
+
+    Args:
+        optimizer: Whose step it is.
+        parameter: The parameter.
+        state: Takes its state up and down.
+        length: Elements of a slice.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameter: Tensor, state: MovingState, length: int) -> None:
+        self._optimizer = optimizer
+        self._parameter = parameter
+        self._state = state
+        self._length = length
+        self._before: dict[str, Any] = dict(optimizer.state.get(parameter, {}))
+        self._made: dict[str, Tensor] = {}  # whole tensors for state that the optimizer has begun to keep
+
+    def __len__(self) -> int:
+        return math.ceil(self._parameter.numel() / self._length)
+
+    def run(self, call: Callable[[nn.Parameter], Any]) -> Any:
+        """Step every slice by ``call(slice)``; what the last call returned."""
+        result: Any = None
+        counters: dict[str, Any] = {}
+        for start in range(0, self._parameter.numel(), self._length):
+            result, counters = self._step(slice(start, start + self._length), call)
+        values = {**self._before, **self._made, **counters}
+        if values or self._parameter in self._optimizer.state:
+            self._optimizer.state[self._parameter] = values
+        with torch.no_grad():
+            self._parameter.view(-1)[:0].zero_()  # counts as a change in place, which it was
+        return result
+
+    def _step(self, part: slice, call: Callable[[nn.Parameter], Any]) -> tuple[Any, dict[str, Any]]:
+        parameter, state = self._parameter, self._optimizer.state
+        piece = nn.Parameter(parameter.detach().view(-1)[part], requires_grad=parameter.requires_grad)
+        assert parameter.grad is not None
+        piece.grad = parameter.grad.detach().view(-1)[part]
+        with torch.no_grad():
+            values = {name: self._up(value, part, piece) for name, value in self._before.items()}
+        if values:
+            state[piece] = values
+        try:
+            result = call(piece)
+            with torch.no_grad():
+                counters = dict(self._down(state.get(piece, {}), part, piece))
+        finally:
+            state.pop(piece, None)
+        for each in (piece, piece.grad):
+            self._state.place.rest(each.detach())
+        return result, counters
+
+    def _up(self, value: Any, part: slice, piece: Tensor) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.shape != self._parameter.shape:
+            return value.clone()  # a counter
+        flat = value.view(-1)[part]
+        if not self._state.is_home(value):
+            return flat
+        self._state.bytes_moved += flat.nbytes
+        return self._state.place.up(flat, piece)
+
+    def _down(self, values: dict[str, Any], part: slice, piece: Tensor) -> Iterator[tuple[str, Any]]:
+        """Put the slice's state where it belongs; what is no part of a larger tensor is a counter."""
+        for name, value in values.items():
+            if not isinstance(value, Tensor) or value.shape != piece.shape or value.dim() == 0:
+                yield name, value
+                continue
+            home = self._home_of(name, value)
+            flat = home.view(-1)[part]
+            if flat.data_ptr() != value.data_ptr() or flat.device != value.device:
+                flat.copy_(value)
+            if self._state.is_home(home):
+                self._state.bytes_moved += flat.nbytes
+                self._state.place.rest(flat)
+
+    def _home_of(self, name: str, value: Tensor) -> Tensor:
+        """The whole tensor that this is a slice of."""
+        before = self._before.get(name)
+        if (
+            isinstance(before, Tensor)
+            and before.shape == self._parameter.shape
+            and before.dtype == value.dtype
+        ):
+            return before
+        if name not in self._made:
+            like = torch.empty_like(self._parameter, dtype=value.dtype, device="meta")
+            self._made[name] = self._state.new_home(like, self._parameter)
+        return self._made[name]
+
+
+def _is_flat(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_complex()
+
+
+def _can_be_cut(value: Any, parameter: Tensor) -> bool:
+    if not isinstance(value, Tensor):
+        return True
+    return value.dim() == 0 or (value.shape == parameter.shape and _is_flat(value))
