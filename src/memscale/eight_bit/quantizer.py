@@ -1,0 +1,125 @@
+"""bitsandbytes, as far as it is used here: 32-bit numbers to 8-bit codes and back."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memscale.errors import MemScaleError
+
+__all__ = ["BLOCK", "Quantizer", "Unavailable", "find_quantizer"]
+
+BLOCK = 256
+"""How many numbers share a scale, as in bitsandbytes' optimizers."""
+
+OLDEST = (0, 49)  # before it, the CPU had no such kernels
+_CODES = 256
+
+
+class Unavailable(MemScaleError, RuntimeError):
+    """bitsandbytes is missing, too old, or does not work on a device."""
+
+
+class Quantizer:
+    """Takes tensors down to 8 bits and brings them up again.
+
+    On fake tensors only shapes are followed: bitsandbytes tells torch those of its kernels.
+
+    Args:
+        functional: the module ``bitsandbytes.functional``.
+    """
+
+    def __init__(self, functional: Any) -> None:
+        self._functional = functional
+        self._maps: dict[tuple[bool, torch.device], Tensor] = {}
+
+    def down(self, tensor: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+        """Codes, one byte a number, and the scale of each block; of a flat tensor in 32 bits."""
+        codes, scales = torch.ops.bitsandbytes.quantize_blockwise(tensor, self._map(tensor, signed), BLOCK)
+        return codes, scales
+
+    def up(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+        """The numbers in 32 bits."""
+        numbers: Tensor = torch.ops.bitsandbytes.dequantize_blockwise(
+            codes, scales, self._map(codes, signed), BLOCK, torch.float32
+        )
+        return numbers
+
+    def check(self, device: torch.device) -> None:
+        """Try it on a device.
+
+        Raises:
+            Unavailable: It does not work there.
+        """
+        try:
+            numbers = torch.linspace(-1, 1, 2 * BLOCK, device=device)
+            again = self.up(*self.down(numbers, signed=True), signed=True)
+            error = float((again - numbers).abs().max())
+        except Exception as raised:
+            raise Unavailable(f"bitsandbytes does not run on {device} ({_in_short(raised)})") from raised
+        if not error < 0.02:
+            raise Unavailable(f"bitsandbytes computes wrong numbers on {device} (off by {error:.2g})")
+
+    def _map(self, beside: Tensor, signed: bool) -> Tensor:
+        """What each code stands for: fine near zero, coarse near the largest."""
+        if isinstance(beside, FakeTensor):
+            return torch.empty(_CODES, device=beside.device)
+        key = (signed, beside.device)
+        if key not in self._maps:
+            self._maps[key] = self._functional.create_dynamic_map(signed=signed).to(beside.device)
+        return self._maps[key]
+
+
+def find_quantizer(devices: Iterable[torch.device]) -> Quantizer:
+    """bitsandbytes, tried on the devices that optimizers will step on.
+
+    Raises:
+        Unavailable: It can't be used, and why.
+    """
+    try:
+        with _quietly():
+            module = importlib.import_module("bitsandbytes")
+            functional = importlib.import_module("bitsandbytes.functional")
+    except ImportError as error:
+        raise Unavailable(
+            f"bitsandbytes can't be imported ({_in_short(error)}); pip install 'open-memscale[bnb]'"
+        ) from error
+    except Exception as error:  # its native libraries fail in many ways
+        raise Unavailable(f"bitsandbytes can't be imported ({_in_short(error)})") from error
+    version = str(getattr(module, "__version__", "0"))
+    if _numbers(version) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise Unavailable(f"bitsandbytes is {version}, and at least {oldest} is needed")
+    quantizer = Quantizer(functional)
+    for device in devices:
+        quantizer.check(device)
+    return quantizer
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Importing it warns of kernels for 4-bit inference that are not installed, which nobody asked for here."""
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.split(".")[:2]
+    return tuple(int(part) if part.isdecimal() else 0 for part in parts)
+
+
+def _in_short(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:120]}"

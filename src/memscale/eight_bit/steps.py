@@ -1,0 +1,111 @@
+"""Optimizer steps whose moments are in 8 bits in between: ``StreamedSteps`` with another place for state."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from memscale.eight_bit.kinds import holds_moments, why_in_full
+from memscale.eight_bit.moments import EightBitMoments
+from memscale.eight_bit.quantizer import Quantizer
+from memscale.offload.optimizer import StreamedSteps
+from memscale.offload.optimizer_groups import Member
+from memscale.offload.optimizer_state import Origins
+
+__all__ = ["EightBitSteps"]
+
+_HOST = torch.device("cpu")
+
+
+class EightBitSteps(StreamedSteps):
+    """Keeps the moments of some parameters in 8 bits, whichever optimizer steps them.
+
+    See Note [Eight bits between steps]. Attached before a ``StreamedSteps`` it is inside of it: that one moves
+    the 8-bit codes between tiers, a bucket at a time, and this one is given the bucket to step.
+
+    Args:
+        parameters: whose moments are kept so.
+        quantizer: bitsandbytes.
+        bucket_bytes: the most that parameters, gradients and 32-bit moments of one bucket may take; a
+            parameter that needs more has a bucket to itself.
+        logger: told which optimizers are left alone, and why.
+
+    Example:
+        >>> from memscale.eight_bit import find_quantizer
+        >>> model = nn.Linear(64, 64)
+        >>> steps = EightBitSteps(model.parameters(), find_quantizer([]), bucket_bytes=2**20)
+        >>> steps.attach()
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> model(torch.ones(1, 64)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[model.weight]["exp_avg"]["codes"].dtype
+        torch.uint8
+        >>> optimizer.state_dict()["state"][0]["exp_avg"].dtype
+        torch.float32
+        >>> steps.detach()
+        >>> optimizer.state[model.weight]["exp_avg"].dtype
+        torch.float32
+    """
+
+    _notice = "The state of this %s stays in 32 bits: %s."
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        quantizer: Quantizer,
+        bucket_bytes: int,
+        *,
+        logger: logging.Logger | None = None,
+    ) -> None:
+        logger = logger or logging.getLogger("memscale")
+        self._moments = EightBitMoments(quantizer, logger)
+        super().__init__(parameters, self._moments.place, bucket_bytes, slices=False, logger=logger)
+        self._state = self._moments
+        self._saving: MutableMapping[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+
+    def _around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not holds_moments(args[0]):
+            return step(*args, **kwargs)
+        return super()._around(step, *args, **kwargs)
+
+    def _why_left_alone(self, optimizer: Optimizer) -> str | None:
+        return why_in_full(optimizer) or super()._why_left_alone(optimizer)
+
+    def _take_down(self, optimizer: Optimizer, member: Member, origins: Origins) -> None:
+        if optimizer not in self._saving:
+            hook = _OrdinaryState(self._moments)
+            self._saving[optimizer] = optimizer.register_state_dict_post_hook(hook)
+        super()._take_down(optimizer, member, origins)
+
+    def _bring_back(self, optimizer: Optimizer) -> None:
+        super()._bring_back(optimizer)
+        handle = self._saving.pop(optimizer, None)
+        if handle is not None:
+            handle.remove()
+
+
+class _OrdinaryState:
+    """What ``state_dict`` gives instead of 8-bit moments: the numbers that they stand for, on the host.
+
+    On the host, because all of them at once in 32 bits may be more than the device has room for.
+    """
+
+    def __init__(self, moments: EightBitMoments) -> None:
+        self._moments = moments
+
+    def __call__(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        # torch numbers the parameters in the order of the groups.
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        with torch.no_grad():
+            state = {
+                key: self._moments.ordinary(value, parameters[key], _HOST) if isinstance(key, int) else value
+                for key, value in state_dict["state"].items()
+            }
+        return {**state_dict, "state": state}
