@@ -5,6 +5,7 @@ from __future__ import annotations
 from memscale.techniques.base import Scene, Site, Technique, WholeTechnique
 from memscale.techniques.checkpointing import GradientCheckpointing
 from memscale.techniques.offloading import Offloading
+from memscale.techniques.optimizer8bit import EightBitOptimizer
 from memscale.techniques.optimizer_state import OptimizerState
 
 __all__ = ["TECHNIQUES", "WHOLE", "Scene", "Site", "Technique", "WholeTechnique"]
@@ -14,5 +15,6 @@ TECHNIQUES: dict[str, Technique] = {
     "offloading": Offloading(),
 }
 
-WHOLE: tuple[WholeTechnique, ...] = (OptimizerState(),)
-"""What concerns a model as a whole, in the order in which it goes on."""
+WHOLE: tuple[WholeTechnique, ...] = (EightBitOptimizer(), OptimizerState())
+"""What concerns a model as a whole, in the order in which it goes on: of those around an optimizer's step, the
+one that is to be innermost first."""
