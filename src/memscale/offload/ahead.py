@@ -60,6 +60,13 @@ class Ahead(Generic[P]):
         _remove(self._fetched, group, piece)
         _remove(self._waiting, group, piece)
 
+    def clear(self) -> list[P]:
+        """Begin anew; returns what was fetched and is to be dropped."""
+        pieces = [piece for group in self._fetched.values() for piece in group]
+        self._waiting.clear()
+        self._fetched.clear()
+        return pieces
+
 
 def _remove(groups: dict[Hashable, list[P]], group: Hashable, piece: P) -> bool:
     pieces = groups.get(group)

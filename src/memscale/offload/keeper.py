@@ -107,7 +107,7 @@ class Keeper(ABC, Generic[PlaceT]):
 
         def done() -> None:
             torn = piece.forget_source()
-            if torn is not None:
+            if torn is not None and piece.tickets:  # what is freed may change
                 self._failures.append(torn)
 
         def failed(error: BaseException) -> None:
@@ -126,7 +126,11 @@ class Keeper(ABC, Generic[PlaceT]):
         """No more groups on their way down than the engine's depth: each still holds its memory above."""
         excess: list[list[Piece[PlaceT]]] = []
         with self._lock:
-            self._under_way.append(pieces)
+            latest = self._under_way[-1] if self._under_way else []
+            if pieces and latest and latest[0].group is pieces[0].group:
+                latest += pieces
+            else:
+                self._under_way.append(pieces)
             while len(self._under_way) > self._engine.prefetch_depth:
                 excess.append(self._under_way.popleft())
         for group in excess:

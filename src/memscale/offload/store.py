@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from memscale.offload.disk import DiskTier
+from memscale.offload.engine import Engine
 from memscale.offload.mapped import MappedArena
 from memscale.offload.space import DiskSpace
 
@@ -56,6 +57,10 @@ class DiskStore:
             self._tier = DiskTier(space=self._opened())
         return self._tier
 
+    def tier_of(self, engine: Engine) -> DiskTier:
+        """Another tier over the same file, whose transfers an engine runs; whoever asks for it closes it first."""
+        return DiskTier(space=self._opened(), engine=engine)
+
     @property
     def bytes_used(self) -> int:
         """Bytes on the disk that are in use, in whole pages."""
@@ -78,7 +83,9 @@ class DiskStore:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is mapped here."""
-        return self._arena is not None and type(tensor) in _ORDINARY and self._arena.holds(tensor)
+        if self._arena is None or type(tensor) not in _ORDINARY or tensor.layout is not torch.strided:
+            return False
+        return self._arena.holds(tensor)
 
     def rest(self, tensor: torch.Tensor) -> None:
         """Give a tensor's pages back until it is used again, if it is one of these."""

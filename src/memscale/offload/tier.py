@@ -57,20 +57,29 @@ class Tier(Keeper[PlaceT]):
     def bytes_used(self) -> int:
         """Bytes that count against the capacity now."""
 
-    def store(self, tensor: torch.Tensor) -> Ticket:
+    def store(self, tensor: torch.Tensor, group: object = None) -> Ticket:
         """Copy a tensor down; with an asynchronous engine this returns before that is done.
 
         Until it is, the tensor must not be changed in place; it may be dropped at once.
+
+        Args:
+            tensor: What to store.
+            group: What it belongs to, as a layer: tensors that are given the same object one after the other
+                are one group to the engine's depth. None for a group of its own.
 
         Raises:
             TierFullError: It would exceed the capacity. Nothing was stored, and nothing that was is lost.
             TierError: It can't be stored.
             TransferError: An earlier transfer has failed.
         """
-        return self.store_many([tensor])[0]
+        return self.store_many([tensor], group)[0]
 
-    def store_many(self, tensors: Sequence[torch.Tensor]) -> list[Ticket]:
+    def store_many(self, tensors: Sequence[torch.Tensor], group: object = None) -> list[Ticket]:
         """Copy tensors down as one group: all or none, memory that they share once.
+
+        Args:
+            tensors: What to store.
+            group: As for :meth:`store`.
 
         Returns:
             A ticket for each. Tensors of one group that shared memory share it again, if they are alive at
@@ -86,7 +95,7 @@ class Tier(Keeper[PlaceT]):
             raise TierError(
                 "A tensor with data can't be stored inside a simulation: store it outside the block."
             )
-        group = object()
+        group = object() if group is None else group
         pieces: list[Piece[PlaceT]] = [Piece(flat, group) for flat in flats]
         del flats
         self._claim_all(pieces)
@@ -115,6 +124,12 @@ class Tier(Keeper[PlaceT]):
             piece.target = _resolve(device, ticket.view)
             self._ahead.want(piece.group, piece)
             self._start_fetches()
+
+    def forget_prefetched(self) -> None:
+        """Give up what was fetched ahead and not loaded; it will be read when it is asked for."""
+        with self._lock:
+            for piece in self._ahead.clear():
+                piece.fetching = None
 
     def load(self, ticket: Ticket, device: torch.device | str | None = None) -> torch.Tensor:
         """The tensor, on its own device or another: same values, shape, stride and dtype, without gradient.

@@ -9,22 +9,27 @@ loop does with parameters and gradients stays true, because what it sees is the 
 
 A copy must not outlive the layer's computation. Inside a recomputed region nothing is saved anyway: backward runs
 the layer again and fetches again. Elsewhere autograd would hold the copies that it saved (``nn.Linear`` saves its
-weight); there :class:`Refetch` is saved in their place, and backward fetches them again.
+weight); there :class:`Refetch` is saved in their place, and backward fetches them again. All else that is saved goes
+through the hooks that surround the layer, if there are any (``activations.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from memscale.errors import RecomputeError
+from memscale.precision.weights import autocast_dtype, cast_by_autocast
+from memscale.recompute._torch_private import surrounding_hooks
 
 
 class WorkingCopies:
-    """The parameters of some modules as copies on the device."""
+    """The parameters of some modules as copies on the device: in 16 bits where autocast would cast them anyway."""
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         self._device = device
@@ -34,6 +39,8 @@ class WorkingCopies:
             for name, parameter in module._parameters.items()
             if parameter is not None and parameter.device != device
         ]
+        self._dtype = autocast_dtype(device)
+        self._cast = cast_by_autocast(self._owners) if self._dtype is not None else set()
         self._copies: dict[int, torch.Tensor] = {}
         self._homes: dict[int, nn.Parameter] = {}  # by the storage of the copy
 
@@ -52,19 +59,30 @@ class WorkingCopies:
     def _copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
         key = id(parameter)  # a tied parameter has one copy
         if key not in self._copies:
-            copy = parameter.to(self._device, non_blocking=True)
+            dtype = self._dtype if key in self._cast else None
+            copy = parameter.to(self._device, dtype, non_blocking=True)
             self._copies[key] = copy
             self._homes[copy.untyped_storage()._cdata] = parameter
         return self._copies[key]
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Refetch:
-        """What autograd saves: of a copy only where its home is."""
-        home = self._homes.get(tensor.untyped_storage()._cdata)
-        return tensor if home is None else Refetch(home, tensor)
+    @contextlib.contextmanager
+    def not_saved(self) -> Iterator[None]:
+        """Inside the block autograd saves of a copy only where its home is."""
+        outer_pack, outer_unpack = surrounding_hooks() or (_as_it_is, _as_it_is)
 
-    @staticmethod
-    def unpack(saved: torch.Tensor | Refetch) -> torch.Tensor:
-        return saved.fetch() if isinstance(saved, Refetch) else saved
+        def pack(tensor: torch.Tensor) -> Any:
+            home = self._homes.get(tensor.untyped_storage()._cdata)
+            return outer_pack(tensor) if home is None else Refetch(home, tensor)
+
+        def unpack(saved: Any) -> torch.Tensor:
+            return saved.fetch() if isinstance(saved, Refetch) else outer_unpack(saved)
+
+        with saved_tensors_hooks(pack, unpack):
+            yield
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class Refetch:
@@ -88,5 +106,5 @@ class Refetch:
                 f"and backward: version {self._version} then, {self._home._version} now. Call backward before "
                 "optimizer.step(), or run forward again after it."
             )
-        copy = self._home.detach().to(self._device, non_blocking=True)
+        copy = self._home.detach().to(self._device, self._dtype, non_blocking=True)
         return copy.as_strided(self._shape, self._stride, self._offset)

@@ -7,6 +7,7 @@ from memscale.techniques.checkpointing import GradientCheckpointing
 from memscale.techniques.offloading import Offloading
 from memscale.techniques.optimizer8bit import EightBitOptimizer
 from memscale.techniques.optimizer_state import OptimizerState
+from memscale.techniques.transfers import Transfers
 
 __all__ = ["TECHNIQUES", "WHOLE", "Scene", "Site", "Technique", "WholeTechnique"]
 
@@ -15,6 +16,6 @@ TECHNIQUES: dict[str, Technique] = {
     "offloading": Offloading(),
 }
 
-WHOLE: tuple[WholeTechnique, ...] = (EightBitOptimizer(), OptimizerState())
+WHOLE: tuple[WholeTechnique, ...] = (Transfers(), EightBitOptimizer(), OptimizerState())
 """What concerns a model as a whole, in the order in which it goes on: of those around an optimizer's step, the
 one that is to be innermost first."""

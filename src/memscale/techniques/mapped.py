@@ -18,6 +18,7 @@ from memscale.recompute._torch_private import OUTSIDE_BACKWARD, graph_task_id, h
 from memscale.recompute.trees import Tree
 from memscale.techniques.base import Scene
 from memscale.techniques.forwards import ReplacedForward
+from memscale.techniques.transfers import async_settings
 
 if TYPE_CHECKING:
     from memscale.executor.record import Record
@@ -85,8 +86,8 @@ class ActivationsOnDisk:
     """
 
     def attach(self, scene: Scene, record: Record) -> None:
-        if scene.device.type != "cpu":
-            return
+        if scene.device.type != "cpu" or async_settings(scene.plan, scene.config) is not None:
+            return  # then `Transfers` does it
         activations = StoredActivations(scene.homes.store)
         for layer in scene.plan.layers:
             if layer.offloading is None or not layer.offloading.activations:

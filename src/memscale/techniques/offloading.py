@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
+from memscale.execution_plan import Tier
 from memscale.offload.working import WorkingCopies
 from memscale.techniques.base import Site
 from memscale.techniques.forwards import ReplacedForward
@@ -30,7 +30,7 @@ class Offloading:
         if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):
             return "it is a scripted module, whose forward cannot be replaced"
         inner = (each for module in site.modules for each in module.modules())
-        if any(isinstance(each, nn.RNNBase) for each in inner):
+        if _home_of(site) != "device" and any(isinstance(each, nn.RNNBase) for each in inner):
             return (
                 "its recurrent layers keep their weights in one buffer of their own, which must not be moved"
             )
@@ -38,15 +38,20 @@ class Offloading:
 
     def attach(self, site: Site, record: Record) -> None:
         recomputed = "checkpointing" in site.layer.techniques
-        settings = site.layer.offloading
-        on_disk = settings is not None and settings.to == "disk"
+        home = _home_of(site)
+        if home == "device":
+            return  # what it saves goes down: see `transfers.py`
         for name, module in zip(site.layer.members, site.modules, strict=True):
             if site.device.type != "cpu":
                 streamed = StreamedForward(module, site.device, recomputed=recomputed)
                 record.set_attribute(module, "forward", streamed, name=name)
-            if on_disk:
+            if home == "disk":
                 mapped = MappedForward(module, site.homes.mapped, recomputed=recomputed)
                 record.set_attribute(module, "forward", mapped, name=name)
+
+
+def _home_of(site: Site) -> Tier:
+    return "host" if site.layer.offloading is None else site.layer.offloading.to
 
 
 class StreamedForward(ReplacedForward):
@@ -82,7 +87,7 @@ class StreamedForward(ReplacedForward):
         with copies.in_place():
             if self._recomputed or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            with saved_tensors_hooks(copies.pack, copies.unpack):
+            with copies.not_saved():
                 return forward(*args, **kwargs)
 
 

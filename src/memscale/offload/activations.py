@@ -1,0 +1,373 @@
+"""Activations on the tier below: what a layer leaves for backward goes down, and comes back when it is asked for.
+
+Note [Activations below]
+~~~~~~~~~~~~~~~~~~~~~~~~
+Saved-tensor hooks around a layer see each tensor that autograd keeps for backward; around a recomputed one these are
+its inputs (Note [Inputs go through the surrounding hooks]). It goes down when it is saved, so that nothing waits for
+the end of the layer, and what becomes of the tensor afterwards is of no consequence.
+
+*By storage.* What holds device memory is the storage, whichever view of it was saved. So the storage is stored, once,
+and the views of it (the input of three projections; queries, keys and values cut from one product; a mask that all
+layers share) are told by their geometry. Only of a storage that a view covers little of, the view alone is stored.
+
+*Backward.* The first view that is asked for brings the storage up; it stays until all of its views were asked for in
+this backward pass, or the pass ends: what shared memory in forward shares it again. A second pass over a retained
+graph brings it up again.
+
+*Who owns whom.* graph → `_Saved` → `_Stored` → the tier. So what was stored is freed with the graph: by backward, or
+with the output of a forward pass that is never followed by one. After `detach` a graph that is still there can be
+run backward as ever.
+
+*What stays.* Parameters, buffers and leaves, which live on the device anyway; small tensors; what is on another
+device; and what the tier has no room for: then that much more device memory is used, and a line is logged once.
+
+*In place.* Autograd refuses a saved tensor that was changed in place afterwards; behind hooks it can't. Here backward
+gets what was saved, as it was then, which is what the mathematics wants. With an asynchronous engine, a change while
+the tensor is still on its way is an error (Note [Sources must not change]).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from memscale.errors import TierFullError
+from memscale.offload.host import HostTier
+from memscale.offload.layout import View, rebuild
+from memscale.offload.shared import SharedEngine
+from memscale.offload.store import DiskStore
+from memscale.offload.tier import Ticket, Tier
+from memscale.recompute._torch_private import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id
+
+__all__ = ["LEAST_BYTES", "Activations", "unpack"]
+
+logger = logging.getLogger("memscale")
+
+LEAST_BYTES = 64 * 2**10
+"""Smaller storages stay on the device. A transfer takes some ten microseconds however small it is, in which a link of
+10 GB/s moves a hundred kilobytes: below this, the time goes and hardly any memory is won."""
+
+_LITTLE = 4  # a view that covers less than a fourth of its storage is stored alone
+
+
+class Activations:
+    """Saved-tensor hooks that keep what is saved on a tier. See Note [Activations below].
+
+    Args:
+        engine: Who moves it.
+        device: Where the layers compute; what they save elsewhere stays there.
+        store: The disk, if that is where it goes; else it goes to host memory.
+        capacity: The most host memory to take, a hard cap; None for what is free.
+        logs: Whether to log that the cap was reached.
+
+    Example:
+        >>> activations = Activations(SharedEngine(None), torch.device("cpu"), capacity=2**20)
+        >>> x = torch.ones(128, 128, requires_grad=True)
+        >>> with activations.around([]):
+        ...     y = (x * 2).square().sum()  # saves x * 2
+        >>> activations.bytes_below
+        65536
+        >>> y.backward()
+        >>> float(x.grad[0, 0]), activations.bytes_below
+        (8.0, 0)
+    """
+
+    def __init__(
+        self,
+        engine: SharedEngine,
+        device: torch.device,
+        *,
+        store: DiskStore | None = None,
+        capacity: int | None = None,
+        logs: bool = True,
+    ) -> None:
+        self._engine = engine
+        self._device = device
+        self._store = store
+        self._capacity = capacity
+        self._logs = logs
+        self._below: _Below | None = None
+        self._known: weakref.WeakValueDictionary[tuple[object, ...], _Stored] = weakref.WeakValueDictionary()
+        self._calls = _Calls()
+        self.bytes_sent = 0
+        """Bytes that went down so far."""
+
+    @property
+    def bytes_below(self) -> int:
+        """Bytes that are below now (of a disk that is shared: all that are)."""
+        return 0 if self._below is None else self._below.tier.bytes_used
+
+    @contextlib.contextmanager
+    def around(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """A call of a layer: what is saved inside goes down.
+
+        Args:
+            modules: The layer's modules, whose parameters and buffers stay where they are.
+        """
+        resident = {
+            tensor.untyped_storage()._cdata
+            for module in modules
+            for tensor in (*module.parameters(), *module.buffers())
+            if _has_storage(tensor)
+        }
+        if self._below is not None and self._below.is_async:
+            self._below.tier.forget_prefetched()  # of a backward pass that was given up
+        call = _Call(resident, self._calls.latest(), self._engine.depth)
+        self._calls.stack.append(call)
+        try:
+            # The methods of one object for all layers: chained regions tell by it that they belong together.
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
+                yield
+        finally:
+            self._calls.stack.pop()
+            self._calls.finished(call)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+        """What autograd saves in place of a tensor.
+
+        Raises:
+            TransferError: An earlier transfer has failed.
+            TierError: The directory of the disk can't be used.
+        """
+        call = self._calls.stack[-1]
+        if tensor.device.type != self._device.type or not _pays(tensor, call.resident):
+            return tensor
+        try:
+            with torch.no_grad():
+                stored, view = self._stored(tensor, call)
+        except TierFullError as error:
+            if self._logs:
+                self._logs = False
+                logger.warning(
+                    "Activations stay on the device from here on, as the tier below is full. %s", error
+                )
+            return tensor
+        return _Saved(stored, call, view)
+
+    def _stored(self, tensor: torch.Tensor, call: _Call) -> tuple[_Stored, View | None]:
+        storage = tensor.untyped_storage()
+        count, rest = divmod(storage.nbytes(), tensor.element_size())
+        geometry = (int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
+        covered = min(tensor.numel(), count)
+        plain = not rest and not tensor.is_conj() and not tensor.is_neg()
+        whole = plain and _LITTLE * covered >= count
+        key = (
+            storage._cdata,
+            tensor.dtype,
+            *(() if whole else (*geometry, tensor.is_conj(), tensor.is_neg())),
+        )
+        version = _version(tensor)
+        stored = self._known.get(key)
+        if stored is None or stored.storage() is not storage or stored.version != version:
+            below = self._opened()
+            source = tensor.detach().as_strided((count,), (1,), 0) if whole else tensor.detach()
+            ticket = below.tier.store(source, group=call)
+            stored = self._known[key] = _Stored(below, ticket, weakref.ref(storage), version)
+            call.stored.append(weakref.ref(stored))
+            self.bytes_sent += ticket.nbytes
+        if not whole:
+            return stored, None
+        offset, shape, stride = geometry
+        return stored, View(0, offset * tensor.element_size(), shape, stride, tensor.dtype, tensor.device)
+
+    def _opened(self) -> _Below:
+        if self._below is None:
+            engine = self._engine.engine
+            store, capacity = self._store, self._capacity
+            tier: Tier[Any] = HostTier(capacity, engine=engine) if store is None else store.tier_of(engine)
+            self._below = _Below(tier, self._engine)
+        return self._below
+
+    def __getstate__(self) -> dict[str, object]:
+        return {
+            "engine": self._engine,
+            "device": self._device,
+            "store": self._store,
+            "capacity": self._capacity,
+            "logs": self._logs,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+
+def unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
+    """What backward asks for."""
+    return saved.load() if isinstance(saved, _Saved) else saved
+
+
+class _Below:
+    """The tier, for as long as anyone has something there or may come with more."""
+
+    def __init__(self, tier: Tier[Any], engine: SharedEngine) -> None:
+        self.tier = tier
+        self.is_async = engine.is_async
+        self._engine = engine  # lives as long as its tier
+
+    def __del__(self) -> None:
+        self.tier.close()
+
+
+class _Calls(threading.local):
+    """The calls of layers that are running in this thread, and the one that ran last."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Call] = []
+        self._latest: weakref.ref[_Call] | None = None
+
+    def latest(self) -> _Call | None:
+        return None if self._latest is None else self._latest()
+
+    def finished(self, call: _Call) -> None:
+        self._latest = weakref.ref(call)
+
+
+class _Call:
+    """One call of a layer. The graph owns it by what was saved in it; it knows the call before it weakly.
+
+    Attributes:
+        resident: Storages that are on the device anyway.
+        stored: What went down in it, in order.
+    """
+
+    def __init__(self, resident: Collection[int], before: _Call | None, depth: int) -> None:
+        self.resident = resident
+        self.stored: list[weakref.ref[_Stored]] = []
+        self._before = None if before is None else weakref.ref(before)
+        self._depth = depth
+        self._task = OUTSIDE_BACKWARD
+
+    def reached(self, task: int, now: _Stored) -> None:
+        """Backward is here: fetch the rest of it, and of the layers that come next."""
+        if task in (OUTSIDE_BACKWARD, self._task) or not now.below.is_async:
+            return
+        self._task = task
+        call: _Call | None = self
+        for _ in range(self._depth + 1):
+            if call is None:
+                break
+            for reference in reversed(call.stored):
+                stored = reference()
+                if stored is not None and stored is not now:
+                    stored.prefetch(task)
+            call = None if call._before is None else call._before()
+        tier = weakref.ref(now.below)
+        at_end_of_backward(functools.partial(_forget_prefetched, tier))
+
+
+class _Saved:
+    """What autograd has in place of a saved tensor."""
+
+    __slots__ = ("__weakref__", "_call", "_stored", "_view")
+
+    def __init__(self, stored: _Stored, call: _Call, view: View | None) -> None:
+        self._stored = stored
+        self._call = call
+        self._view = view
+        stored.views.add(self)
+
+    def load(self) -> torch.Tensor:
+        task = graph_task_id()
+        self._call.reached(task, self._stored)
+        with torch.no_grad():
+            memory = self._stored.bring_up(task, self)
+            return memory.detach() if self._view is None else rebuild(memory, self._view)
+
+
+class _Stored:
+    """A storage (or a slice of one) that is below.
+
+    Attributes:
+        below: Where.
+        ticket: What the tier calls it.
+        storage: Where it came from; it may be gone.
+        version: The version of the tensor when it was stored.
+        views: What stands for it in the graph.
+    """
+
+    def __init__(
+        self,
+        below: _Below,
+        ticket: Ticket,
+        storage: weakref.ref[torch.UntypedStorage],
+        version: int,
+    ) -> None:
+        self.below = below
+        self.ticket = ticket
+        self.storage = storage
+        self.version = version
+        self.views: weakref.WeakSet[_Saved] = weakref.WeakSet()
+        self._memory: torch.Tensor | None = None
+        self._task = OUTSIDE_BACKWARD
+        self._waiting: set[int] = set()
+
+    def prefetch(self, task: int) -> None:
+        if self._task != task:  # else it is here, or was
+            self.below.tier.prefetch(self.ticket)
+
+    def bring_up(self, task: int, view: _Saved) -> torch.Tensor:
+        """Its memory, for one of its views; held until the others of this backward pass have had it."""
+        memory = self._memory if self._task == task else None
+        if memory is None:
+            memory = self.below.tier.load(self.ticket)
+            if task == OUTSIDE_BACKWARD:
+                return memory
+            self._task = task
+            self._waiting = {id(each) for each in self.views}
+        self._waiting.discard(id(view))
+        if self._waiting and self._memory is None:
+            at_end_of_backward(functools.partial(_end_of_backward, weakref.ref(self), task))
+        self._memory = memory if self._waiting else None
+        return memory
+
+    def drop(self, task: int) -> None:
+        if self._task == task:
+            self._memory = None
+            self._task = OUTSIDE_BACKWARD
+
+
+def _end_of_backward(reference: weakref.ref[_Stored], task: int) -> None:
+    stored = reference()
+    if stored is not None:
+        stored.drop(task)
+
+
+def _forget_prefetched(reference: weakref.ref[_Below]) -> None:
+    below = reference()
+    if below is not None:
+        below.tier.forget_prefetched()
+
+
+def _pays(tensor: torch.Tensor, resident: Collection[int]) -> bool:
+    if isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
+        return False
+    if not _has_storage(tensor):
+        return False
+    storage = tensor.untyped_storage()
+    return storage.nbytes() >= LEAST_BYTES and storage._cdata not in resident
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but a view of memory."""
+    return not (
+        tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.is_quantized
+        or tensor.device.type == "meta"
+        or is_traceable_wrapper_subclass(tensor)
+        or is_lazy(tensor)
+    )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
