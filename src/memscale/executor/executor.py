@@ -106,6 +106,11 @@ class Executor:
         return self._homes.device or self._device or training_device(self.model)
 
     @property
+    def homes(self) -> Homes:
+        """Where the model's parameters, gradients and optimizer state are, and the disk below them."""
+        return self._homes
+
+    @property
     def attached(self) -> bool:
         """Whether the plan is on the model."""
         return self._attached

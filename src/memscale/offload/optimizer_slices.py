@@ -78,6 +78,8 @@ class SlicedParameter:
         self._parameter = parameter
         self._state = state
         self._length = length
+        with torch.no_grad():
+            state.settle(optimizer.state.get(parameter), parameter)
         self._before: dict[str, Any] = dict(optimizer.state.get(parameter, {}))
         self._made: dict[str, Tensor] = {}  # whole tensors for state that the optimizer has begun to keep
 

@@ -124,11 +124,23 @@ class MovingState:
                 home.copy_(tensor)
                 taken.add(id(home))
             elif self._goes_down(tensor, parameter):
-                home = self.place.down(tensor)
-                self._homes[id(home)] = home
+                home = self._new(tensor)
             else:
                 return tensor
             seen[id(tensor)] = (tensor, home)
+            self.bytes_moved += home.nbytes
+            self.place.rest(home)
+            return home
+
+        exchange(state, take)
+
+    def settle(self, state: Any, parameter: Tensor) -> None:
+        """Take home what is not there yet: state from before the place was, or that was loaded."""
+
+        def take(path: Path, tensor: Tensor) -> Tensor:
+            if self.is_home(tensor) or not self._goes_down(tensor, parameter):
+                return tensor
+            home = self._new(tensor)
             self.bytes_moved += home.nbytes
             self.place.rest(home)
             return home
@@ -146,6 +158,11 @@ class MovingState:
             return new
 
         exchange(state, bring)
+
+    def _new(self, tensor: Tensor) -> Tensor:
+        home = self.place.down(tensor)
+        self._homes[id(home)] = home
+        return home
 
     def copied(self, state: Any, parameter: Tensor) -> Any:
         """The state as it would be without the place; the original stays down."""
