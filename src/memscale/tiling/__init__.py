@@ -1,0 +1,14 @@
+"""Computing in tiles, so that the largest tensors never exist whole.
+
+`LazyLogits` stand in for the output of a head until a loss asks for it, and that loss is computed some tokens at
+a time; `run_in_tiles` calls a position-wise layer some positions at a time. Which head, which layers and how many
+rows a tile has is for the plan to say.
+"""
+
+from __future__ import annotations
+
+from memscale.tiling import follow, losses, steps  # these say what lazy logits can do  # noqa: F401
+from memscale.tiling.head import Head
+from memscale.tiling.lazy import LazyLogits, lazy_logits
+
+__all__ = ["Head", "LazyLogits", "lazy_logits"]

@@ -1,0 +1,63 @@
+"""Tools for the tests of tiling: the largest tensor of a step, plans without an engine, runs to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from memscale.execution_plan import LossTiling, Plan
+from memscale.executor import Executor
+from memscale.recompute._torch_private import LightDispatchMode
+
+CLOSE = 1e-6
+
+
+class Tensors(LightDispatchMode):
+    """Notes the shape of every tensor with memory of its own that is made inside its block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in given:
+                self.shapes.append(tuple(tensor.shape))
+        return result
+
+    def largest(self, *, but: tuple[tuple[int, ...], ...] = ()) -> int:
+        """Elements of the largest one that has none of the shapes `but`."""
+        return max(torch.Size(shape).numel() for shape in self.shapes if shape not in but)
+
+
+def tile_loss(model: nn.Module, rows: int = 5, **settings: Any) -> Executor:
+    executor = Executor(model, Plan((), loss=LossTiling(rows)), **settings)
+    executor.attach()
+    return executor
+
+
+def gradients(model: nn.Module, call: Callable[[], Tensor]) -> list[tuple[str, Tensor]]:
+    """The loss, and its gradients for the parameters, from one seed."""
+    model.zero_grad()
+    torch.manual_seed(3)
+    loss = call()
+    loss.backward()
+    found = [(name, p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None]
+    return [("loss", loss.detach()), *found]
+
+
+def assert_close(
+    ours: list[tuple[str, Tensor]], plain: list[tuple[str, Tensor]], tolerance: float = CLOSE
+) -> None:
+    assert [name for name, _ in ours] == [name for name, _ in plain]
+    for (name, one), (_, other) in zip(ours, plain, strict=True):
+        assert one.dtype == other.dtype, name
+        assert one.shape == other.shape, name
+        difference = (one.double() - other.double()).norm()
+        assert difference <= tolerance * other.double().norm(), name
