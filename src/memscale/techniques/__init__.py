@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memscale.techniques.base import Scene, Site, Technique, WholeTechnique
 from memscale.techniques.checkpointing import GradientCheckpointing
+from memscale.techniques.loss import TiledLoss
 from memscale.techniques.offloading import Offloading
 from memscale.techniques.optimizer8bit import EightBitOptimizer
 from memscale.techniques.optimizer_state import OptimizerState
@@ -16,6 +17,6 @@ TECHNIQUES: dict[str, Technique] = {
     "offloading": Offloading(),
 }
 
-WHOLE: tuple[WholeTechnique, ...] = (Transfers(), EightBitOptimizer(), OptimizerState())
+WHOLE: tuple[WholeTechnique, ...] = (Transfers(), EightBitOptimizer(), OptimizerState(), TiledLoss())
 """What concerns a model as a whole, in the order in which it goes on: of those around an optimizer's step, the
 one that is to be innermost first."""
