@@ -1,0 +1,206 @@
+"""Loss scaling without a change to the loop: gradients are large on their way, and right where they arrive.
+
+Note [Loss scaling]
+~~~~~~~~~~~~~~~~~~~
+In fp16 small gradients are rounded to zero. So a backward pass that goes through a model which computed in fp16
+begins with a gradient that is multiplied by a scale, a power of two, and whatever arrives at a leaf of the graph
+is divided by it, in 32 bits, before it is added to what is there. Seen from the loop nothing is scaled:
+`p.grad`, accumulation, clipping, the hooks of parameters and DDP see true gradients, those of other parts of the
+loss included, because all of the pass is scaled, and all of it is divided.
+
+*How.* While such a model is attached, `torch.autograd.backward`, which `Tensor.backward` calls, is exchanged for
+one (``backward.py``) that looks through the graph for the leaves; if parameters of the model are among them, it puts a
+hook on every leaf for the length of the pass, before the hooks that are there. A pass that does not come by here
+(`torch.autograd.grad`, a function that someone imported before) is not scaled, and right as well.
+
+*Inside a backward pass* (torch's reentrant checkpointing) another one runs with gradients that are scaled already;
+there, only the parameters of the model are divided: other leaves are ends that the outer pass goes on from.
+
+*Overflow.* If a gradient is not finite when an optimizer is about to step, its step is not made, and the scale is
+halved, as torch's `GradScaler` has it. `GradScaler` itself, if the loop has one, is noticed at its first
+`scale(...)`, and nothing is scaled here from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
+
+from memscale.offload.optimizer_closure import answered, takes_a_closure_at_most
+from memscale.offload.optimizer_groups import members_of
+from memscale.offload.optimizer_hooks import Surroundings
+from memscale.offload.optimizer_kinds import why_left_alone
+from memscale.precision import backward
+from memscale.precision.loss_scale import LossScale
+
+__all__ = ["LossScaling"]
+
+logger = logging.getLogger("memscale")
+
+
+class LossScaling:
+    """Scales the backward passes of one model. See Note [Loss scaling].
+
+    Args:
+        module: The model; it is not kept alive.
+        logs: Whether to log, once, that a step was not made.
+
+    Attributes:
+        scale: The scale.
+        skipped: How many steps were not made.
+    """
+
+    def __init__(self, module: nn.Module, *, logs: bool = True) -> None:
+        self.scale = LossScale()
+        self.skipped = 0
+        self._module = weakref.ref(module)
+        self._logs = logs
+        self._computed = False  # whether the last forward was in fp16 by MemScale's own autocast
+        self._is_attached = False
+        self._passes = 0
+        self._last_backoff = self._last_growth = 0
+        self._seen: MutableMapping[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._surroundings = _weakly_around(self)
+
+    def attach(self) -> None:
+        """Scale from now on."""
+        self._is_attached = True
+        backward.begin(self)
+        self._surroundings.attach()
+
+    def detach(self) -> None:
+        """Nothing is scaled, no step is looked at."""
+        self._is_attached = False
+        self._surroundings.remove()
+        backward.end(self)
+
+    def note_forward(self, *, ours: bool) -> None:
+        """The model is being called, in a precision that is MemScale's or the loop's own."""
+        self._computed = ours
+
+    def step_back(self) -> None:
+        """The loop scales its loss itself."""
+        self._computed = False
+        backward.end(self)
+
+    @property
+    def factor(self) -> float:
+        """The scale of a backward pass that begins now; 1 if it is not to be scaled."""
+        return self.scale.value if self._computed else 1
+
+    def parameters(self) -> set[int]:
+        """The ids of the model's parameters."""
+        module = self._module()
+        return set() if module is None else {id(parameter) for parameter in module.parameters()}
+
+    def note_pass(self) -> None:
+        """A backward pass was scaled."""
+        self._passes += 1
+
+    # ------------------------------------------------------------------ steps
+
+    def _meet(self, optimizer: Optimizer) -> None:
+        parameters = self.parameters()
+        if any(id(member.parameter) in parameters for member in members_of(optimizer)):
+            self._surroundings.install(type(optimizer))
+
+    def _around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stands in the place of an optimizer class's own step."""
+        optimizer: Optimizer = args[0]
+        loss: Any = None
+        if takes_a_closure_at_most(args, kwargs) and why_left_alone(optimizer) is None:
+            answer, args, kwargs = answered(optimizer, args, kwargs)  # which is when gradients come to be
+            loss = None if answer is None else answer()
+            if answer is not None:
+                answer.times = 0
+        if self._is_new_to(optimizer):
+            if not _is_finite(optimizer):
+                self._skip(optimizer)
+                return loss
+            if self._last_growth != self._passes:
+                self._last_growth = self._passes
+                self.scale.went_well()
+        return step(*args, **kwargs)
+
+    def _is_new_to(self, optimizer: Optimizer) -> bool:
+        """Whether a backward pass was scaled since this optimizer's last step, and some of it is the model's."""
+        if self._seen.get(optimizer, 0) == self._passes:
+            return False
+        parameters = self.parameters()
+        if not any(id(member.parameter) in parameters for member in members_of(optimizer)):
+            return False
+        self._seen[optimizer] = self._passes
+        return True
+
+    def _skip(self, optimizer: Optimizer) -> None:
+        self.skipped += 1
+        if self._last_backoff != self._passes:  # several optimizers, one overflow
+            self._last_backoff = self._passes
+            self.scale.overflowed()
+        if self._logs and self.skipped == 1:
+            logger.warning(
+                "fp16: gradients overflowed, so that this step of %s was not made; the scale of the loss is "
+                "%g now. That is in order if it happens now and then, the more so in the first steps: they are "
+                "made, and counted, without further notice.",
+                type(optimizer).__name__,
+                self.scale.value,
+            )
+
+    # ------------------------------------------------------------------ copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "module": self._module(),
+            "scale": self.scale,
+            "skipped": self.skipped,
+            "logs": self._logs,
+            "attached": self._is_attached,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["module"], logs=state["logs"])  # type: ignore[misc]
+        self.scale, self.skipped = state["scale"], state["skipped"]
+        if state["attached"]:
+            self.attach()
+
+
+def _weakly_around(scaling: LossScaling) -> Surroundings:
+    reference = weakref.ref(scaling)
+
+    def around(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        scaling = reference()
+        return step(*args, **kwargs) if scaling is None else scaling._around(step, *args, **kwargs)
+
+    def meet(optimizer: Optimizer) -> None:
+        scaling = reference()
+        if scaling is not None:
+            scaling._meet(optimizer)
+
+    surroundings = Surroundings(around, meet)
+    surroundings.remove_with(scaling)
+    return surroundings
+
+
+def _is_finite(optimizer: Optimizer) -> bool:
+    """Whether all gradients of an optimizer are; of those without data, they are."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for member in members_of(optimizer):
+        gradient = member.parameter.grad
+        if gradient is None or isinstance(gradient, FakeTensor):
+            continue
+        if gradient.layout is not torch.strided:
+            gradient = gradient.coalesce().values()
+        by_device.setdefault(gradient.device, []).append(gradient.detach())
+    for gradients in by_device.values():
+        # The largest of each, which is a number for each: no copy of anything.
+        norms = torch._foreach_norm(gradients, float("inf"))
+        if not torch.stack([norm.float() for norm in norms]).isfinite().all():
+            return False
+    return True
