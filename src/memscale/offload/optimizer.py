@@ -166,7 +166,11 @@ class StreamedSteps:
         if id(optimizer) in self._running or not any(self._is_ours(each) for each in members_of(optimizer)):
             return step(*args, **kwargs)
         if self._reason(optimizer) is not None:
-            return step(*args, **kwargs)
+            result = step(*args, **kwargs)
+            for member in members_of(optimizer):
+                if self._is_ours(member):
+                    self._rest(member.parameter)
+            return result
         self._running.add(id(optimizer))
         try:
             if takes_a_closure_at_most(args, kwargs):
@@ -279,6 +283,9 @@ class StreamedSteps:
         parameter = member.parameter
         with torch.no_grad():
             self._state.down(optimizer.state.get(parameter), parameter, origins)
+        self._rest(parameter)
+
+    def _rest(self, parameter: Tensor) -> None:
         for tensor in (parameter, parameter.grad):
             if tensor is not None and tensor.layout is torch.strided:
                 self._state.place.rest(tensor)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from memscale.offload.optimizer_state import PAGE, MovingState
 
-__all__ = ["SlicedParameter", "slices_of"]
+__all__ = ["SlicedParameter", "length_of_slices", "slices_of"]
 
 # By class, not by subclass: what a class of the user's adds is not known.
 ELEMENTWISE = frozenset(
@@ -50,6 +50,12 @@ def slices_of(
     optimizer: Optimizer, parameter: Tensor, state: MovingState, needed: int, limit: int
 ) -> SlicedParameter | None:
     """The parameter cut so that no slice needs more than the limit; None for one that is stepped whole."""
+    length = length_of_slices(optimizer, parameter, needed, limit)
+    return None if length is None else SlicedParameter(optimizer, parameter, state, length)
+
+
+def length_of_slices(optimizer: Optimizer, parameter: Tensor, needed: int, limit: int) -> int | None:
+    """The elements of such a slice."""
     if type(optimizer) not in ELEMENTWISE or needed <= limit or not _is_flat(parameter):
         return None
     gradient = parameter.grad
@@ -60,7 +66,7 @@ def slices_of(
         return None
     share = max(LEAST_BYTES, int(parameter.nbytes * (limit / needed)) // PAGE * PAGE)
     length = share // parameter.element_size()
-    return SlicedParameter(optimizer, parameter, state, length) if length < parameter.numel() else None
+    return length if length < parameter.numel() else None
 
 
 class SlicedParameter:

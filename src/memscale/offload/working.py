@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -28,11 +28,33 @@ from memscale.precision.weights import autocast_dtype, cast_by_autocast
 from memscale.recompute._torch_private import surrounding_hooks
 
 
-class WorkingCopies:
-    """The parameters of some modules as copies on the device: in 16 bits where autocast would cast them anyway."""
+class Source(Protocol):
+    """Where working copies come from, if not straight from home: they may have been fetched ahead."""
 
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+    def copy_of(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        """A differentiable copy of a parameter on the device."""
+
+    def again(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        """A parameter's values on the device once more, for backward."""
+
+
+class WorkingCopies:
+    """The parameters of some modules as copies on the device: in 16 bits where autocast would cast them anyway.
+
+    Args:
+        modules: Whose.
+        device: Where.
+        source: Where copies come from; None for straight from home.
+
+    Attributes:
+        refetched: The parameters that backward will ask for, by their ids, and in which type.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], device: torch.device, source: Source | None = None
+    ) -> None:
         self._device = device
+        self._source = source
         self._owners = [
             (module, name, parameter)
             for module in modules
@@ -43,6 +65,12 @@ class WorkingCopies:
         self._cast = cast_by_autocast(self._owners) if self._dtype is not None else set()
         self._copies: dict[int, torch.Tensor] = {}
         self._homes: dict[int, nn.Parameter] = {}  # by the storage of the copy
+        self.refetched: dict[int, torch.dtype] = {}
+
+    def wanted(self) -> list[tuple[nn.Parameter, torch.dtype]]:
+        """The parameters that are copied, each once, and in which type."""
+        found = {id(parameter): parameter for _, _, parameter in self._owners}
+        return [(parameter, self._dtype_of(parameter)) for parameter in found.values()]
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -59,26 +87,41 @@ class WorkingCopies:
     def _copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
         key = id(parameter)  # a tied parameter has one copy
         if key not in self._copies:
-            dtype = self._dtype if key in self._cast else None
-            copy = parameter.to(self._device, dtype, non_blocking=True)
+            dtype, source = self._dtype_of(parameter), self._source
+            if source is None:
+                copy = parameter.to(self._device, dtype, non_blocking=True)
+            else:
+                copy = source.copy_of(parameter, dtype)
             self._copies[key] = copy
             self._homes[copy.untyped_storage()._cdata] = parameter
         return self._copies[key]
 
+    def _dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        return self._dtype if self._dtype is not None and id(parameter) in self._cast else parameter.dtype
+
     @contextlib.contextmanager
     def not_saved(self) -> Iterator[None]:
         """Inside the block autograd saves of a copy only where its home is."""
+        source = self._source
         outer_pack, outer_unpack = surrounding_hooks() or (_as_it_is, _as_it_is)
 
         def pack(tensor: torch.Tensor) -> Any:
             home = self._homes.get(tensor.untyped_storage()._cdata)
-            return outer_pack(tensor) if home is None else Refetch(home, tensor)
+            if home is None:
+                return outer_pack(tensor)
+            self.refetched[id(home)] = tensor.dtype
+            return Refetch(home, tensor, source)
 
         def unpack(saved: Any) -> torch.Tensor:
             return saved.fetch() if isinstance(saved, Refetch) else outer_unpack(saved)
 
         with saved_tensors_hooks(pack, unpack):
             yield
+
+
+def brought(values: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """A parameter's values on the device."""
+    return values.to(device, dtype, non_blocking=True)
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -88,10 +131,11 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 class Refetch:
     """A working copy, or a view of one, that backward will ask for again."""
 
-    __slots__ = ("_device", "_dtype", "_home", "_offset", "_shape", "_stride", "_version")
+    __slots__ = ("_device", "_dtype", "_home", "_offset", "_shape", "_source", "_stride", "_version")
 
-    def __init__(self, home: nn.Parameter, tensor: torch.Tensor) -> None:
+    def __init__(self, home: nn.Parameter, tensor: torch.Tensor, source: Source | None) -> None:
         self._home = home
+        self._source = source
         self._version = home._version
         self._device = tensor.device
         self._dtype = tensor.dtype
@@ -106,5 +150,8 @@ class Refetch:
                 f"and backward: version {self._version} then, {self._home._version} now. Call backward before "
                 "optimizer.step(), or run forward again after it."
             )
-        copy = self._home.detach().to(self._device, self._dtype, non_blocking=True)
+        if self._source is None:
+            copy = brought(self._home.detach(), self._device, self._dtype)
+        else:
+            copy = self._source.again(self._home, self._dtype)
         return copy.as_strided(self._shape, self._stride, self._offset)
