@@ -127,6 +127,10 @@ class Record:
         handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         self._changes.append(AddedHook(handle))
 
+    def add_forward_hook(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+        """Register a hook `(module, args, output)` that runs after forward; if that failed, with no output."""
+        self._changes.append(AddedHook(module.register_forward_hook(hook, always_call=True)))
+
     def add(self, change: Change) -> None:
         """Note a change that was made elsewhere; it must be right for a copy of the model when it is copied."""
         self._changes.append(change)

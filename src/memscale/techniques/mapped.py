@@ -14,11 +14,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memscale.offload.mapped_activations import StoredActivations
 from memscale.offload.mapped_parameters import MappedParameters
+from memscale.offload.shared import async_settings
 from memscale.recompute._torch_private import OUTSIDE_BACKWARD, graph_task_id, hooks_are_allowed
 from memscale.recompute.trees import Tree
 from memscale.techniques.base import Scene
 from memscale.techniques.forwards import ReplacedForward
-from memscale.techniques.transfers import async_settings
+from memscale.tiling.lazy import LazyLogits
 
 if TYPE_CHECKING:
     from memscale.executor.record import Record
@@ -74,6 +75,8 @@ def _before_backward(output: object, mapped: MappedParameters, parameters: Seque
         mapped.begin(parameters)
 
     for tensor in Tree.of(output).tensors():
+        if isinstance(tensor, LazyLogits):
+            tensor = tensor.hidden  # they get no gradient themselves
         if tensor.requires_grad and not tensor.is_leaf:
             tensor.register_hook(begin)  # type: ignore[no-untyped-call]
 

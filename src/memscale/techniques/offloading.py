@@ -10,7 +10,9 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from memscale.execution_plan import Tier
-from memscale.offload.working import WorkingCopies
+from memscale.offload.arrival import arrived
+from memscale.offload.prefetch import Prefetcher
+from memscale.offload.working import WorkingCopies, brought
 from memscale.techniques.base import Site
 from memscale.techniques.forwards import ReplacedForward
 from memscale.techniques.mapped import MappedForward
@@ -63,10 +65,13 @@ class StreamedForward(ReplacedForward):
         recomputed: Whether it runs inside a recomputed region, which saves nothing.
     """
 
+    _prefetcher: Prefetcher | None = None
+
     def __init__(self, module: nn.Module, device: torch.device, *, recomputed: bool) -> None:
         super().__init__(module)
         self._device = device
         self._recomputed = recomputed
+        self._refetched: dict[int, torch.dtype] = {}  # what backward asks for, by the parameters' ids
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         # In evaluation too: the parameters are at home then as well.
@@ -83,12 +88,61 @@ class StreamedForward(ReplacedForward):
         kwargs: Mapping[str, Any],
     ) -> Any:
         args, kwargs = bring_inputs(args, kwargs, self._device)
-        copies = WorkingCopies(list(module.modules()), self._device)
-        with copies.in_place():
-            if self._recomputed or not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            with copies.not_saved():
-                return forward(*args, **kwargs)
+        prefetcher = self._prefetcher
+        source = None if prefetcher is None else _Ahead(prefetcher, self)
+        copies = WorkingCopies(list(module.modules()), self._device, source)
+        try:
+            with copies.in_place():
+                if prefetcher is not None:
+                    prefetcher.reached(self, again=True)
+                if self._recomputed or not torch.is_grad_enabled():
+                    self._refetched = {id(parameter): dtype for parameter, dtype in copies.wanted()}
+                    return forward(*args, **kwargs)
+                with copies.not_saved():
+                    output = forward(*args, **kwargs)
+                self._refetched = copies.refetched
+                return output
+        except Exception:
+            if prefetcher is not None:
+                prefetcher.forget()
+            raise
+
+    def fetched_ahead_by(self, prefetcher: Prefetcher | None) -> None:
+        """Take what was fetched ahead, from now on."""
+        self._prefetcher = prefetcher
+
+    def needs(self, *, in_backward: bool) -> list[tuple[nn.Parameter, torch.dtype]]:
+        """The parameters that a prefetcher is to fetch, and in which type."""
+        wanted = WorkingCopies(list(self.module.modules()), self._device).wanted()
+        if not in_backward:
+            return wanted
+        # As the last forward pass had them: autocast may be off where backward begins.
+        types = self._refetched
+        return [(parameter, types[id(parameter)]) for parameter, _ in wanted if id(parameter) in types]
+
+    def bring(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A parameter's values on the device."""
+        return brought(values, self._device, dtype)
+
+
+class _Ahead:
+    """Where the working copies of a layer come from if the next ones are fetched ahead."""
+
+    def __init__(self, prefetcher: Prefetcher, layer: StreamedForward) -> None:
+        self._prefetcher = prefetcher
+        self._layer = layer
+
+    def copy_of(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        return arrived(parameter, self._values_of(parameter, dtype), self._prefetcher.engine)
+
+    def again(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        values = self._values_of(parameter, dtype)
+        self._prefetcher.reached(self._layer, again=False)
+        return values
+
+    def _values_of(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        values = self._prefetcher.take(self._layer, parameter, dtype)
+        return self._layer.bring(parameter.detach(), dtype) if values is None else values
 
 
 def bring_inputs(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> tuple[Any, Any]:

@@ -2,67 +2,102 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
-from memscale.config import AsyncOffloadConfig, Config
-from memscale.errors import ConfigError, shown
-from memscale.execution_plan import LayerPlan, Plan
+from memscale.execution_plan import LayerPlan
 from memscale.offload.activations import Activations
-from memscale.offload.shared import SharedEngine
+from memscale.offload.prefetch import Prefetcher
+from memscale.offload.shared import SharedEngine, async_settings
 from memscale.recompute._torch_private import hooks_are_allowed, surrounding_hooks
+from memscale.recompute.trees import Tree
 from memscale.techniques.base import Scene
 from memscale.techniques.checkpointing import SlicedForward
 from memscale.techniques.forwards import ReplacedForward
+from memscale.techniques.offloading import StreamedForward
 
 if TYPE_CHECKING:
     from memscale.executor.record import Record
 
-__all__ = ["ENVIRONMENT", "OffloadedForward", "Transfers", "async_settings"]
-
-ENVIRONMENT = "MEMSCALE_ASYNC_OFFLOAD"
-"""Set to 1, transfers overlap with compute wherever a Config does not say."""
-
-_ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
-
-
-def async_settings(plan: Plan, config: Config | None) -> AsyncOffloadConfig | None:
-    """How transfers run beside the computation; None if they do not.
-
-    What the user has set in the Config wins; else the environment or the plan can switch it on.
-
-    Raises:
-        ConfigError: The environment's variable is none of the words for yes and no.
-    """
-    config = config or Config()
-    said = "async_offload" in config.explicit_fields
-    wanted = config.async_offload if said else plan.async_offload or _environment_wants_it()
-    return (config.async_config or AsyncOffloadConfig()) if wanted else None
-
-
-def _environment_wants_it() -> bool:
-    value = os.environ.get(ENVIRONMENT, "").strip().lower()
-    if value not in (*_ON, *_OFF):
-        raise ConfigError(
-            f"{ENVIRONMENT}={shown(value)} in the environment is not allowed: set it to 1 or 0."
-        )
-    return value in _ON
+__all__ = ["OffloadedForward", "Transfers"]
 
 
 class Transfers:
-    """Sends down what layers leave for backward, where the plan says so.
+    """Sends down what layers leave for backward, where the plan says so; and fetches ahead what they will need.
 
     It goes on after all blocks have theirs, and so around their recomputation: what that keeps, the inputs, is what
     goes down.
     """
 
     def attach(self, scene: Scene, record: Record) -> None:
-        settings = async_settings(scene.plan, scene.config)
-        engine = SharedEngine(settings)
+        engine = SharedEngine(async_settings(scene.plan, scene.config))
+        if engine.is_async:
+            _attach_prefetcher(scene, record, engine)
         _attach_activations(scene, record, engine)
+
+
+# ---------------------------------------------------------------------- parameters
+
+
+def _attach_prefetcher(scene: Scene, record: Record, engine: SharedEngine) -> None:
+    streamed = {
+        id(forward.module): forward for forward in record.forwards() if isinstance(forward, StreamedForward)
+    }
+    if not streamed:
+        return
+    segments: list[list[StreamedForward]] = []  # what backward runs again as one
+    for layer in scene.plan.layers:
+        modules = (scene.model.get_submodule(name) for name in layer.members)
+        members = [streamed[id(module)] for module in modules if id(module) in streamed]
+        chained = layer.checkpointing is not None and layer.checkpointing.chained
+        if "checkpointing" not in layer.techniques:
+            segments += [[member] for member in members]
+        elif chained and segments:
+            segments[-1] += members
+        else:
+            segments.append(members)
+    in_forward = [forward for segment in segments for forward in segment]
+    in_backward = [forward for segment in reversed(segments) for forward in segment]
+    prefetcher = Prefetcher(engine, scene.device, in_forward, in_backward)
+    for forward in in_forward:
+        forward.fetched_ahead_by(prefetcher)
+    record.add_forward_pre_hook(scene.model, _BeginPass(prefetcher))
+    record.add_forward_hook(scene.model, _EndPass(prefetcher))
+
+
+class _BeginPass:
+    """A hook before the model's forward."""
+
+    def __init__(self, prefetcher: Prefetcher) -> None:
+        self._prefetcher = prefetcher
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any = None) -> None:
+        self._prefetcher.begin_forward()
+
+
+class _EndPass:
+    """A hook after the model's forward, also after one that failed: then there is no output."""
+
+    def __init__(self, prefetcher: Prefetcher) -> None:
+        self._prefetcher = prefetcher
+
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+        prefetcher = self._prefetcher
+        prefetcher.end_forward(complete=output is not None)
+
+        def begin(*gradients: Any) -> None:
+            prefetcher.begin_backward()
+
+        if output is not None and torch.is_grad_enabled():
+            for tensor in Tree.of(output).tensors():
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(begin)
+
+
+# ---------------------------------------------------------------------- activations
 
 
 def _attach_activations(scene: Scene, record: Record, engine: SharedEngine) -> None:

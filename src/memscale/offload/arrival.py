@@ -1,0 +1,137 @@
+"""A working copy that was fetched beside the computation, and its gradient's way home.
+
+Note [The way home]
+~~~~~~~~~~~~~~~~~~~
+``parameter.to(device)`` is differentiable: its backward copies the gradient to the host, and waits there until the
+device has computed it, with nothing new for the device to do meanwhile. Here that is two nodes. The first, on the
+device's side, starts the copy on a stream of its own and hands on the tensor that it will land in. The second, at
+home, waits for it. Autograd runs each node in the thread of its device, so that it is the host's thread that waits,
+which has nothing else to do; the device's goes on.
+
+What comes after, the accumulation and whatever hooks are on the parameter, is autograd's own. A graph of backward
+itself (``create_graph=True``) is made of plain copies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.offload.engine import Lane
+from memscale.offload.layout import is_fake
+from memscale.offload.pinned import Block
+from memscale.offload.shared import SharedEngine
+from memscale.offload.transfer import Transfer
+from memscale.recompute._torch_private import hooks_are_allowed
+
+__all__ = ["Journey", "arrived"]
+
+
+def arrived(parameter: nn.Parameter, values: torch.Tensor, engine: SharedEngine) -> torch.Tensor:
+    """A parameter's values on the device as a differentiable copy of it. See Note [The way home].
+
+    Example:
+        >>> parameter = nn.Parameter(torch.ones(2))
+        >>> copy = arrived(parameter, parameter.detach().clone(), SharedEngine(None))
+        >>> (3 * copy).sum().backward()
+        >>> parameter.grad
+        tensor([3., 3.])
+    """
+    if not (parameter.requires_grad and torch.is_grad_enabled()):
+        return values
+    if not hooks_are_allowed():  # under torch.func, which has rules of its own for such nodes
+        return parameter.to(values.device, values.dtype)
+    journey = Journey(engine, parameter.device)
+    at_home = _AtHome.apply(parameter, journey, values.dtype)  # type: ignore[no-untyped-call]
+    copy: torch.Tensor = _OnDevice.apply(at_home, journey, [values])  # type: ignore[no-untyped-call]
+    return copy
+
+
+class Journey:
+    """A gradient that goes home.
+
+    Args:
+        engine: Who moves it.
+        home: Where to.
+    """
+
+    def __init__(self, engine: SharedEngine, home: torch.device) -> None:
+        self._engine = engine
+        self.home = home
+        self._source: torch.Tensor | None = None
+        self._transfer: Transfer[torch.Tensor] | None = None
+        self._block: Block | None = None
+
+    def leave(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Start; returns the tensor that the gradient lands in, which may be read after :meth:`land`."""
+        if gradient.layout is not torch.strided:
+            return gradient.to(self.home)
+        beside = gradient.device.type == "cuda" and not is_fake(gradient)
+        landing = self._pinned(gradient) if beside else None
+        if landing is None:
+            landing = torch.empty_like(gradient, device=self.home)
+        to = landing
+        self._source = gradient  # its memory must not be used again before it was read
+        self._transfer = self._engine.engine.run(
+            lambda: to.copy_(gradient, non_blocking=beside),
+            Lane.DOWN if beside else Lane.HERE,
+            gradient.device,
+        )
+        return landing
+
+    def land(self, landing: torch.Tensor) -> torch.Tensor:
+        """Wait until it is there."""
+        transfer, self._transfer = self._transfer, None
+        if transfer is None:
+            return landing
+        transfer.finish()
+        self._source = None
+        block, self._block = self._block, None
+        if block is None:
+            return landing
+        gradient = landing.clone()  # page-locked memory is for what is under way
+        self._engine.pool.give(block)
+        return gradient
+
+    def _pinned(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Page-locked memory of the same geometry, if there is any: only there a copy runs by itself."""
+        strides = torch.empty_like(gradient, device="meta").stride()
+        self._block = self._engine.pool.take(max(1, gradient.nbytes))
+        if self._block is None:
+            return None
+        memory = self._block.memory[: gradient.nbytes].view(gradient.dtype)
+        return memory.as_strided(gradient.shape, strides)
+
+
+class _AtHome(torch.autograd.Function):
+    """The end at home: in backward it waits for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, journey: Journey, dtype: torch.dtype) -> torch.Tensor:
+        ctx.journey = journey
+        # Only its shape and type matter: of another type, autograd would convert the gradient before it is there.
+        return torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.journey.land(gradient), None, None
+
+
+class _OnDevice(torch.autograd.Function):
+    """The end on the device: in backward it sends the gradient home."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, at_home: torch.Tensor, journey: Journey, values: list[torch.Tensor]
+    ) -> torch.Tensor:
+        ctx.journey = journey
+        return values.pop()  # in a list: a tensor that goes through as an input comes out as a view of it
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        journey: Journey = ctx.journey
+        if torch.is_grad_enabled():
+            return gradient.to(journey.home), None, None
+        return journey.leave(gradient), None, None
