@@ -171,6 +171,29 @@ def test_all_of_it_is_never_in_32_bits_at_once() -> None:
     assert in_full == [0, 1] * 8 + [1, 1] * 8  # in the first step state is made, then brought up
 
 
+def test_a_large_parameter_comes_in_slices_with_the_same_numbers() -> None:
+    def run(bucket_bytes: int, calls: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 1))
+        plan = Plan((), optimizer=OptimizerPlan(eight_bit=True, bucket_bytes=bucket_bytes))
+        executor = attached(model, plan)
+        optimizer = adamw(model)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.linspace(-1, step + 1, 600).reshape(2, 300)).square().sum().backward()
+            optimizer.step()
+            if step == 1:  # state in 32 bits is cut as well
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert executor._homes.moments.steps.buckets_run == calls  # type: ignore[union-attr]
+        moments = optimizer.state[model[0].weight]
+        return weights(model), [*tensors_of(moments["exp_avg"]), *tensors_of(moments["exp_avg_sq"])]
+
+    whole, whole_moments = run(2**30, 3)
+    cut, moments = run(2**19, 3 * 4)  # 90,000 elements, 1.4 MB with gradient and moments; and the others
+    assert equal(whole, cut)
+    assert equal(whole_moments, moments)
+
+
 # ---------------------------------------------------------------------- how well it learns
 
 
@@ -590,6 +613,19 @@ def test_state_in_eight_bits_waits_in_a_lower_tier() -> None:
         assert streamed.is_down(moment["codes"])
         assert place.ups > 0
         streamed.detach()
+
+
+def test_a_large_parameter_is_cut_by_the_one_who_knows_its_moments() -> None:
+    plan = Plan((), optimizer=OptimizerPlan(eight_bit=True, state="host", bucket_bytes=2**19))
+    with executing() as gpu:
+        model = nn.Sequential(nn.Embedding(300, 300), nn.Linear(300, 300)).to(gpu.device)
+        attached(model, plan)
+        optimizer = adamw(model)
+        for _ in range(2):
+            model(torch.arange(30, device=gpu.device)).sum().backward()
+            optimizer.step()
+        assert isinstance(optimizer.state[model[1].weight]["exp_avg"], Moment)
+        assert optimizer.state[model[0].weight]["exp_avg"].device.type == "cpu"
 
 
 def test_the_plan_may_say_both() -> None:

@@ -62,6 +62,19 @@ class Moment(dict[str, Tensor]):
         self.shape = shape
         self.stride = stride
 
+    @classmethod
+    def like(cls, tensor: Tensor, *, signed: bool) -> Moment:
+        """One for a contiguous tensor of that shape, to be filled a part at a time."""
+        elements = tensor.numel()
+        codes = torch.empty(elements, dtype=torch.uint8, device=tensor.device)
+        scales = torch.empty(-(-elements // BLOCK), device=tensor.device)
+        return cls(codes, scales, signed=signed, shape=tensor.shape, stride=tensor.stride())
+
+    def part(self, part: slice) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a part that begins where a block does."""
+        stop = min(part.stop, self.shape.numel())
+        return self["codes"][part.start : stop], self["scales"][part.start // BLOCK : -(-stop // BLOCK)]
+
     @property
     def nbytes_up(self) -> int:
         """Its bytes in 32 bits."""
@@ -74,13 +87,16 @@ class EightBitMoments(MovingState):
     Args:
         quantizer: bitsandbytes.
         logger: told, once, if it fails in the middle of training.
+
+    Attributes:
+        has_failed: whether it has; then nothing is taken down any more.
     """
 
     def __init__(self, quantizer: Quantizer, logger: logging.Logger) -> None:
         super().__init__(_Beside())
         self._quantizer = quantizer
         self._logger = logger
-        self._has_failed = False
+        self.has_failed = False
 
     def bytes_of(self, state: Any, parameter: Tensor) -> int:
         """How much is up while this state is: its moments in 32 bits."""
@@ -102,7 +118,7 @@ class EightBitMoments(MovingState):
 
         If bitsandbytes fails now, state stays in 32 bits from here on.
         """
-        if () not in origins or self._has_failed:
+        if () not in origins or self.has_failed:
             return
         for name, value in _items(state):
             if not _goes_down(name, value, parameter):
@@ -110,13 +126,30 @@ class EightBitMoments(MovingState):
             try:
                 state[name] = self._taken_down(value, signed=MOMENTS[name])
             except Exception as error:
-                self._has_failed = True
+                self.has_failed = True
                 self._logger.warning(
                     "Optimizer state stays in 32 bits from now on: bitsandbytes failed (%s: %s).",
                     type(error).__name__,
                     error,
                 )
                 return
+
+    def part_up(self, moment: Moment, part: slice, beside: Tensor) -> Tensor:
+        """A part of a moment in 32 bits, flat."""
+        codes, scales = (each.to(beside.device) for each in moment.part(part))
+        self.bytes_moved += codes.nbytes + scales.nbytes
+        return self._quantizer.up(codes, scales, signed=moment.signed)
+
+    def part_down(self, values: Tensor, part: slice, moment: Moment) -> None:
+        """Take down a part into a moment."""
+        for to, new in zip(
+            moment.part(part), self._quantizer.down(values, signed=moment.signed), strict=True
+        ):
+            self.bytes_moved += new.nbytes
+            to.copy_(new)
+
+    def settle(self, state: Any, parameter: Tensor) -> None:
+        """What was not stepped is left as it is."""
 
     def bring_back(self, state: Any, parameter: Tensor) -> None:
         """Moments in 32 bits, beside their parameter, as ordinary tensors."""

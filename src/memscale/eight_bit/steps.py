@@ -15,9 +15,10 @@ from torch.utils.hooks import RemovableHandle
 from memscale.eight_bit.kinds import holds_moments, why_in_full
 from memscale.eight_bit.moments import EightBitMoments
 from memscale.eight_bit.quantizer import Quantizer
+from memscale.eight_bit.slices import EightBitSlices
 from memscale.offload.optimizer import StreamedSteps
 from memscale.offload.optimizer_groups import Member
-from memscale.offload.optimizer_state import Origins
+from memscale.offload.optimizer_slices import INSIDE, SlicedParameter, length_of_slices
 
 __all__ = ["EightBitSteps"]
 
@@ -34,7 +35,7 @@ class EightBitSteps(StreamedSteps):
         parameters: whose moments are kept so.
         quantizer: bitsandbytes.
         bucket_bytes: the most that parameters, gradients and 32-bit moments of one bucket may take; a
-            parameter that needs more has a bucket to itself.
+            parameter that needs more has a bucket to itself, or comes in slices.
         logger: told which optimizers are left alone, and why.
 
     Example:
@@ -66,9 +67,25 @@ class EightBitSteps(StreamedSteps):
     ) -> None:
         logger = logger or logging.getLogger("memscale")
         self._moments = EightBitMoments(quantizer, logger)
-        super().__init__(parameters, self._moments.place, bucket_bytes, slices=False, logger=logger)
+        super().__init__(parameters, self._moments.place, bucket_bytes, logger=logger)
         self._state = self._moments
         self._saving: MutableMapping[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+
+    def attach(self) -> None:
+        super().attach()
+        INSIDE.add(self)
+
+    def pause(self) -> None:
+        super().pause()
+        INSIDE.discard(self)
+
+    def detach(self) -> None:
+        super().detach()
+        INSIDE.discard(self)
+
+    def keeps(self, parameter: torch.Tensor) -> bool:
+        """Whether moments of this parameter are kept in 8 bits; whoever is around must not cut it."""
+        return self._parameters.get(id(parameter)) is parameter
 
     def _around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not holds_moments(args[0]):
@@ -78,11 +95,18 @@ class EightBitSteps(StreamedSteps):
     def _why_left_alone(self, optimizer: Optimizer) -> str | None:
         return why_in_full(optimizer) or super()._why_left_alone(optimizer)
 
-    def _take_down(self, optimizer: Optimizer, member: Member, origins: Origins) -> None:
+    def _sliced(self, optimizer: Optimizer, bucket: list[Member], needed: int) -> SlicedParameter | None:
+        if len(bucket) != 1 or self._moments.has_failed:
+            return None
+        parameter = bucket[0].parameter
+        length = length_of_slices(optimizer, parameter, needed, self.bucket_bytes)
+        return None if length is None else EightBitSlices(optimizer, parameter, self._moments, length)
+
+    def _keep(self, optimizer: Optimizer) -> None:
         if optimizer not in self._saving:
             hook = _OrdinaryState(self._moments)
             self._saving[optimizer] = optimizer.register_state_dict_post_hook(hook)
-        super()._take_down(optimizer, member, origins)
+        super()._keep(optimizer)
 
     def _bring_back(self, optimizer: Optimizer) -> None:
         super()._bring_back(optimizer)

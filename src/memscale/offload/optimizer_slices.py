@@ -8,14 +8,16 @@ of it: a parameter over a part of the same memory, with that part of the gradien
 begins with the counters that the parameter had; those of the last are the parameter's afterwards. So the values
 are the same, and only a slice of them is up at a time, from the first step on, when state is made.
 
-Others (Adafactor looks at rows and columns, a subclass may do anything) get such a parameter whole.
+Others (Adafactor looks at rows and columns, a subclass may do anything) get such a parameter whole. So does who is
+around the same step further in and must see a parameter itself (``INSIDE``); it may cut it on its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn, optim
@@ -23,7 +25,7 @@ from torch.optim import Optimizer
 
 from memscale.offload.optimizer_state import PAGE, MovingState
 
-__all__ = ["SlicedParameter", "length_of_slices", "slices_of"]
+__all__ = ["INSIDE", "Inside", "SlicedParameter", "length_of_slices", "slices_of"]
 
 # By class, not by subclass: what a class of the user's adds is not known.
 ELEMENTWISE = frozenset(
@@ -46,10 +48,24 @@ LEAST_BYTES = 16 * PAGE
 """Of a parameter in one slice: below that, calls cost more than memory is worth."""
 
 
+class Inside(Protocol):
+    """Someone around a step further in than what cuts it."""
+
+    def keeps(self, parameter: Tensor) -> bool:
+        """Whether it must be given this parameter whole."""
+
+
+INSIDE: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Those who are, now."""
+
+
 def slices_of(
     optimizer: Optimizer, parameter: Tensor, state: MovingState, needed: int, limit: int
 ) -> SlicedParameter | None:
     """The parameter cut so that no slice needs more than the limit; None for one that is stepped whole."""
+    inside: Iterable[Inside] = INSIDE
+    if any(each.keeps(parameter) for each in inside):
+        return None
     length = length_of_slices(optimizer, parameter, needed, limit)
     return None if length is None else SlicedParameter(optimizer, parameter, state, length)
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from memscale.execution_plan import Tier
 from memscale.offload.optimizer import StreamedSteps
+from memscale.offload.optimizer_state import PAGE
 from memscale.offload.state_places import HostPlace, MappedPlace
 from memscale.offload.store import DiskStore
 
@@ -28,14 +29,12 @@ class StateSettings:
             parameters and gradients are stepped a bucket at a time.
         bucket_bytes: The most that is up at once.
         host_capacity: The most host memory to take for it; None for no limit.
-        slices: Whether a parameter may be stepped in slices; not where 8-bit state belongs to it as a whole.
         logs: Whether optimizers that are left alone are named in the log.
     """
 
     tier: Tier
     bucket_bytes: int
     host_capacity: int | None = None
-    slices: bool = True
     logs: bool = True
 
 
@@ -89,11 +88,9 @@ class StateHomes:
         on_disk = settings.tier == "disk"
         place = MappedPlace(self._store) if on_disk else HostPlace(self._store, settings.host_capacity)
         # With no state that is large enough to go down, parameters and gradients still come and go in buckets.
-        least = {"least_bytes": sys.maxsize} if settings.tier == "device" else {}
+        least = sys.maxsize if settings.tier == "device" else PAGE
         logger = None if settings.logs else _SILENT
-        return StreamedSteps(
-            self._parameters, place, settings.bucket_bytes, slices=settings.slices, logger=logger, **least
-        )
+        return StreamedSteps(self._parameters, place, settings.bucket_bytes, least_bytes=least, logger=logger)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has parameters of its own; no optimizer has stepped them yet.

@@ -64,6 +64,5 @@ def _settings(scene: Scene) -> StateSettings | None:
         tier=tier,
         bucket_bytes=(wanted.bucket_bytes if wanted else 0) or DEFAULT_BUCKET_BYTES,
         host_capacity=capacity,
-        slices=wanted is None or not wanted.eight_bit,
         logs=config is None or config.enable_logging,
     )
