@@ -525,3 +525,18 @@ def test_a_layer_may_stay_in_memory_with_its_activations_on_disk() -> None:
     output.sum().backward()
     assert executor.homes.store.bytes_used == 0
     executor.detach()
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_backward_may_come_after_detach(tmp_path: Path, checkpointing: bool) -> None:
+    plain, model = wide(), wide()
+    x = torch.randn(128, 128)
+    with on_disk(model, Config(enable_logging=False, offload_dir=tmp_path), checkpointing=checkpointing):
+        torch.manual_seed(1)
+        output = model(x).sum()
+    assert list(tmp_path.iterdir()) == []
+    torch.manual_seed(1)
+    plain(x).sum().backward()
+    output.backward()
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)

@@ -12,6 +12,7 @@ from collections.abc import Collection
 
 import torch
 
+from memscale.offload.disk import DiskTier
 from memscale.offload.layout import is_fake
 from memscale.offload.store import DiskStore
 from memscale.offload.tier import Ticket
@@ -71,7 +72,8 @@ class StoredActivations:
         key = (storage._cdata, version, tensor.dtype, *place)
         stored = self._stored.get(key)
         if stored is None or stored.storage() is not storage:
-            stored = _Stored(self.store.tier.store(tensor), self.store, weakref.ref(storage))
+            tier = self.store.tier
+            stored = _Stored(tier.store(tensor), tier, weakref.ref(storage))
             self._stored[key] = stored
         return stored
 
@@ -89,12 +91,12 @@ class StoredActivations:
 class _Stored:
     """A saved tensor that is on disk; its room is free again when the graph lets go of it."""
 
-    __slots__ = ("__weakref__", "_store", "_ticket", "storage")
+    __slots__ = ("__weakref__", "_ticket", "_tier", "storage")
 
-    def __init__(self, ticket: Ticket, store: DiskStore, storage: weakref.ref[torch.UntypedStorage]) -> None:
+    def __init__(self, ticket: Ticket, tier: DiskTier, storage: weakref.ref[torch.UntypedStorage]) -> None:
         self._ticket = ticket
-        self._store = store
+        self._tier = tier  # of the store as it was then: backward may come after detach
         self.storage = storage
 
     def load(self) -> torch.Tensor:
-        return self._store.tier.load(self._ticket)
+        return self._tier.load(self._ticket)

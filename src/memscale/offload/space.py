@@ -116,7 +116,8 @@ class DiskSpace:
     @property
     def fd(self) -> int:
         """The descriptor of the file."""
-        self.open()
+        if self._fd < 0:
+            self.open()
         return self._fd
 
     def open(self) -> None:
@@ -174,12 +175,19 @@ class DiskSpace:
         with self._lock:
             self._punch_spares(0)
 
+    def retire(self) -> None:
+        """Take nothing more, and leave no name on the disk; what is stored can be read until it is freed."""
+        self._closed = True
+        if self._private is not None:
+            self._private.close()
+
     def close(self) -> None:
         """Give everything back to the disk. Tensors that are mapped go on working until they die."""
         self._closed = True
         self._spare, self._holes = Gaps(), Gaps()
         if os.getpid() == self._pid and self._close_file is not None:
             self._close_file()
+            self._fd = -1
         if self._private is not None:
             self._private.close()
 

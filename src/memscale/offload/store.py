@@ -93,11 +93,12 @@ class DiskStore:
             self._arena.give_back(tensor)
 
     def close(self) -> None:
-        """Give the disk back. Mapped tensors that are still alive keep their values, and their room."""
-        if self._tier is not None:
-            self._tier.close()
+        """Give the disk back. What someone still has, a mapped tensor or a graph, keeps its values and its room."""
         if self._space is not None:
-            self._space.close()
+            if self._space.bytes_used:
+                self._space.retire()
+            else:
+                self._space.close()
         self._space = self._arena = self._tier = None
 
     def _opened(self) -> DiskSpace:
