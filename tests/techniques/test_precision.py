@@ -7,6 +7,7 @@ import logging
 import pickle
 import pydoc_data.topics
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -479,6 +480,22 @@ def test_a_grad_scaler_of_another_model_changes_nothing() -> None:
     assert scale_of(model).factor == 2.0**16
 
 
+def test_accelerates_precision_is_the_one_that_counts() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    try:
+        model = net()
+        attached(model, FP16)
+        scaling = scale_of(model)
+        prepared, optimizer = accelerator.prepare(model, optim.AdamW(model.parameters()))
+        accelerator.backward(loss_of(prepared))
+        optimizer.step()
+        assert model.seen == [torch.bfloat16]
+        assert scaling.factor == 1
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def test_a_model_in_16_bits_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     model = net().to(torch.bfloat16)
     with caplog.at_level(logging.INFO, "memscale"):
@@ -557,8 +574,9 @@ def test_recomputed_layers_are_bit_equal(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("techniques", [("offloading",), ("offloading", "checkpointing")])
+@pytest.mark.parametrize("ahead", [False, True])
 def test_offloaded_layers_compute_the_same_with_16_bit_copies(
-    dtype: str, techniques: tuple[str, ...]
+    dtype: str, techniques: tuple[str, ...], ahead: bool
 ) -> None:
     def run(plan: Plan) -> tuple[float, list[torch.Tensor], list[str], set[torch.dtype]]:
         with executing() as gpu:
@@ -577,12 +595,14 @@ def test_offloaded_layers_compute_the_same_with_16_bit_copies(
             assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
             assert {p.grad.device.type for p in model.layers.parameters()} == set(devices)
             assert norms == {torch.float32}
-            found = gradients(model)
             optimizer.step()
-            return loss.item(), found, devices, copies
+            optimizer.zero_grad()
+            loss = loss_of(model, 1, gpu.device)
+            loss.backward()
+            return loss.item(), gradients(model), devices, copies
 
     resident = run(layers_plan(dtype))
-    streamed = run(layers_plan(dtype, *techniques))
+    streamed = run(replace(layers_plan(dtype, *techniques), async_offload=ahead))
     assert set(streamed[2]) == {"cpu"}
     assert set(resident[2]) != {"cpu"}
     assert streamed[3] == {getattr(torch, dtype)}

@@ -71,7 +71,9 @@ class StreamedForward(ReplacedForward):
         super().__init__(module)
         self._device = device
         self._recomputed = recomputed
-        self._refetched: dict[int, torch.dtype] = {}  # what backward asks for, by the parameters' ids
+        # By the parameters' ids: what the last pass had them in, and what backward asks for.
+        self._types: dict[int, torch.dtype] = {}
+        self._refetched: dict[int, torch.dtype] = {}
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         # In evaluation too: the parameters are at home then as well.
@@ -91,12 +93,13 @@ class StreamedForward(ReplacedForward):
         prefetcher = self._prefetcher
         source = None if prefetcher is None else _Ahead(prefetcher, self)
         copies = WorkingCopies(list(module.modules()), self._device, source)
+        self._types = {id(parameter): dtype for parameter, dtype in copies.wanted()}
         try:
             with copies.in_place():
                 if prefetcher is not None:
                     prefetcher.reached(self, again=True)
                 if self._recomputed or not torch.is_grad_enabled():
-                    self._refetched = {id(parameter): dtype for parameter, dtype in copies.wanted()}
+                    self._refetched = self._types
                     return forward(*args, **kwargs)
                 with copies.not_saved():
                     output = forward(*args, **kwargs)
@@ -114,10 +117,10 @@ class StreamedForward(ReplacedForward):
     def needs(self, *, in_backward: bool) -> list[tuple[nn.Parameter, torch.dtype]]:
         """The parameters that a prefetcher is to fetch, and in which type."""
         wanted = WorkingCopies(list(self.module.modules()), self._device).wanted()
-        if not in_backward:
+        # As the last pass had them: autocast may be off where a pass begins.
+        types = self._refetched if in_backward else self._types
+        if not in_backward and not types:
             return wanted
-        # As the last forward pass had them: autocast may be off where backward begins.
-        types = self._refetched
         return [(parameter, types[id(parameter)]) for parameter, _ in wanted if id(parameter) in types]
 
     def bring(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
