@@ -17,7 +17,15 @@ from torch.utils.checkpoint import checkpoint
 
 from memscale.engine.precision_rules import choose_precision
 from memscale.errors import ConfigError
-from memscale.execution_plan import Checkpointing, LayerPlan, Offloading, OptimizerPlan, Plan, Precision
+from memscale.execution_plan import (
+    Checkpointing,
+    LayerPlan,
+    LossTiling,
+    Offloading,
+    OptimizerPlan,
+    Plan,
+    Precision,
+)
 from memscale.executor import Executor
 from memscale.hardware import virtual_hardware
 from memscale.hardware.cpu import CpuFeatures, cpu_device
@@ -390,6 +398,18 @@ def test_an_overflow_in_a_closure_and_of_two_optimizers() -> None:
     assert not torch.equal(model[0].linear.weight, before[0])
 
 
+def test_an_overflow_where_optimizers_step_inside_backward() -> None:
+    model = nn.Sequential(Tiny(), Tiny(0.25))
+    attached(model, FP16)
+    before = [p.detach().clone() for p in model.parameters()]
+    for parameter in model.parameters():
+        optimizer = optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    (model(torch.ones(1, 4)) * 8).sum().backward()
+    assert scale_of(model).skipped == 2
+    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
+
+
 def test_no_step_is_half_made_where_state_is_streamed_or_in_eight_bits() -> None:
     pytest.importorskip("bitsandbytes")
     plan = Plan((), precision=Precision("float16"), optimizer=OptimizerPlan(eight_bit=True, bucket_bytes=1))
@@ -624,6 +644,24 @@ def test_16_bit_copies_are_half_the_bytes_on_the_device() -> None:
     matrices = 2 * 512 * 4 * 512  # of one layer
     # Forward and backward have a layer's weights there, and gradients of one of them.
     assert peak(None) - peak("bfloat16") > 2 * matrices
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_with_a_tiled_loss(dtype: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32, n_positions=16)
+    runs = []
+    for loss in (None, LossTiling(rows=5)):
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(config).eval()
+        attached(model, replace(layers_plan(dtype), loss=loss))
+        output = model(input_ids=ids(), labels=ids())
+        output.loss.backward()
+        assert output.logits.dtype is torch.float32
+        runs.append((output.loss.item(), gradients(model)))
+    assert runs[1][0] == pytest.approx(runs[0][0], rel=1e-3)
+    for one, two in zip(runs[0][1], runs[1][1], strict=True):
+        torch.testing.assert_close(one, two, rtol=0.05, atol=1e-3)
 
 
 # ---------------------------------------------------------------------- which type

@@ -28,7 +28,7 @@ class Scaled(Protocol):
         """The ids of its parameters."""
 
     def note_pass(self) -> None:
-        """A pass through it was scaled."""
+        """A pass through it begins, and is scaled."""
 
     def step_back(self) -> None:
         """The loop scales by itself."""
@@ -101,14 +101,14 @@ def _scaled_backward(backward: Callable[..., None]) -> Callable[..., None]:
         if factor == 1:
             return backward(tensors, grad_tensors, *args, **kwargs)
         seeds = _seeds(roots, grad_tensors, factor)
+        for model in models:
+            model.note_pass()  # before it: an optimizer may step inside of it
         _running.append((factor, set().union(*(model.parameters() for model in models))))
         try:
             with _divided(leaves, factor):
                 backward(roots, seeds, *args, **kwargs)
         finally:
             _running.pop()
-        for model in models:
-            model.note_pass()
         return None
 
     return scaled

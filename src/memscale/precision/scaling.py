@@ -101,7 +101,7 @@ class LossScaling:
         return set() if module is None else {id(parameter) for parameter in module.parameters()}
 
     def note_pass(self) -> None:
-        """A backward pass was scaled."""
+        """A backward pass begins that is scaled."""
         self._passes += 1
 
     # ------------------------------------------------------------------ steps
@@ -130,7 +130,7 @@ class LossScaling:
         return step(*args, **kwargs)
 
     def _is_new_to(self, optimizer: Optimizer) -> bool:
-        """Whether a backward pass was scaled since this optimizer's last step, and some of it is the model's."""
+        """Whether some of it is the model's, and a backward pass is or was scaled since its last step."""
         if self._seen.get(optimizer, 0) == self._passes:
             return False
         parameters = self.parameters()
