@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.config import Config
-from memscale.engine import decide
+from memscale.engine import decide, room_of
+from memscale.engine.rows import optimizer_transient
 from memscale.engine.structure import decide_by_structure
-from memscale.engine.timeline import optimizer_transient
 from memscale.execution_plan import Plan
 from memscale.hardware import Hardware
 from memscale.prediction import Step, measure, predict
@@ -23,6 +23,7 @@ from memscale.profiler.cache import uses_cache
 from memscale.profiler.static import profile_static
 from memscale.recompute.rng import RngState
 
+ATTEMPTS = 3  # at a plan that fits, if the simulation finds that the engine's does not
 DEEP = 24  # equal blocks beyond the two that the profile runs, from which on a plain step is not simulated
 
 
@@ -71,28 +72,55 @@ def _rehearsed(model: nn.Module, sample: Sample, config: Config, hardware: Hardw
         return decide_by_structure(model, find_blocks(model), hardware, config, notes=(note,))
     plan = decide(profile, hardware, config)
     try:
-        if profile.source == "static" and profile.blocks_left_out >= DEEP:
-            return _predicted_in_part(model, plan, profile, sample, config, hardware)
-        if profile.source == "static":
-            return predict(model, plan, sample, place, config)
-        return _measured(model, plan, profile, sample, config, hardware)
+        if profile.source != "static":
+            return _measured(model, plan, profile, sample, config, hardware)
+        plain = _plain_step(model, profile, sample, hardware)
+        predicted = predict(model, plan, sample, place, config, plain)
+        return _within(model, plan, predicted, profile, sample, config, hardware)
     except Exception as error:
         how = "simulated" if profile.source == "static" else "run"
         note = f"the plan could not be {how} ({type(error).__name__}), its peak is an estimate"
         return replace(plan, notes=(*plan.notes, *_way(profile), note))
 
 
-def _predicted_in_part(
-    model: nn.Module, plan: Plan, profile: ModelProfile, sample: Sample, config: Config, hardware: Hardware
-) -> Plan:
-    """Simulate the plan alone: what the plain step of a deep model needs follows from a few of its blocks."""
-    place = Place.of(hardware.device)
+def _plain_step(model: nn.Module, profile: ModelProfile, sample: Sample, hardware: Hardware) -> Step | None:
+    """What the plain step of a deep model needs follows from a few of its blocks; others are simulated (None)."""
+    if profile.blocks_left_out < DEEP:
+        return None
     if uses_cache(model):
-        profile = profile_static(model, sample, place, with_cache=True)
+        profile = profile_static(model, sample, Place.of(hardware.device), with_cache=True)
     as_it_is = decide(profile, hardware, Config(enable_checkpointing=False, enable_offloading=False))
-    plain = Step(as_it_is.baseline_peak_bytes, as_it_is.baseline_saved_bytes)
+    return Step(as_it_is.baseline_peak_bytes, as_it_is.baseline_saved_bytes)
+
+
+def _within(
+    model: nn.Module,
+    plan: Plan,
+    predicted: Plan,
+    profile: ModelProfile,
+    sample: Sample,
+    config: Config,
+    hardware: Hardware,
+) -> Plan:
+    """The plan, made anew with a margin if the simulation shows that it needs more than the engine reckoned.
+
+    Of a plan that the engine knows not to fit the user has been told already.
+    """
+    capacity, budget = room_of(hardware, config)
+    room = capacity if budget is None else min(capacity, budget)
+    place = Place.of(hardware.device)
+    plain = Step(predicted.baseline_peak_bytes, predicted.baseline_saved_bytes)
+    margin = 0
+    for _ in range(ATTEMPTS):
+        if plan.predicted_peak_bytes > room or predicted.predicted_peak_bytes <= room:
+            break
+        margin += predicted.predicted_peak_bytes - plan.predicted_peak_bytes
+        plan = decide(profile, hardware, config, margin=margin)
+        predicted = predict(model, plan, sample, place, config, plain)
+    if profile.blocks_left_out < DEEP:
+        return predicted
     note = f"the plain step was not simulated: its figures follow from {profile.reason}"
-    return predict(model, replace(plan, notes=(*plan.notes, note)), sample, place, config, plain)
+    return replace(predicted, notes=(*predicted.notes, note))
 
 
 def _measured(

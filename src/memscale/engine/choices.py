@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memscale.profiler.profile import BlockProfile, ModelProfile, OpProfile
 
@@ -16,11 +17,13 @@ class Choice:
         recompute: forget what forward saved, run forward again in backward.
         keep: operations whose outputs are kept nevertheless.
         chained: forget the input as well, and recompute it from the block before.
+        home: its parameters live on the tier below, and are copied up for use.
     """
 
     recompute: bool = False
     keep: tuple[OpProfile, ...] = ()
     chained: bool = False
+    home: bool = False
 
     @property
     def kept_bytes(self) -> int:
@@ -37,17 +40,53 @@ ODD_SHARE = 50  # odd blocks that hold less than a fiftieth of what the stacks h
 
 @dataclass(frozen=True)
 class Candidate:
-    """Choices for all blocks, by their place in the order of calls.
+    """Choices for all blocks, by their place in the order of calls."""
 
-    ``label`` says in words what was done, for the frontier and the reasons.
-    """
-
-    label: str
     choices: tuple[Choice, ...]
-    offloaded: bool = False  # every block's parameters are at home on the tier below, and copied up for use
     is_full_checkpointing: bool = (
         False  # every repeated block recomputed whole: what one would switch on by hand
     )
+
+    @property
+    def at_home(self) -> int:
+        """How many blocks have their parameters on the tier below."""
+        return sum(choice.home for choice in self.choices)
+
+    @property
+    def label(self) -> str:
+        """What is done, in words."""
+        recomputed = [choice for choice in self.choices if choice.recompute]
+        parts = []
+        if recomputed:
+            parts.append(f"{len(recomputed)} blocks recomputed")
+            lengths = Counter(_segments(self.choices))
+            if set(lengths) != {1}:
+                parts.append(f"in segments of {_in_words(sorted(lengths))}")
+            kept = sorted({len(choice.keep) for choice in recomputed})
+            if kept != [0]:
+                parts.append(f"keeping {_in_words(kept)} products each")
+        if self.at_home:
+            all_of_them = self.at_home == len(self.choices)
+            parts.append(
+                "parameters at home" if all_of_them else f"parameters of {self.at_home} blocks at home"
+            )
+        return ", ".join(parts) or "as it is"
+
+
+def _segments(choices: Sequence[Choice]) -> Iterator[int]:
+    length = 0
+    for choice in choices:
+        if length and not choice.chained:
+            yield length
+            length = 0
+        if choice.recompute:
+            length += 1
+    if length:
+        yield length
+
+
+def _in_words(numbers: Sequence[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
 
 
 def called_blocks(profile: ModelProfile) -> tuple[BlockProfile, ...]:
@@ -80,63 +119,62 @@ def worth_keeping(block: BlockProfile) -> tuple[OpProfile, ...]:
     return tuple(sorted(useful, key=lambda op: (-op.flops / op.output_bytes, op.key)))
 
 
-def candidates(profile: ModelProfile) -> Iterator[Candidate]:
-    """Uniform choices over the model's stacks, from none to everything.
+def odd_blocks(blocks: Sequence[BlockProfile]) -> tuple[BlockProfile, ...]:
+    """The blocks outside of stacks that can be recomputed, if they hold enough to be worth a choice."""
+    repeated = sum(block.saved_bytes for block in blocks if block.role == "repeated" and can_recompute(block))
+    odd = tuple(block for block in blocks if block.role != "repeated" and can_recompute(block))
+    return odd if sum(block.saved_bytes for block in odd) * ODD_SHARE >= repeated else ()
 
-    Four knobs: how many blocks are chained into one segment, how many of the best operations of each block are
-    kept, in which share of the blocks, and whether odd blocks are recomputed as well. Each stack gets the same.
-    The full frontier over single blocks will take this place.
+
+def uniform(profile: ModelProfile, *, recompute: bool, home: bool) -> Iterator[Candidate]:
+    """Every stack alike, from nothing to everything: what one would try by hand.
+
+    Three knobs: how many blocks are chained into one segment, how many of the best operations of each block are
+    kept, and whether odd blocks are recomputed as well; all of it with parameters on the device and at home.
     """
     blocks = called_blocks(profile)
-    yield Candidate("as it is", tuple(PLAIN for _ in blocks))
+    found = [Candidate(tuple(PLAIN for _ in blocks))]
+    if recompute:
+        found += _recomputed(blocks)
+    yield from found
+    if home:
+        for candidate in found:
+            yield Candidate(tuple(replace(choice, home=True) for choice in candidate.choices))
+
+
+def _recomputed(blocks: Sequence[BlockProfile]) -> Iterator[Candidate]:
     repeated = [block for block in blocks if block.role == "repeated" and can_recompute(block)]
-    odd = [block for block in blocks if block.role != "repeated" and can_recompute(block)]
-    if sum(block.saved_bytes for block in odd) * ODD_SHARE < sum(block.saved_bytes for block in repeated):
-        odd = []
+    odd = odd_blocks(blocks)
     most_ops = max((len(worth_keeping(block)) for block in repeated), default=0)
-    lengths = _segment_lengths(len(repeated)) if repeated else (1,)
+    lengths = segment_lengths(len(repeated)) if repeated else (1,)
     for with_odd in (False, True) if odd else (False,):
         if not repeated and not with_odd:
             continue
         for length in lengths:
             for kept_ops in range(most_ops + 1):
-                for share in (1.0,) if kept_ops == 0 else (0.25, 0.5, 0.75, 1.0):
-                    yield _uniform(blocks, length, kept_ops, share, with_odd)
+                yield _alike(blocks, length, kept_ops, odd if with_odd else ())
 
 
-def _segment_lengths(count: int) -> tuple[int, ...]:
-    wanted = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32}
-    return tuple(sorted(length for length in wanted if length <= count))
+def segment_lengths(count: int) -> tuple[int, ...]:
+    """Lengths of segments worth a look in a stack of ``count`` blocks."""
+    return tuple(length for length in (1, 2, 3, 4, 6, 8, 12, 16, 24) if length <= count)
 
 
-def _uniform(
-    blocks: Sequence[BlockProfile], length: int, kept_ops: int, share: float, with_odd: bool
+def _alike(
+    blocks: Sequence[BlockProfile], length: int, kept_ops: int, odd: Sequence[BlockProfile]
 ) -> Candidate:
     choices: list[Choice] = []
     in_segment = 0
-    eligible = sum(block.role == "repeated" and can_recompute(block) for block in blocks)
-    seen = 0
     for index, block in enumerate(blocks):
-        if not can_recompute(block) or (block.role != "repeated" and not with_odd):
+        if not can_recompute(block) or (block.role != "repeated" and block not in odd):
             choices.append(PLAIN)
             in_segment = 0
             continue
-        if block.role == "repeated":
-            seen += 1
-        # The share of blocks that keep one operation more is spread evenly over the stack.
-        more = int(seen * share) > int((seen - 1) * share) if block.role == "repeated" else False
-        keep = worth_keeping(block)[: kept_ops if more else max(0, kept_ops - 1)]
         chained = (
             0 < in_segment < length and choices[index - 1].recompute and can_chain(blocks[index - 1], block)
         )
         in_segment = in_segment + 1 if chained else 1
+        keep = worth_keeping(block)[:kept_ops]
         choices.append(Choice(recompute=True, keep=keep, chained=chained))
-    parts = [f"{eligible} blocks recomputed" if eligible else "odd blocks recomputed"]
-    if length > 1:
-        parts.append(f"in segments of {length}")
-    if kept_ops:
-        parts.append(f"keeping {kept_ops} of their products" + ("" if share == 1 else f" in {share:.0%}"))
-    if with_odd and eligible:
-        parts.append("odd blocks too")
-    full = length == 1 and kept_ops == 0 and not with_odd
-    return Candidate(", ".join(parts), tuple(choices), is_full_checkpointing=full)
+    full = length == 1 and kept_ops == 0 and not odd
+    return Candidate(tuple(choices), is_full_checkpointing=full)

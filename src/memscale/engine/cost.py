@@ -47,16 +47,15 @@ class Clock:
         """Running a block's forward again without the operations whose results were kept."""
         return self.seconds(max(0, block.forward_flops - kept_flops * block.calls), block.forward_traffic)
 
-    def offloading(self, profile: ModelProfile) -> float:
-        """What a step takes longer when all blocks' parameters are at home on the host.
+    def home(self, block: BlockProfile) -> float:
+        """What a step takes longer when a block's parameters are at home on the tier below.
 
-        Each block's parameters go up twice (forward, backward), their gradients come down once, and the optimizer
-        steps in host memory. Nothing is overlapped here: an upper bound.
+        They go up twice (forward, backward), their gradients come down once, and the optimizer steps in host
+        memory. Nothing is overlapped here: an upper bound.
         """
-        up = sum(2 * block.used_bytes * max(1, block.calls) for block in profile.blocks if block.order >= 0)
-        down = sum(block.gradient_bytes for block in profile.blocks)
-        stepping = OPTIMIZER_PASSES * down * (1 / HOST_BANDWIDTH - 1 / self.bytes_per_second)
-        return (up + down) / self.link_per_second + max(0.0, stepping)
+        up = 2 * block.used_bytes * max(1, block.calls)
+        stepping = OPTIMIZER_PASSES * block.gradient_bytes * (1 / HOST_BANDWIDTH - 1 / self.bytes_per_second)
+        return (up + block.gradient_bytes) / self.link_per_second + max(0.0, stepping)
 
     def step(self, profile: ModelProfile) -> float:
         """A whole step without MemScale."""

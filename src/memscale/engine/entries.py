@@ -8,7 +8,7 @@ from memscale.config import Config
 from memscale.engine.choices import PLAIN, Choice, called_blocks, can_recompute
 from memscale.engine.cost import Clock
 from memscale.engine.rules import WHY_KEPT, Verdict
-from memscale.execution_plan import Checkpointing, LayerPlan
+from memscale.execution_plan import Checkpointing, LayerPlan, Offloading
 from memscale.profiler.profile import BlockProfile, ModelProfile
 from memscale.units import format_bytes
 
@@ -31,18 +31,18 @@ class Entries:
 
     def _entry(self, block: BlockProfile, choice: Choice) -> LayerPlan:
         layer = self._recomputed(block, choice) if choice.recompute else self._kept(block)
-        if not self.verdict.point.candidate.offloaded or not block.used_bytes or block.order < 0:
+        if not choice.home or not block.used_bytes:
             return layer
         home = block.parameter_bytes + block.gradient_bytes + block.optimizer_bytes
         reason = f"{format_bytes(home)} of parameters, gradients and Adam state live on the host"
-        moving = (2 * block.used_bytes + block.gradient_bytes) / self.clock.link_per_second
         return replace(
             layer,
             techniques=("offloading", *layer.techniques),
             rule=self.verdict.rule,
             reason=f"{reason}; {layer.reason}" if layer.techniques else reason,
             saved_bytes=layer.saved_bytes + home,
-            extra_seconds=round(layer.extra_seconds + moving, DIGITS),
+            extra_seconds=round(layer.extra_seconds + self.clock.home(block), DIGITS),
+            offloading=Offloading("host"),
         )
 
     def _recomputed(self, block: BlockProfile, choice: Choice) -> LayerPlan:

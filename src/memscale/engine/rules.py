@@ -3,7 +3,8 @@
 | asked for | the point taken |
 |---|---|
 | CONSERVATIVE | the least peak whose step time is within 1.15 × of the fastest plan that fits; where full \
-checkpointing (every repeated block recomputed whole) would need less, the fastest plan at its peak or below |
+checkpointing (every repeated block recomputed whole) would need less, the fastest plan at its peak or below; on a \
+CPU below it by MemScale's own size, which is in the same memory |
 | BALANCED | the least product of peak and step time |
 | AGGRESSIVE | the least peak; of equal ones the one that holds the least between forward and backward |
 | a memory budget | the fastest plan that fits it |
@@ -18,10 +19,12 @@ from dataclasses import dataclass
 
 from memscale.config import OptimizationMode
 from memscale.engine.choices import Candidate
-from memscale.engine.timeline import Estimate
 from memscale.units import format_bytes
 
 CONSERVATIVE_TIME = 1.15
+OWN_BYTES = (
+    12 * 2**20
+)  # what importing and running the planner adds to a process, as measured with torch 2.13
 
 WHY_KEPT = {
     "least-peak-times-time": "computing it again costs more time than the memory is worth",
@@ -38,14 +41,25 @@ WHY_KEPT = {
 
 @dataclass(frozen=True)
 class Point:
-    """A candidate and what it costs."""
+    """A candidate and what it costs.
+
+    Attributes:
+        candidate: the choices.
+        peak_bytes: the most device memory in use at once.
+        saved_bytes: what forward leaves for backward.
+        seconds: predicted time of a step.
+        home_bytes: what lives on the tier below: parameters, their gradients and their optimizer state.
+    """
 
     candidate: Candidate
-    estimate: Estimate
+    peak_bytes: int
+    saved_bytes: int
+    seconds: float
+    home_bytes: int = 0
 
     @property
     def cost(self) -> tuple[float, int]:
-        return self.estimate.seconds, self.estimate.peak_bytes
+        return self.seconds, self.peak_bytes
 
 
 @dataclass(frozen=True)
@@ -61,57 +75,72 @@ def frontier(points: Sequence[Point]) -> tuple[Point, ...]:
     """For each peak the least time: the points that no other beats in both, fastest first."""
     best: list[Point] = []
     for point in sorted(points, key=lambda each: each.cost):
-        if not best or point.estimate.peak_bytes < best[-1].estimate.peak_bytes:
+        if not best or point.peak_bytes < best[-1].peak_bytes:
             best.append(point)
     return tuple(best)
 
 
-def choose(points: Sequence[Point], mode: OptimizationMode, budget: int | None, capacity: int) -> Verdict:
-    """Take a point."""
+def choose(
+    points: Sequence[Point], mode: OptimizationMode, budget: int | None, capacity: int, own_bytes: int = 0
+) -> Verdict:
+    """Take a point.
+
+    Args:
+        points: what there is to choose from.
+        mode: the user's mode.
+        budget: the memory that may be used, if the user has set one.
+        capacity: what the device has.
+        own_bytes: what MemScale itself takes of the same memory.
+    """
     curve = frontier(points)
-    fitting = [point for point in curve if point.estimate.peak_bytes <= capacity]
+    fitting = [point for point in curve if point.peak_bytes <= capacity]
     smallest = min(points, key=_size)
     if not fitting:
         note = f"nothing fits: {_shortage(smallest, capacity)} than the device has ({format_bytes(capacity)})"
         return Verdict(smallest, "smallest-plan", (note,))
     if budget is not None:
-        within = [point for point in fitting if point.estimate.peak_bytes <= budget]
+        within = [point for point in fitting if point.peak_bytes <= budget]
         if within:
             return Verdict(within[0], "budget-fastest")
         note = f"no plan fits the budget of {format_bytes(budget)}: {_shortage(smallest, budget)}"
         return Verdict(smallest, "smallest-plan", (note,))
-    wanted, rule = _by_mode(points, curve, fitting, mode)
-    if wanted.estimate.peak_bytes <= capacity:
+    wanted, rule = _by_mode(points, curve, fitting, mode, own_bytes)
+    if wanted.peak_bytes <= capacity:
         return Verdict(wanted, rule)
     note = (
-        f"the {mode.value} point needs {format_bytes(wanted.estimate.peak_bytes)} and does not fit "
+        f"the {mode.value} point needs {format_bytes(wanted.peak_bytes)} and does not fit "
         f"{format_bytes(capacity)}: the fastest plan that fits was taken"
     )
     return Verdict(fitting[0], "fastest-that-fits", (note,))
 
 
 def _shortage(smallest: Point, room: int) -> str:
-    needs = smallest.estimate.peak_bytes
+    needs = smallest.peak_bytes
     return f"the smallest plan needs {format_bytes(needs)}, {format_bytes(needs - room)} more"
 
 
 def _size(point: Point) -> tuple[int, int, float]:
-    return point.estimate.peak_bytes, point.estimate.saved_bytes, point.estimate.seconds
+    return point.peak_bytes, point.saved_bytes, point.seconds
 
 
 def _by_mode(
-    points: Sequence[Point], curve: Sequence[Point], fitting: Sequence[Point], mode: OptimizationMode
+    points: Sequence[Point],
+    curve: Sequence[Point],
+    fitting: Sequence[Point],
+    mode: OptimizationMode,
+    own_bytes: int,
 ) -> tuple[Point, str]:
     if mode is OptimizationMode.AGGRESSIVE:
         return min(points, key=_size), "least-peak"
     if mode is OptimizationMode.BALANCED:
-        product = min(curve, key=lambda point: point.estimate.peak_bytes * point.estimate.seconds)
+        product = min(curve, key=lambda point: point.peak_bytes * point.seconds)
         return product, "least-peak-times-time"
-    limit = CONSERVATIVE_TIME * fitting[0].estimate.seconds
-    within = [point for point in fitting if point.estimate.seconds <= limit]
-    wanted = min(within, key=lambda point: point.estimate.peak_bytes)
+    limit = CONSERVATIVE_TIME * fitting[0].seconds
+    within = [point for point in fitting if point.seconds <= limit]
+    wanted = min(within, key=lambda point: point.peak_bytes)
     full = next((point for point in points if point.candidate.is_full_checkpointing), None)
-    if full is not None and wanted.estimate.peak_bytes > full.estimate.peak_bytes:
-        below = [point for point in curve if point.estimate.peak_bytes <= full.estimate.peak_bytes]
+    if full is not None and wanted.peak_bytes > full.peak_bytes - own_bytes:
+        below = [point for point in curve if point.peak_bytes <= full.peak_bytes - own_bytes]
+        below = below or [point for point in curve if point.peak_bytes <= full.peak_bytes]
         return below[0], "fastest-at-full-checkpointing"
     return wanted, "least-peak-within-1.15x"

@@ -1,0 +1,442 @@
+"""The best trades there are: for each peak the least step time. A dynamic programme over the model's layers.
+
+Note [The memory of a step]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A model is a row of positions. An *option* covers one position, or a few neighbours (a segment that is recomputed
+as one), and says what that costs. With the options o₁ … oₙ in the order of forward, in bytes above the constants::
+
+    in forward at k        Σ resident + Σ_{j<k} held_j + forward_k
+    from the loss on       Σ resident + Σ held + the loss's own peak
+    in backward at k       Σ resident + Σ_{j<k} held_j + Σ_{j>k} gradient_j + backward_k
+    in the optimizer step  Σ resident + Σ stepping
+
+and the peak is the most of these. Four running numbers say all about the options so far that the rest of the row
+can still make worse: what is live at this point, and the most seen so far in forward, in backward (where what
+follows in the row will have left gradients behind), and in the optimizer step. Of two partial plans the one that
+is no better in any of the four, nor in time, can never win, and is dropped.
+
+So the programme is exact. Where the rest of the row leaves no choice about resident bytes and gradients, the last
+three are known to end as one number, and only two are compared.
+
+Options may have *phases*: an option never follows one of a later phase. So layers whose parameters live elsewhere are
+the last ones of the row, which is where they serve best: their gradients are the first that come, and would be there
+the longest. There is one row for all numbers of them, and little to compare.
+
+If more partial plans stay than are wanted (`most`), those in the same cell of a grid count as one, the
+fastest; the grid is as coarse as it must be.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["Option", "Row", "Trade", "best_trades", "trade_of"]
+
+What = TypeVar("What")
+
+MOST = 6000  # partial plans kept, shared out among the positions
+LEAST = 150  # partial plans kept at a position, however many positions there are
+CELLS = 512  # along each side of a grid that thins out what is too much to compare
+CHUNK = 512  # partial plans that are compared with the others at a time
+
+
+@dataclass(frozen=True)
+class Option(Generic[What]):
+    """What can be done with one position, or with `span` neighbours. See Note [The memory of a step].
+
+    Attributes:
+        what: what it stands for.
+        seconds: the time of a step that falls on these positions.
+        resident: bytes there all the time.
+        held: bytes that forward leaves for backward.
+        forward: the most in use in its forward, above what is live before it.
+        backward: the most in use in its backward, above what is live before its forward.
+        gradient: bytes of the gradients that its backward leaves.
+        stepping: bytes in use in the optimizer step.
+        span: positions that it covers.
+        phase: an option does not follow one of a later phase; None fits everywhere.
+    """
+
+    what: What
+    seconds: float
+    resident: int = 0
+    held: int = 0
+    forward: int = 0
+    backward: int = 0
+    gradient: int = 0
+    stepping: int = 0
+    span: int = 1
+    phase: int | None = None
+
+
+@dataclass(frozen=True)
+class Row(Generic[What]):
+    """A model as the programme sees it.
+
+    Attributes:
+        options: at each position the options that begin there.
+        dropped: at each position bytes that are made there and live on until forward ends.
+        constant: bytes that are there whatever is chosen.
+        seconds: time of a step that falls on no position.
+        loss: the most in use at the end of forward above what is live then; `dropped` is live there.
+        tail: the most in use from there to the first backward, above what is live then.
+        stepping: bytes in use in the optimizer step whatever is chosen.
+    """
+
+    options: Sequence[Sequence[Option[What]]]
+    dropped: Sequence[int] = ()
+    constant: int = 0
+    seconds: float = 0.0
+    loss: int = 0
+    tail: int = 0
+    stepping: int = 0
+
+    def dropped_before(self, position: int) -> int:
+        """What the positions before this one have made that lives until forward ends."""
+        return sum(self.dropped[:position])
+
+
+@dataclass(frozen=True)
+class Trade(Generic[What]):
+    """One plan for the whole row."""
+
+    peak: int
+    seconds: float
+    options: tuple[Option[What], ...]
+
+    @property
+    def held(self) -> int:
+        return sum(option.held for option in self.options)
+
+
+def trade_of(row: Row[What], options: Sequence[Option[What]]) -> Trade[What]:
+    """What a given plan costs, by the same count."""
+    live = forward = backward = stepping = position = 0
+    seconds = row.seconds
+    for option in options:
+        forward = max(forward, live + option.forward + row.dropped_before(position)) + option.resident
+        backward = max(backward + option.gradient, live + option.backward) + option.resident
+        live += option.resident + option.held
+        stepping += option.resident + option.stepping
+        seconds += option.seconds
+        position += option.span
+    peak = max(
+        forward,
+        backward,
+        live + row.loss + row.dropped_before(position),
+        live + row.tail,
+        stepping + row.stepping,
+    )
+    return Trade(row.constant + peak, seconds, tuple(options))
+
+
+def best_trades(row: Row[What], most: int | None = None) -> list[Trade[What]]:
+    """The frontier, fastest first: each trade needs less than all that are faster.
+
+    Args:
+        row: the model.
+        most: partial plans kept at a position. Below it the frontier is exact.
+    """
+    if most is None:
+        most = max(LEAST, MOST // max(1, len(row.options)))
+    fastest = _fastest(row)
+    rest = _rests(row)[0, 0]
+    if rest is not None and fastest.peak == row.constant + rest.resident + rest.stepping:
+        return [fastest]  # the optimizer step alone needs as much, whatever else is done
+    with _one_thread():
+        return _frontier(row, _partial_plans(row, most))
+
+
+def _fastest(row: Row[What]) -> Trade[What]:
+    """The least time, regardless of memory; of equal ones the options that stand first."""
+    count = len(row.options)
+    best: dict[State, tuple[float, tuple[Option[What], ...]]] = {(0, 0): (0.0, ())}
+    for position in range(count):
+        for phase in _phases(row):
+            if (position, phase) not in best:
+                continue
+            seconds, options = best[position, phase]
+            for _, option, after in _following(row, (position, phase)):
+                if after not in best or seconds + option.seconds < best[after][0]:
+                    best[after] = (seconds + option.seconds, (*options, option))
+    ends = [best[count, phase] for phase in _phases(row) if (count, phase) in best]
+    return trade_of(row, min(ends, key=lambda end: end[0])[1])
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """These tensors are small: threads would wait for each other longer than they work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+State = tuple[int, int]
+"""A position in the row, and the phase."""
+
+
+def _phases(row: Row[What]) -> range:
+    return range(1 + max((option.phase or 0 for here in row.options for option in here), default=0))
+
+
+def _partial_plans(row: Row[What], most: int) -> dict[State, _Labels]:
+    count = len(row.options)
+    rests = _rests(row)
+    reached: dict[State, list[_Labels]] = {(0, 0): [_Labels.first(row.seconds)]}
+    kept: dict[State, _Labels] = {}
+    for position in range(count + 1):
+        dropped = row.dropped_before(position)
+        for phase in _phases(row):
+            state = (position, phase)
+            labels = kept[state] = _Labels.together(reached.pop(state, ())).thinned(most, rests[state])
+            if position == count or not len(labels):
+                continue
+            groups: dict[State, list[tuple[int, Option[What]]]] = {}
+            for number, option, after in _following(row, state):
+                groups.setdefault(after, []).append((number, option))
+            for after, options in groups.items():
+                reached.setdefault(after, []).append(labels.followed_by(options, state, dropped))
+    return kept
+
+
+def _following(row: Row[What], state: State) -> Iterator[tuple[int, Option[What], State]]:
+    """The options that may come next, with their numbers and where they lead."""
+    position, phase = state
+    for number, option in enumerate(row.options[position]):
+        if option.phase is None or option.phase >= phase:
+            yield number, option, (position + option.span, phase if option.phase is None else option.phase)
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """What the rest of a row adds, where it leaves no choice of that."""
+
+    resident: int
+    gradient: int
+    stepping: int
+
+
+def _rests(row: Row[What]) -> dict[State, _Rest | None]:
+    """From each state on; None where it depends on the options."""
+    count = len(row.options)
+    found: dict[State, _Rest | None] = {(count, phase): _Rest(0, 0, row.stepping) for phase in _phases(row)}
+    for position in reversed(range(count)):
+        for phase in _phases(row):
+            ways: set[_Rest | None] = set()
+            for _, option, after in _following(row, (position, phase)):
+                rest = found[after]
+                ways.add(
+                    None
+                    if rest is None
+                    else _Rest(
+                        rest.resident + option.resident,
+                        rest.gradient + option.gradient,
+                        rest.stepping + option.stepping,
+                    )
+                )
+            found[position, phase] = ways.pop() if len(ways) == 1 else None
+    return found
+
+
+class _Labels:
+    """Partial plans that end at one position.
+
+    Attributes:
+        bytes: a row each: what is live; the most in forward, in backward, in the optimizer step.
+        seconds: time so far.
+        trail: a row each: position, phase and number of the label before, and the number of the option since.
+    """
+
+    def __init__(self, bytes_: Tensor, seconds: Tensor, trail: Tensor) -> None:
+        self.bytes = bytes_
+        self.seconds = seconds
+        self.trail = trail
+
+    @classmethod
+    def first(cls, seconds: float) -> _Labels:
+        return cls(
+            torch.zeros(1, 4, dtype=torch.int64),
+            torch.tensor([seconds], dtype=torch.float64),
+            torch.full((1, 4), -1, dtype=torch.int64),
+        )
+
+    @classmethod
+    def together(cls, parts: Sequence[_Labels]) -> _Labels:
+        if not parts:
+            return cls(
+                torch.zeros(0, 4, dtype=torch.int64),
+                torch.zeros(0, dtype=torch.float64),
+                torch.zeros(0, 4, dtype=torch.int64),
+            )
+        return cls(
+            torch.cat([part.bytes for part in parts]),
+            torch.cat([part.seconds for part in parts]),
+            torch.cat([part.trail for part in parts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def followed_by(self, options: Sequence[tuple[int, Option[What]]], state: State, dropped: int) -> _Labels:
+        """Every label with each of the options, which are given with their numbers."""
+
+        def each(name: str, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor([getattr(option, name) for _, option in options], dtype=dtype)
+
+        live, forward, backward, stepping = (column.unsqueeze(1) for column in self.bytes.unbind(1))
+        resident = each("resident")
+        after = (
+            live + (resident + each("held")),
+            torch.maximum(forward, live + (each("forward") + dropped)) + resident,
+            torch.maximum(backward + each("gradient"), live + each("backward")) + resident,
+            stepping + (resident + each("stepping")),
+        )
+        seconds = self.seconds.unsqueeze(1) + each("seconds", torch.float64)
+        shape = seconds.shape
+        trail = (
+            torch.full(shape, state[0]),
+            torch.full(shape, state[1]),
+            torch.arange(len(self)).unsqueeze(1).expand(shape),
+            torch.tensor([number for number, _ in options]).expand(shape),
+        )
+        return _Labels(
+            torch.stack([column.reshape(-1) for column in after], dim=1),
+            seconds.reshape(-1),
+            torch.stack([column.reshape(-1) for column in trail], dim=1),
+        )
+
+    def thinned(self, most: int, rest: _Rest | None) -> _Labels:
+        """Without those that cannot win; about `most` of them, if need be by a grid."""
+        if len(self) < 2:
+            return self
+        labels = self._those(torch.sort(self.seconds, stable=True).indices)
+        if len(labels) > 8 * most:  # comparing each with each would take long
+            labels = labels._on_grid(rest, CELLS)
+        labels = labels._undominated(rest)
+        cells = most // 2
+        while len(labels) > most and cells > 1:
+            labels = labels._on_grid(rest, cells)
+            cells = cells * 2 // 3
+        return labels
+
+    def _compared(self, rest: _Rest | None) -> Tensor:
+        """What decides which label is better, besides time: as few numbers as will do."""
+        live, forward, backward, stepping = self.bytes.unbind(1)
+        if rest is not None:
+            end = torch.maximum(forward, backward + rest.gradient)
+            return torch.stack((live, torch.maximum(end, stepping + rest.stepping)), dim=1)
+        columns = [live, backward]
+        if (forward > backward).any():  # else it never counts: backward's can only grow more
+            columns.append(forward)
+        if (stepping != stepping[0]).any():
+            columns.append(stepping)
+        return torch.stack(columns, dim=1)
+
+    def _on_grid(self, rest: _Rest | None, cells: int) -> _Labels:
+        """Two of each cell of a grid: the fastest and the one with the least live, or the ends would be lost."""
+        compared = self._compared(rest)
+        least = compared.amin(dim=0)
+        width = torch.clamp((compared.amax(dim=0) - least) // (cells - 1), min=1)
+        key = torch.zeros(len(self), dtype=torch.int64)
+        for column in torch.div(compared - least, width, rounding_mode="floor").unbind(1):
+            key = key * (cells + 1) + column
+        _, cell_of = torch.unique(key, return_inverse=True)
+        fastest = _first_in_each(cell_of, torch.arange(len(self)))
+        by_size = torch.sort(compared.sum(dim=1), stable=True).indices
+        smallest = by_size[_first_in_each(cell_of[by_size], torch.arange(len(self)))]
+        return self._those(torch.unique(torch.cat((fastest, smallest, compared.argmin(dim=0)))))
+
+    def _undominated(self, rest: _Rest | None) -> _Labels:
+        """Those that no other beats; they are sorted by time, so only one that stands before can."""
+        compared = self._compared(rest)
+        if compared.shape[1] == 2:
+            firsts, seconds = compared[:, 0].tolist(), compared[:, 1].tolist()
+            return self._those(torch.tensor(_below_the_stairs(firsts, seconds), dtype=torch.int64))
+        kept = torch.zeros(0, dtype=torch.int64)
+        for start in range(0, len(self), CHUNK):
+            chunk = torch.arange(start, min(start + CHUNK, len(self)))
+            before = torch.cat((kept, chunk))
+            worse = before.unsqueeze(0) < chunk.unsqueeze(1)
+            for column in compared.unbind(1):
+                worse &= column[chunk].unsqueeze(1) >= column[before].unsqueeze(0)
+            kept = torch.cat((kept, chunk[~worse.any(dim=1)]))
+        return self._those(kept)
+
+    def _those(self, indices: Tensor) -> _Labels:
+        return _Labels(self.bytes[indices], self.seconds[indices], self.trail[indices])
+
+
+def _first_in_each(cell_of: Tensor, order: Tensor) -> Tensor:
+    """The first label of each cell."""
+    first = torch.full((int(cell_of.max()) + 1,), len(order), dtype=torch.int64)
+    return first.scatter_reduce_(0, cell_of, order, "amin")
+
+
+def _below_the_stairs(ones: Sequence[int], others: Sequence[int]) -> list[int]:
+    """Which pairs have no pair before them that is as small in both numbers.
+
+    The smallest pairs so far are stairs: the larger the one number, the smaller the other.
+    """
+    kept: list[int] = []
+    width: list[int] = []
+    height: list[int] = []
+    for index, (one, other) in enumerate(zip(ones, others, strict=True)):
+        place = bisect.bisect_right(width, one)
+        if place and height[place - 1] <= other:
+            continue
+        kept.append(index)
+        end = place
+        while end < len(height) and height[end] >= other:
+            end += 1
+        if place and width[place - 1] == one:
+            place -= 1
+        width[place:end] = [one]
+        height[place:end] = [other]
+    return kept
+
+
+def _frontier(row: Row[What], kept: dict[State, _Labels]) -> list[Trade[What]]:
+    count = len(row.options)
+    trails = {state: labels.trail.tolist() for state, labels in kept.items()}
+    ends: list[tuple[float, int, State, int]] = []
+    for phase in _phases(row):
+        labels = kept[count, phase]
+        if not len(labels):
+            continue
+        live, forward, backward, stepping = labels.bytes.unbind(1)
+        moments = (
+            forward,
+            backward,
+            live + (row.loss + row.dropped_before(count)),
+            live + row.tail,
+            stepping + row.stepping,
+        )
+        peaks = torch.stack(moments).amax(dim=0).tolist()
+        for index, (seconds, peak) in enumerate(zip(labels.seconds.tolist(), peaks, strict=True)):
+            ends.append((seconds, row.constant + peak, (count, phase), index))
+    trades: list[Trade[What]] = []
+    for seconds, peak, state, index in sorted(ends):
+        if not trades or peak < trades[-1].peak:
+            trades.append(Trade(peak, seconds, _walk_back(row, trails, state, index)))
+    return trades
+
+
+def _walk_back(
+    row: Row[What], trails: dict[State, list[list[int]]], state: State, index: int
+) -> tuple[Option[What], ...]:
+    options: list[Option[What]] = []
+    while state[0] > 0:
+        position, phase, index_before, number = trails[state][index]
+        state, index = (position, phase), index_before
+        options.append(row.options[position][number])
+    return tuple(reversed(options))

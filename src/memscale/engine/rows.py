@@ -1,0 +1,309 @@
+"""From a profile to the row that the frontier is found on: what each choice costs a block, in bytes and seconds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from memscale.engine.choices import (
+    PLAIN,
+    Candidate,
+    Choice,
+    called_blocks,
+    can_chain,
+    can_recompute,
+    odd_blocks,
+    worth_keeping,
+)
+from memscale.engine.cost import Clock
+from memscale.engine.frontier import Option, Row, Trade, trade_of
+from memscale.profiler.profile import BlockProfile, ModelProfile
+
+Choices = tuple[Choice, ...]
+"""The choices of one option: of one block, or of the neighbours that are one segment."""
+
+SEGMENTS = (2, 3, 4, 6, 8)  # lengths of segments that the frontier is looked for in
+KEPT_IN_SEGMENTS = 2  # a segment brings back all it forgot at once: keeping much in it gains little
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is allowed, and where.
+
+    Attributes:
+        clock: the device's rates.
+        kind: of the device.
+        recompute: blocks may be recomputed.
+        home: parameters may live on the tier below.
+        home_bytes: the most that may live there.
+    """
+
+    clock: Clock
+    kind: str
+    recompute: bool = True
+    home: bool = False
+    home_bytes: int = 0
+
+
+class Rows:
+    """The rows of one profile. See Note [The memory of a step] in frontier.py."""
+
+    def __init__(self, profile: ModelProfile, terms: Terms) -> None:
+        self._profile = profile
+        self._terms = terms
+        self.blocks = called_blocks(profile)
+        self._odd = odd_blocks(self.blocks)
+        # Equal blocks with equal neighbours have equal options, which are worked out once.
+        kinds: dict[BlockProfile, int] = {}
+        self._kinds = [kinds.setdefault(_anonymous(block), len(kinds)) for block in self.blocks]
+        self._known: dict[tuple[object, ...], tuple[Option[Choices], ...]] = {}
+
+    def rows(self) -> Iterator[Row[Choices]]:
+        """Every choice that is allowed at every position.
+
+        Blocks outside of stacks, which may share parameters, are at home together or not at all: a row for each.
+        Of the layers of stacks the last ones are, as many as serve (phases in frontier.py).
+        """
+        for odd_home in (False, True) if self._terms.home else (False,):
+            homes = self._may_be_home(odd_home)
+            if homes is not None:
+                yield self._row([self._options_at(index, homes) for index in range(len(self.blocks))])
+
+    def trade(self, candidate: Candidate) -> Trade[Choices]:
+        """What one candidate costs."""
+        options = []
+        for start, stop in _spans(candidate.choices):
+            options.append(self._option(start, candidate.choices[start:stop]))
+        return trade_of(self._row([()] * len(self.blocks)), options)
+
+    @property
+    def other_saved_bytes(self) -> int:
+        """What forward leaves for backward outside of the blocks."""
+        return self._profile.other_saved_bytes
+
+    def home_bytes(self, choices: Choices) -> int:
+        """What lives on the tier below: parameters, their gradients and their optimizer state."""
+        return sum(
+            _home_bytes(block) for block, choice in zip(self.blocks, choices, strict=True) if choice.home
+        )
+
+    # The row -----------------------------------------------------------------------------------------
+
+    def _row(self, options: Sequence[Sequence[Option[Choices]]]) -> Row[Choices]:
+        profile, blocks = self._profile, self.blocks
+        with_choices = sum(block.parameter_bytes + block.optimizer_bytes for block in blocks)
+        other_gradients = profile.gradient_bytes - sum(block.gradient_bytes for block in blocks)
+        # Adam on a CPU makes two temporaries of one parameter at a time; elsewhere see `_stepping`.
+        temporaries = 2 * profile.largest_gradient_bytes if self._terms.kind == "cpu" else 0
+        return Row(
+            options=options,
+            dropped=[block.dropped_bytes for block in blocks],
+            constant=profile.parameter_bytes
+            + profile.optimizer_bytes
+            + profile.resident_bytes
+            + profile.other_saved_bytes
+            - with_choices,
+            seconds=self._terms.clock.step(profile),
+            loss=profile.loss_peak_bytes,
+            tail=profile.tail_peak_bytes,
+            # What forward leaves outside of the blocks is gone when the optimizer steps.
+            stepping=other_gradients + temporaries - profile.other_saved_bytes,
+        )
+
+    def _may_be_home(self, odd: bool) -> list[tuple[bool, ...]] | None:
+        """For each block whether its parameters may be, or must be, at home.
+
+        The tier below may have room for some layers only, the last ones; None if not even for the odd blocks.
+        """
+        room = self._terms.home_bytes if self._terms.home else 0
+        allowed: list[tuple[bool, ...]] = [(False,)] * len(self.blocks)
+        for index, block in enumerate(self.blocks):
+            if odd and block.role != "repeated" and block.used_bytes:
+                allowed[index] = (True,)
+                room -= _home_bytes(block)
+        if room < 0:
+            return None
+        for index, block in reversed(list(enumerate(self.blocks))):
+            if block.role != "repeated" or not block.used_bytes:
+                continue
+            room -= _home_bytes(block)
+            if room < 0 or not self._terms.home:
+                break
+            allowed[index] = (False, True)
+        return allowed
+
+    def _options_at(self, index: int, homes: Sequence[tuple[bool, ...]]) -> tuple[Option[Choices], ...]:
+        near = slice(max(0, index - 1), index + SEGMENTS[-1])
+        chained = tuple(can_chain(*pair) for pair in itertools.pairwise(self.blocks[near]))
+        key = (index == 0, tuple(self._kinds[near]), tuple(homes[near]), chained)
+        if key not in self._known:
+            self._known[key] = tuple(self._options(index, homes))
+        return self._known[key]
+
+    def _options(self, index: int, homes: Sequence[tuple[bool, ...]]) -> Iterator[Option[Choices]]:
+        block = self.blocks[index]
+        for home in homes[index]:
+            found = [self._option(index, (replace(PLAIN, home=home),))]
+            if self._is_recomputable(block):
+                for kept in range(len(worth_keeping(block)) + 1):
+                    found.append(self._option(index, (self._recomputed(block, kept, home=home),)))
+            for length in SEGMENTS:
+                segment = self.blocks[index : index + length]
+                if not self._is_segment(segment, length):
+                    continue
+                if not all(home in each for each in homes[index : index + length]):
+                    continue
+                for kept_first, kept in _kept_in(block):
+                    choices = [self._recomputed(block, kept_first, home=home)]
+                    choices += [self._recomputed(each, kept, home=home, chained=True) for each in segment[1:]]
+                    found.append(self._option(index, tuple(choices)))
+            phase = int(home) if len(homes[index]) > 1 else None
+            yield from (replace(option, phase=phase) for option in _undominated(found))
+
+    def _is_recomputable(self, block: BlockProfile) -> bool:
+        may = self._terms.recompute and can_recompute(block)
+        return may and (block.role == "repeated" or block in self._odd)
+
+    def _is_segment(self, blocks: Sequence[BlockProfile], length: int) -> bool:
+        return (
+            len(blocks) == length
+            and all(self._is_recomputable(block) for block in blocks)
+            and all(can_chain(*pair) for pair in itertools.pairwise(blocks))
+        )
+
+    @staticmethod
+    def _recomputed(block: BlockProfile, kept: int, *, home: bool, chained: bool = False) -> Choice:
+        return Choice(recompute=True, keep=worth_keeping(block)[:kept], chained=chained, home=home)
+
+    # One option --------------------------------------------------------------------------------------
+
+    def _option(self, start: int, choices: Choices) -> Option[Choices]:
+        """What a choice for one block, or for the blocks of one segment, costs."""
+        blocks = self.blocks[start : start + len(choices)]
+        pairs = list(zip(blocks, choices, strict=True))
+        entering = self._extra_input(start, choices[0])
+        held = entering
+        forward = 0
+        for index, (block, choice) in enumerate(pairs):
+            working = block.used_bytes if choice.home else 0
+            forward = max(forward, held + block.forward_peak_bytes + working)
+            held += _held(block, choice)
+            if index == len(pairs) - 1:
+                held += block.output_bytes  # inside of a segment it is recomputed
+        return Option(
+            what=choices,
+            seconds=sum(self._seconds(block, choice) for block, choice in pairs),
+            resident=sum(
+                block.parameter_bytes + block.optimizer_bytes for block, choice in pairs if not choice.home
+            ),
+            held=held,
+            forward=forward,
+            backward=_backward(pairs, held),
+            gradient=sum(block.gradient_bytes for block, choice in pairs if not choice.home),
+            stepping=sum(self._stepping(block) for block, choice in pairs if not choice.home),
+            span=len(pairs),
+        )
+
+    def _extra_input(self, index: int, choice: Choice) -> int:
+        """A plain block may not need its input for backward; one that is recomputed does."""
+        if index == 0 or not choice.recompute:
+            return 0
+        return max(0, self.blocks[index].boundary_bytes - self.blocks[index - 1].output_bytes)
+
+    def _seconds(self, block: BlockProfile, choice: Choice) -> float:
+        clock = self._terms.clock
+        seconds = clock.recompute(block, choice.kept_flops) if choice.recompute else 0.0
+        return seconds + (clock.home(block) if choice.home else 0.0)
+
+    def _stepping(self, block: BlockProfile) -> int:
+        """The gradients and, but on a CPU, one temporary of all parameters at once (foreach)."""
+        return block.gradient_bytes * (1 if self._terms.kind == "cpu" else 2)
+
+
+def _backward(pairs: Sequence[tuple[BlockProfile, Choice]], held: int) -> int:
+    """The most in use in the backward of a block, or of a segment's blocks, above what is live before them."""
+    now = held
+    # A segment is recomputed as a whole: what its blocks save, the tensors between them, their parameters.
+    recomputed = sum(_recomputed(block, choice) for block, choice in pairs)
+    recomputed += sum(block.boundary_bytes for block, choice in pairs if choice.chained)
+    working = sum(block.used_bytes for block, choice in pairs if choice.home)
+    most = 0
+    for block, choice in reversed(pairs):
+        most = max(most, now + recomputed + block.backward_peak_bytes + working)
+        recomputed -= _recomputed(block, choice) + (block.boundary_bytes if choice.chained else 0)
+        now -= _held(block, choice)
+        if choice.home:
+            working -= block.used_bytes
+        else:
+            now += block.gradient_bytes
+    return most
+
+
+def _held(block: BlockProfile, choice: Choice) -> int:
+    """What a block holds inside between forward and backward."""
+    return choice.kept_bytes * block.calls if choice.recompute else block.saved_bytes
+
+
+def _recomputed(block: BlockProfile, choice: Choice) -> int:
+    """What running a block again brings back, a call at a time."""
+    if not choice.recompute:
+        return 0
+    return max(0, block.saved_bytes // max(1, block.calls) - choice.kept_bytes)
+
+
+def _anonymous(block: BlockProfile) -> BlockProfile:
+    """All that two equal blocks have in common."""
+    return replace(block, name="", members=(), order=0)
+
+
+def _home_bytes(block: BlockProfile) -> int:
+    return block.parameter_bytes + block.gradient_bytes + block.optimizer_bytes
+
+
+def _kept_in(block: BlockProfile) -> Iterator[tuple[int, int]]:
+    """How many products the first block of a segment keeps, and how many the others."""
+    yield 0, 0
+    for kept in range(1, min(KEPT_IN_SEGMENTS, len(worth_keeping(block))) + 1):
+        yield kept - 1, kept
+        yield kept, kept
+
+
+def _spans(choices: Choices) -> Iterator[tuple[int, int]]:
+    """From where to where the choices form one option: a block, or a segment."""
+    start = 0
+    for stop in range(1, len(choices) + 1):
+        if stop == len(choices) or not choices[stop].chained:
+            yield start, stop
+            start = stop
+
+
+def _undominated(options: Sequence[Option[Choices]]) -> Iterator[Option[Choices]]:
+    """The options that no other of the same span beats in everything; of equal ones the first."""
+    costs = [_costs(option) for option in options]
+    for index, cost in enumerate(costs):
+        beaten = any(
+            options[other].span == options[index].span
+            and (costs[other] != cost or other < index)
+            and all(theirs <= own for theirs, own in zip(costs[other], cost, strict=True))
+            for other in range(len(costs))
+        )
+        if not beaten:
+            yield options[index]
+
+
+def _costs(option: Option[Choices]) -> tuple[float, ...]:
+    return (
+        option.seconds,
+        option.resident,
+        option.held,
+        option.forward,
+        option.backward,
+        option.gradient,
+        option.stepping,
+    )
+
+
+def optimizer_transient(profile: ModelProfile, kind: str) -> int:
+    """What Adam needs while it steps: one temporary of all parameters at once (foreach), or two of one on a CPU."""
+    return 2 * profile.largest_gradient_bytes if kind == "cpu" else profile.gradient_bytes

@@ -1,0 +1,203 @@
+"""The frontier is the best there is: equal to trying everything, and close to an integer programme on deep models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memscale.engine.frontier import Option, Row, Trade, best_trades, trade_of
+
+EXACT = 10**6  # partial plans: more than these rows have
+
+sizes = st.integers(0, 40)
+
+
+@st.composite
+def options(draw: st.DrawFn, span: int = 1) -> Option[int]:
+    return Option(
+        draw(st.integers(0, 99)),
+        draw(st.integers(0, 20)) / 4,  # sums of quarters are exact, whatever their order
+        resident=draw(sizes),
+        held=draw(sizes),
+        forward=draw(sizes),
+        backward=draw(st.integers(0, 80)),
+        gradient=draw(sizes),
+        stepping=draw(sizes),
+        span=span,
+        phase=draw(st.sampled_from((None, None, 0, 0, 1))),
+    )
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> Row[int]:
+    count = draw(st.integers(1, 8))
+    most = 4 if count <= 5 else 2 if count <= 7 else 1
+    positions = []
+    for index in range(count):
+        here = draw(st.lists(options(), min_size=1, max_size=most))
+        here.append(replace(here[0], phase=None))  # so that there is a way to the end
+        if index + 2 <= count and draw(st.booleans()):
+            here.append(draw(options(span=2)))
+        positions.append(here)
+    return Row(
+        positions,
+        dropped=[draw(st.integers(0, 5)) for _ in range(count)],
+        constant=draw(sizes),
+        seconds=draw(st.integers(0, 8)) / 4,
+        loss=draw(st.integers(-10, 100)),
+        tail=draw(st.integers(-10, 100)),
+        stepping=draw(st.integers(-10, 100)),
+    )
+
+
+def plans(row: Row[int], position: int = 0, phase: int = 0) -> Iterator[tuple[Option[int], ...]]:
+    if position == len(row.options):
+        yield ()
+        return
+    for option in row.options[position]:
+        if option.phase is None or option.phase >= phase:
+            after = phase if option.phase is None else option.phase
+            for others in plans(row, position + option.span, after):
+                yield (option, *others)
+
+
+def by_trying_everything(row: Row[int]) -> list[tuple[float, int]]:
+    best: list[tuple[float, int]] = []
+    for seconds, peak in sorted(
+        (trade.seconds, trade.peak) for trade in (trade_of(row, p) for p in plans(row))
+    ):
+        if not best or peak < best[-1][1]:
+            best.append((seconds, peak))
+    return best
+
+
+@settings(max_examples=150, deadline=None)
+@given(row=rows())
+def test_equal_to_trying_everything_at_every_budget(row):
+    found = best_trades(row, EXACT)
+    assert [(trade.seconds, trade.peak) for trade in found] == by_trying_everything(row)
+
+
+@settings(max_examples=100, deadline=None)
+@given(row=rows())
+def test_a_trade_costs_what_its_options_cost(row):
+    for trade in best_trades(row):
+        assert trade_of(row, trade.options) == trade
+        assert sum(option.span for option in trade.options) == len(row.options)
+
+
+@settings(max_examples=100, deadline=None)
+@given(row=rows(), most=st.integers(2, 6))
+def test_few_partial_plans_give_true_plans_and_both_ends(row, most):
+    """A coarse grid may miss a trade, never invent one."""
+    exact = by_trying_everything(row)
+    found = best_trades(row, most)
+    assert found[0].seconds == exact[0][0]
+    for trade in found:
+        assert trade_of(row, trade.options) == trade
+        assert any(seconds <= trade.seconds and peak <= trade.peak for seconds, peak in exact)
+
+
+def deep(count: int, options_at: list[Option[str]], loss: int) -> Row[str]:
+    return Row([options_at] * count, dropped=[0] * count, constant=5_000, loss=loss, tail=loss // 2)
+
+
+MIXED = [
+    Option("plain", 0.0, 120, 1000, 1300, 1500, 40, 80, phase=0),
+    Option("selective", 0.11, 120, 310, 1300, 1530, 40, 80, phase=0),
+    Option("recomputed", 0.31, 120, 97, 1300, 1490, 40, 80, phase=0),
+    Option("plain at home", 0.53, 0, 1000, 1340, 1550, 0, 0, phase=1),
+    Option("recomputed at home", 0.85, 0, 97, 1340, 1540, 0, 0, phase=1),
+]
+RECOMPUTE = [option for option in MIXED if option.resident]
+CASES = [(24, RECOMPUTE, 900), (48, RECOMPUTE, 20_000), (24, MIXED, 900), (48, MIXED, 9000)]
+
+
+@pytest.mark.parametrize(("count", "choices", "loss"), CASES)
+def test_within_one_per_cent_of_an_integer_programme(count, choices, loss):
+    row = deep(count, choices, loss)
+    found = best_trades(row)
+    low, high = found[-1].peak, found[0].peak
+    for share in (0.02, 0.1, 0.25, 0.5, 0.75, 0.95):
+        budget = int(low + share * (high - low))
+        ours = next(trade for trade in found if trade.peak <= budget)
+        # At most 1% more memory or 1% more time than the best there is.
+        assert ours.seconds <= 1.01 * oracle(row, int(budget / 1.01)) + 1e-9
+    assert low <= 1.01 * least_peak(row)
+
+
+def oracle(row: Row[str], budget: int) -> float:
+    """The least time within a budget, by mixed-integer programming, in any order of phases."""
+    model = Programme(row)
+    result = model.solve(model.seconds, budget)
+    return float(result.fun) if result.success else float("inf")
+
+
+def least_peak(row: Row[str]) -> float:
+    model = Programme(row)
+    return float(model.solve(None, None).fun)
+
+
+class Programme:
+    """One variable per position and option, and one for the peak. See Note [The memory of a step]."""
+
+    def __init__(self, row: Row[str]) -> None:
+        self.row = row
+        self.count = len(row.options)
+        self.places = [(k, o) for k in range(self.count) for o in row.options[k]]
+        self.seconds = [option.seconds for _, option in self.places]
+
+    def solve(self, objective: list[float] | None, budget: int | None):
+        optimize = pytest.importorskip("scipy.optimize")
+        numpy = pytest.importorskip("numpy")
+        n = len(self.places)
+        lines, upper = [], []
+        for position in range(self.count):
+            for moment in ("forward", "backward"):
+                line = [self._in(moment, position, k, option) for k, option in self.places]
+                lines.append([*line, -1])
+                upper.append(-self.row.constant)
+        totals = ((self.row.loss, "held"), (self.row.tail, "held"), (self.row.stepping, "stepping"))
+        for extra, name in totals:
+            lines.append([*(o.resident + getattr(o, name) for _, o in self.places), -1])
+            upper.append(-self.row.constant - extra)
+        one = [[*(float(k == position) for k, _ in self.places), 0] for position in range(self.count)]
+        constraints = [
+            optimize.LinearConstraint(numpy.array(lines, dtype=float), -numpy.inf, upper),
+            optimize.LinearConstraint(numpy.array(one), 1, 1),
+        ]
+        goal = [0.0] * n + [1.0] if objective is None else [*objective, 0.0]
+        bounds = optimize.Bounds([0] * n + [0], [1] * n + [numpy.inf if budget is None else budget])
+        return optimize.milp(
+            goal,
+            constraints=constraints,
+            integrality=[1] * n + [0],
+            bounds=bounds,
+            options={"mip_rel_gap": 1e-3, "time_limit": 60},
+        )
+
+    @staticmethod
+    def _in(moment: str, position: int, k: int, option: Option[str]) -> int:
+        """What an option at ``k`` adds to what is in use at a moment of ``position``."""
+        if k < position:
+            return option.resident + option.held
+        if k == position:
+            return option.resident + getattr(option, moment)
+        return option.resident + (option.gradient if moment == "backward" else 0)
+
+
+def test_more_memory_is_never_slower():
+    found = best_trades(deep(24, MIXED, 900))
+    assert len(found) > 20
+    assert [trade.seconds for trade in found] == sorted(trade.seconds for trade in found)
+    assert [trade.peak for trade in found] == sorted((trade.peak for trade in found), reverse=True)
+
+
+def test_the_same_every_time():
+    row = deep(48, MIXED, 9000)
+    first: list[Trade[str]] = best_trades(row)
+    assert best_trades(row) == first
