@@ -11,6 +11,7 @@ from memscale.techniques.offloading import Offloading
 from memscale.techniques.optimizer8bit import EightBitOptimizer
 from memscale.techniques.optimizer_state import OptimizerState
 from memscale.techniques.precision import MixedPrecision
+from memscale.techniques.tiling import ActivationTiling
 from memscale.techniques.transfers import Transfers
 
 __all__ = ["TECHNIQUES", "WHOLE", "Scene", "Site", "Technique", "WholeTechnique"]
@@ -18,6 +19,7 @@ __all__ = ["TECHNIQUES", "WHOLE", "Scene", "Site", "Technique", "WholeTechnique"
 TECHNIQUES: dict[str, Technique] = {
     "checkpointing": GradientCheckpointing(),
     "offloading": Offloading(),
+    "tiling": ActivationTiling(),
 }
 
 WHOLE: tuple[WholeTechnique, ...] = (

@@ -19,10 +19,7 @@ from memscale.offload.mapped_parameters import MappedParameters
 from memscale.profiler.blocks import find_blocks
 from memscale.recompute._torch_private import hooks_are_allowed
 from memscale.techniques.base import Scene
-from memscale.techniques.checkpointing import CheckpointedForward
 from memscale.techniques.forwards import ReplacedForward
-from memscale.techniques.mapped import MappedForward
-from memscale.techniques.offloading import StreamedForward
 from memscale.tiling import Head, LazyLogits, lazy_logits
 
 if TYPE_CHECKING:
@@ -31,9 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["HeadForward", "TiledLoss", "find_head"]
 
 logger = logging.getLogger("memscale")
-
-# Forwards of ours that a tiled head can do without: it saves nothing, and fetches what it needs itself.
-_DISPENSABLE = (CheckpointedForward, StreamedForward, MappedForward)
 
 
 class TiledLoss:
@@ -102,11 +96,10 @@ def _objection(head: nn.Module) -> str | None:
     if weight is None or not weight.is_floating_point() or is_traceable_wrapper_subclass(weight):
         return "has a weight that is not an ordinary parameter"
     forward = vars(head).get("forward")
-    while forward is not None:
-        if not isinstance(forward, _DISPENSABLE):
-            return f"has a forward of its own ({type(forward).__name__}), put there by others"
+    # A tiled head can do without those of ours: it saves nothing, and fetches what it needs itself.
+    while isinstance(forward, ReplacedForward):
         forward = forward._before
-    return None
+    return None if forward is None else f"has a forward of its own ({type(forward).__name__}), put there by others"
 
 
 class HeadForward(ReplacedForward):

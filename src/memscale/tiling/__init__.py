@@ -10,5 +10,6 @@ from __future__ import annotations
 from memscale.tiling import follow, losses, steps  # these say what lazy logits can do  # noqa: F401
 from memscale.tiling.head import Head
 from memscale.tiling.lazy import LazyLogits, lazy_logits
+from memscale.tiling.positions import run_in_tiles
 
-__all__ = ["Head", "LazyLogits", "lazy_logits"]
+__all__ = ["Head", "LazyLogits", "lazy_logits", "run_in_tiles"]

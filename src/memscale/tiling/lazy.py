@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
 from memscale.errors import RecomputeError
@@ -249,7 +250,9 @@ def lazy_logits(hidden: torch.Tensor, head: Head) -> LazyLogits:
 
 
 def _make(hidden: torch.Tensor, recipe: Recipe, family: _Family, origin: _Origin | None) -> LazyLogits:
-    made: LazyLogits = _Made.apply(hidden, recipe.head.weight, recipe.head.bias, recipe)  # type: ignore[no-untyped-call]
+    # What it saves is what the lazy logits hold anyway: not for hooks that recompute or move tensors.
+    with saved_tensors_hooks(_as_it_is, _as_it_is):
+        made: LazyLogits = _Made.apply(hidden, recipe.head.weight, recipe.head.bias, recipe)  # type: ignore[no-untyped-call]
     made.hidden = hidden
     made.recipe = recipe
     made._version_of_hidden = version_of(hidden)
@@ -258,6 +261,10 @@ def _make(hidden: torch.Tensor, recipe: Recipe, family: _Family, origin: _Origin
     made._true = None
     family.members.append(weakref.ref(made))
     return made
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class _Made(torch.autograd.Function):

@@ -26,6 +26,7 @@ from memscale.recompute._torch_private import backward_keeps_graph
 from memscale.recompute.conditions import Conditions, ModuleFlags
 from memscale.tiling.head import Head, Step, without_autocast
 from memscale.tiling.lazy import LazyLogits
+from memscale.tiling.ranges import tiles_of
 
 __all__ = ["Job", "Value", "rows_of", "total_of"]
 
@@ -57,8 +58,7 @@ class Job:
         return torch.where(self.divisor == 0, torch.zeros_like(self.divisor), 1 / self.divisor)
 
     def tiles(self, hidden: torch.Tensor) -> Iterator[slice]:
-        for start in range(0, hidden.shape[0], self.head.rows):
-            yield slice(start, min(start + self.head.rows, hidden.shape[0]))
+        return tiles_of(hidden, 0, self.head.rows)
 
     def of_tile(self, logits: torch.Tensor, tile: slice) -> torch.Tensor:
         for step in self.steps:
@@ -151,16 +151,20 @@ class _Later(torch.autograd.Function):
         ctx.job, ctx.is_total = job, is_total
         ctx.conditions = Conditions(ModuleFlags(()), [hidden.device.type])
         ctx.save_for_backward(hidden, weight, bias)
-        parts = []
+        result: Any = None
         with job.head.on(hidden.device) as (working_weight, working_bias):
             for tile in job.tiles(hidden):
                 logits = job.head.linear(hidden[tile], working_weight, working_bias)
-                parts.append(job.of_tile(logits, tile))
+                part = job.of_tile(logits, tile)
                 del logits
-        if not is_total:
-            return torch.cat(parts)
-        total = torch.stack(parts).sum()
-        return total if job.divisor is None else total / job.divisor
+                if is_total:
+                    result = part if result is None else result + part
+                    continue
+                if result is None:
+                    result = part.new_empty(hidden.shape[0], *part.shape[1:])
+                result[tile] = part
+        numbers: torch.Tensor = result / job.divisor if is_total and job.divisor is not None else result
+        return numbers
 
     @staticmethod
     @once_differentiable

@@ -1,0 +1,259 @@
+"""Is a layer position-wise? Shown by following one call of it, on tensors without data.
+
+Note [Position-wise]
+~~~~~~~~~~~~~~~~~~~~
+A layer is position-wise if what it gives for a position depends on that position of its input alone. It is called
+once on the meta device with an input of (P, Q, width), where P and Q are primes that nothing else in the layer is a
+multiple of. Every tensor that comes from the input must begin with the dimensions (P, Q) or (P · Q); then its rows
+are positions. Each operation on such a tensor must be one that is known to give, for each row, something of that row:
+
+- elementwise ones, with other operands that do not differ by row;
+- products with a matrix that has nothing to do with the input;
+- reductions, norms and softmax over other dimensions than the first ones;
+- views that leave the first dimensions as they are, flatten them or unflatten them.
+
+Anything else (attention, convolutions, a mean over the sequence, an operation that is not known) is an objection.
+Nothing is computed, and no random number is drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from memscale.recompute._torch_private import LightDispatchMode
+from memscale.recompute.conditions import submodules
+
+__all__ = ["NotPositionWise", "PositionWise", "show_position_wise"]
+
+P, Q = 10007, 10009
+
+_VIEWS = {
+    *(
+        "alias",
+        "detach",
+        "clone",
+        "contiguous",
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "_reshape_alias",
+        "expand",
+    ),
+    *("permute", "t", "transpose", "squeeze", "unsqueeze"),
+    *("select", "slice", "split", "split_with_sizes", "chunk", "unbind"),
+}
+_PRODUCTS = {"mm", "addmm"}
+_OVER_DIMS = {
+    "mean",
+    "sum",
+    "amax",
+    "amin",
+    "var",
+    "var_mean",
+    "_softmax",
+    "_log_softmax",
+    "linalg_vector_norm",
+}
+_NORMS = {"native_layer_norm", "_fused_rms_norm", "rms_norm"}
+_LIKE = {
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "bernoulli",
+    "bernoulli_",
+}
+_OTHERS = {"native_dropout", "_to_copy", "copy_", "glu", "cat", "lift_fresh"}
+
+
+class NotPositionWise(Exception):
+    """Why a layer is not known to be position-wise."""
+
+
+@dataclass(frozen=True)
+class PositionWise:
+    """What was seen of a position-wise function of a module.
+
+    Attributes:
+        uses: The names of the module's children whose parameters it uses, and of those that have none.
+        width: The elements of its input or output for each position, whichever are more.
+        widest: The elements of the largest tensor in between, for each position.
+    """
+
+    uses: tuple[str, ...]
+    width: int
+    widest: int
+
+
+def show_position_wise(
+    function: Callable[[torch.Tensor], Any], module: nn.Module, width: int, dtype: torch.dtype
+) -> PositionWise:
+    """Shows that a function of a module is position-wise. See Note [Position-wise].
+
+    Args:
+        function: The module's forward, or another method.
+        module: The module.
+        width: The last dimension of the input.
+        dtype: The type of the input.
+
+    Raises:
+        NotPositionWise: It is not, or cannot be followed.
+
+    Example:
+        >>> layer = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+        >>> show_position_wise(layer.forward, layer, 4, torch.float32)
+        PositionWise(uses=('0', '1', '2'), width=4, widest=8)
+        >>> layer = nn.Softmax(dim=1)
+        >>> show_position_wise(layer.forward, layer, 4, torch.float32)
+        Traceback (most recent call last):
+        memscale.tiling.positionwise.NotPositionWise: _softmax over positions
+    """
+    # Whoever simulates or measures is not to see this, nor to change what is found.
+    with torch.no_grad(), _disable_current_modes(), _without_data(module):
+        x = torch.empty(P, Q, width, dtype=dtype, device="meta")
+        try:
+            with _Follow(x) as follow:
+                result = function(x)
+        except NotPositionWise:
+            raise
+        except Exception as error:  # whatever a layer raises that cannot be called like this
+            raise NotPositionWise(
+                f"it cannot be followed ({type(error).__name__}: {str(error)[:80]})"
+            ) from error
+        if not isinstance(result, torch.Tensor):
+            raise NotPositionWise(f"it returns a {type(result).__name__}")
+        if not follow.is_of_positions(result) or tuple(result.shape[:-1]) != (P, Q):
+            raise NotPositionWise("what it returns is not one vector for each position")
+        uses = tuple(name for name, child in module.named_children() if follow.may_have_run(child))
+        return PositionWise(uses, max(width, result.shape[-1]), follow.widest())
+
+
+@contextlib.contextmanager
+def _without_data(root: nn.Module) -> Iterator[None]:
+    """Inside the block parameters and buffers are on the meta device."""
+    before = [(module, module._parameters, module._buffers) for module in submodules([root])]
+    twins: dict[int, Any] = {}
+
+    def twin(tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        if id(tensor) not in twins:
+            twins[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return twins[id(tensor)]
+
+    try:
+        for module, parameters, buffers in before:
+            vars(module)["_parameters"] = {name: twin(each) for name, each in parameters.items()}
+            vars(module)["_buffers"] = {name: twin(each) for name, each in buffers.items()}
+        yield
+    finally:
+        for module, parameters, buffers in before:
+            vars(module)["_parameters"] = parameters
+            vars(module)["_buffers"] = buffers
+
+
+class _Follow(LightDispatchMode):
+    """Checks every operation. See Note [Position-wise]."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        super().__init__()
+        self._of_positions = {id(x): x}  # with the tensors, so that no other gets their ids
+        self._input = x.untyped_storage()._cdata
+        self._seen: dict[int, torch.Tensor] = {}
+
+    def is_of_positions(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._of_positions
+
+    def may_have_run(self, module: nn.Module) -> bool:
+        parameters = [each for one in submodules([module]) for each in one._parameters.values()]
+        return not parameters or any(id(each) in self._seen for each in parameters)
+
+    def widest(self) -> int:
+        return max(each.numel() // (P * Q) for each in self._of_positions.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        self._seen.update((id(each), each) for each in tensors)
+        rows = [each for each in tensors if self.is_of_positions(each)]
+        if rows:
+            self._check(
+                func, args, kwargs, rows, [each for each in tensors if not self.is_of_positions(each)]
+            )
+        elif func._schema.is_mutable:
+            raise NotPositionWise(f"{func} changes a tensor of its own")
+        result = func(*args, **kwargs)
+        if rows:
+            for each in tree_leaves(result):
+                if isinstance(each, torch.Tensor):
+                    if not _leading(each):
+                        raise NotPositionWise(f"{func} mixes positions with other dimensions")
+                    self._of_positions[id(each)] = each
+        return result
+
+    def _check(
+        self, func: Any, args: Any, kwargs: Any, rows: list[torch.Tensor], others: list[torch.Tensor]
+    ) -> None:
+        name = func._schema.name.removeprefix("aten::")
+        first = args[0] if args else None
+        if func._schema.is_mutable and isinstance(first, torch.Tensor):
+            if not self.is_of_positions(first):
+                raise NotPositionWise(f"{name} changes a tensor of its own")
+            if first.untyped_storage()._cdata == self._input:
+                raise NotPositionWise(f"{name} changes its input in place")
+        if name in _VIEWS or name in _LIKE:
+            return
+        if torch.Tag.pointwise in func.tags or name in _OTHERS:
+            _check_alike(name, rows, others)
+            if name in ("glu", "cat"):
+                _check_dims(
+                    name, args[1] if len(args) > 1 else kwargs.get("dim", -1 if name == "glu" else 0), rows[0]
+                )
+        elif name in _PRODUCTS:
+            factor = args[-1] if name == "mm" else args[2]
+            bias = None if name == "mm" else args[0]
+            if self.is_of_positions(factor) or (bias is not None and (bias.dim() > 1 and bias.shape[0] != 1)):
+                raise NotPositionWise(f"{name} multiplies positions with each other")
+        elif name in _OVER_DIMS:
+            _check_dims(name, args[1] if len(args) > 1 else kwargs.get("dim"), rows[0])
+        elif name in _NORMS:
+            if len(args[1]) > rows[0].dim() - _leading(rows[0]):
+                raise NotPositionWise(f"{name} over positions")
+        else:
+            raise NotPositionWise(f"it is not known what {name} does to a position")
+
+
+def _leading(tensor: torch.Tensor) -> int:
+    """How many of a tensor's first dimensions are the positions."""
+    if tuple(tensor.shape[:2]) == (P, Q):
+        return 2
+    return 1 if tensor.dim() and tensor.shape[0] == P * Q else 0
+
+
+def _check_alike(name: str, rows: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    """Operands side by side: each row with its own, all else the same for all rows."""
+    dim, leading = rows[0].dim(), _leading(rows[0])
+    for each in rows:
+        if each.dim() != dim or _leading(each) != leading:
+            raise NotPositionWise(f"{name} of positions in other places")
+    for each in others:
+        reaches = each.shape[: max(0, each.dim() - (dim - leading))]
+        if each.dim() > dim or math.prod(reaches) != 1:
+            raise NotPositionWise(f"{name} with an operand that differs by position")
+
+
+def _check_dims(name: str, dims: Any, tensor: torch.Tensor) -> None:
+    wanted = [dims] if isinstance(dims, int) else dims
+    if not wanted or any(each % tensor.dim() < _leading(tensor) for each in wanted):
+        raise NotPositionWise(f"{name} over positions")
