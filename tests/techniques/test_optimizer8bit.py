@@ -541,13 +541,13 @@ def test_without_bitsandbytes_there_is_one_notice_and_the_standard_optimizer(
 def test_a_failure_in_mid_run_leaves_state_in_32_bits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from memscale.eight_bit.quantizer import Quantizer
+    from memscale.eight_bit.quantizer import Bitsandbytes
 
     model = net()
     attached(model)
     optimizer = adamw(model)
     train(model, optimizer, range(2))
-    monkeypatch.setattr(Quantizer, "down", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(Bitsandbytes, "down", lambda *_, **__: 1 / 0)
     with caplog.at_level(logging.INFO, "memscale"):
         losses = train(model, optimizer, range(2, 5))
     assert len(caplog.records) == 1
@@ -592,6 +592,20 @@ def test_the_simulator_counts_the_same_bytes() -> None:
     assert plain_state == 8 * (elements + 4)
     assert state == 8 * (2 * moment_bytes(512 * 512) + 4)
     assert plain_peak - peak > 0.8 * (plain_state - state)
+
+
+def test_a_simulation_does_not_import_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Inside a simulation its import would find a GPU, and leave tables without data behind.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "bitsandbytes"]:
+        monkeypatch.delitem(sys.modules, name)
+    with simulate("1GiB") as gpu:
+        model = net(device=gpu.device)
+        attached(model)
+        optimizer = adamw(model)
+        backward(model, 0, gpu.device)
+        optimizer.step()
+        assert isinstance(optimizer.state[model.first.weight]["exp_avg"], Moment)
+    assert "bitsandbytes" not in sys.modules
 
 
 def test_state_in_eight_bits_waits_in_a_lower_tier() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memscale.eight_bit.kinds import MOMENTS
 from memscale.eight_bit.quantizer import BLOCK, Quantizer
@@ -35,6 +36,7 @@ def parameters_in_eight_bits(model: nn.Module) -> list[nn.Parameter]:
         and parameter.numel() >= LEAST
         and parameter.dtype is torch.float32
         and parameter.layout is torch.strided
+        and not is_traceable_wrapper_subclass(parameter)
     ]
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,23 +15,30 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memscale.errors import MemScaleError
 
-__all__ = ["BLOCK", "Quantizer", "Unavailable", "find_quantizer"]
+__all__ = ["BLOCK", "Bitsandbytes", "Quantizer", "Unavailable", "find_quantizer"]
 
 BLOCK = 256
 """How many numbers share a scale, as in bitsandbytes' optimizers."""
 
 OLDEST = (0, 49)  # before it, the CPU had no such kernels
-_CODES = 256
 
 
 class Unavailable(MemScaleError, RuntimeError):
     """bitsandbytes is missing, too old, or does not work on a device."""
 
 
-class Quantizer:
-    """Takes tensors down to 8 bits and brings them up again.
+class Quantizer(Protocol):
+    """Takes tensors down to 8 bits and brings them up again."""
 
-    On fake tensors only shapes are followed: bitsandbytes tells torch those of its kernels.
+    def down(self, tensor: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+        """Codes, one byte a number, and the scale of each block; of a flat tensor in 32 bits."""
+
+    def up(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+        """The numbers in 32 bits."""
+
+
+class Bitsandbytes:
+    """The real one.
 
     Args:
         functional: the module ``bitsandbytes.functional``.
@@ -41,12 +49,10 @@ class Quantizer:
         self._maps: dict[tuple[bool, torch.device], Tensor] = {}
 
     def down(self, tensor: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-        """Codes, one byte a number, and the scale of each block; of a flat tensor in 32 bits."""
         codes, scales = torch.ops.bitsandbytes.quantize_blockwise(tensor, self._map(tensor, signed), BLOCK)
         return codes, scales
 
     def up(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-        """The numbers in 32 bits."""
         numbers: Tensor = torch.ops.bitsandbytes.dequantize_blockwise(
             codes, scales, self._map(codes, signed), BLOCK, torch.float32
         )
@@ -69,38 +75,64 @@ class Quantizer:
 
     def _map(self, beside: Tensor, signed: bool) -> Tensor:
         """What each code stands for: fine near zero, coarse near the largest."""
-        if isinstance(beside, FakeTensor):
-            return torch.empty(_CODES, device=beside.device)
         key = (signed, beside.device)
         if key not in self._maps:
             self._maps[key] = self._functional.create_dynamic_map(signed=signed).to(beside.device)
         return self._maps[key]
 
 
-def find_quantizer(devices: Iterable[torch.device]) -> Quantizer:
-    """bitsandbytes, tried on the devices that optimizers will step on.
+class ShapesOnly:
+    """What stands in for it where tensors have no data: the same tensors, and nothing in them."""
+
+    def down(self, tensor: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+        codes = torch.empty_like(tensor, dtype=torch.uint8)
+        return codes, torch.empty(-(-tensor.numel() // BLOCK), device=tensor.device)
+
+    def up(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+        return torch.empty_like(codes, dtype=torch.float32)
+
+
+def find_quantizer(parameters: Iterable[Tensor]) -> Quantizer:
+    """bitsandbytes, tried on the devices of the parameters that are to be stepped.
 
     Raises:
         Unavailable: It can't be used, and why.
     """
+    parameters = list(parameters)
+    if any(isinstance(parameter, FakeTensor) for parameter in parameters):
+        # Not imported: inside a simulation it would find a GPU that is not there, and make its tables of nothing.
+        _check_version(_installed_version())
+        return ShapesOnly()
     try:
         with _quietly():
             module = importlib.import_module("bitsandbytes")
             functional = importlib.import_module("bitsandbytes.functional")
     except ImportError as error:
-        raise Unavailable(
-            f"bitsandbytes can't be imported ({_in_short(error)}); pip install 'open-memscale[bnb]'"
-        ) from error
+        raise Unavailable(f"{_MISSING} ({_in_short(error)}); {_INSTALL}") from error
     except Exception as error:  # its native libraries fail in many ways
-        raise Unavailable(f"bitsandbytes can't be imported ({_in_short(error)})") from error
-    version = str(getattr(module, "__version__", "0"))
+        raise Unavailable(f"{_MISSING} ({_in_short(error)})") from error
+    _check_version(str(getattr(module, "__version__", "0")))
+    quantizer = Bitsandbytes(functional)
+    for device in {parameter.device for parameter in parameters if not parameter.is_meta}:
+        quantizer.check(device)
+    return quantizer
+
+
+_MISSING = "bitsandbytes can't be imported"
+_INSTALL = "pip install 'open-memscale[bnb]'"
+
+
+def _installed_version() -> str:
+    try:
+        return importlib.metadata.version("bitsandbytes")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise Unavailable(f"bitsandbytes is not installed; {_INSTALL}") from error
+
+
+def _check_version(version: str) -> None:
     if _numbers(version) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise Unavailable(f"bitsandbytes is {version}, and at least {oldest} is needed")
-    quantizer = Quantizer(functional)
-    for device in devices:
-        quantizer.check(device)
-    return quantizer
 
 
 @contextmanager

@@ -7,14 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memscale.eight_bit.quantizer import Quantizer, Unavailable, find_quantizer
 from memscale.eight_bit.steps import EightBitSteps
 
-__all__ = ["EightBitSettings", "EightBitStates", "devices_of"]
+__all__ = ["EightBitSettings", "EightBitStates"]
 
 
 @dataclass(frozen=True)
@@ -78,20 +76,11 @@ class EightBitStates:
         if not state["running"]:
             return
         try:
-            quantizer = find_quantizer(devices_of(state["parameters"]))
+            quantizer = find_quantizer(state["parameters"])
         except Unavailable as reason:  # on the machine where it was unpickled
             _logger(state["settings"]).warning("Optimizer state stays in 32 bits: %s.", reason)
         else:
             self.arrange(state["parameters"], state["settings"], quantizer)
-
-
-def devices_of(parameters: Iterable[nn.Parameter]) -> set[torch.device]:
-    """Where optimizers will step these; of those without data, nowhere."""
-    return {
-        parameter.device
-        for parameter in parameters
-        if not isinstance(parameter, FakeTensor) and not parameter.is_meta
-    }
 
 
 def _logger(settings: EightBitSettings) -> logging.Logger:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from memscale.eight_bit import Unavailable, find_quantizer, parameters_in_eight_bits
-from memscale.eight_bit.states import EightBitSettings, EightBitStates, devices_of
+from memscale.eight_bit.states import EightBitSettings, EightBitStates
 from memscale.techniques.base import Scene
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class EightBitOptimizer:
             return
         logs = scene.config is None or scene.config.enable_logging
         try:
-            quantizer = find_quantizer(devices_of(parameters))
+            quantizer = find_quantizer(parameters)
         except Unavailable as reason:
             moments.restore()
             if logs:
