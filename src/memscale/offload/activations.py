@@ -47,6 +47,7 @@ from memscale.offload.layout import View, rebuild
 from memscale.offload.shared import SharedEngine
 from memscale.offload.store import DiskStore
 from memscale.offload.tier import Ticket, Tier
+from memscale.offload.working import without_history
 from memscale.recompute._torch_private import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id
 
 __all__ = ["LEAST_BYTES", "Activations", "unpack"]
@@ -141,7 +142,7 @@ class Activations:
         """
         call = self._calls.stack[-1]
         if tensor.device.type != self._device.type or not _pays(tensor, call.resident):
-            return tensor
+            return without_history(tensor)
         try:
             with torch.no_grad():
                 stored, view = self._stored(tensor, call)
@@ -151,7 +152,7 @@ class Activations:
                 logger.warning(
                     "Activations stay on the device from here on, as the tier below is full. %s", error
                 )
-            return tensor
+            return without_history(tensor)
         return _Saved(stored, call, view)
 
     def _stored(self, tensor: torch.Tensor, call: _Call) -> tuple[_Stored, View | None]:

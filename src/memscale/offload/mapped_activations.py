@@ -16,6 +16,7 @@ from memscale.offload.disk import DiskTier
 from memscale.offload.layout import is_fake
 from memscale.offload.store import DiskStore
 from memscale.offload.tier import Ticket
+from memscale.offload.working import without_history
 
 __all__ = ["StoredActivations"]
 
@@ -61,12 +62,12 @@ class StoredActivations:
             TierError: The directory can't be used.
         """
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or is_fake(tensor):
-            return tensor
+            return without_history(tensor)
         if tensor.device.type != "cpu" or tensor.nbytes < LEAST_BYTES or self.store.holds(tensor):
-            return tensor
+            return without_history(tensor)
         storage = tensor.untyped_storage()
         if storage.data_ptr() in never:
-            return tensor
+            return without_history(tensor)
         version = 0 if tensor.is_inference() else tensor._version
         place = (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
         key = (storage._cdata, version, tensor.dtype, *place)

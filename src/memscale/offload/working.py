@@ -103,7 +103,7 @@ class WorkingCopies:
     def not_saved(self) -> Iterator[None]:
         """Inside the block autograd saves of a copy only where its home is."""
         source = self._source
-        outer_pack, outer_unpack = surrounding_hooks() or (_as_it_is, _as_it_is)
+        outer_pack, outer_unpack = surrounding_hooks() or (without_history, _as_it_is)
 
         def pack(tensor: torch.Tensor) -> Any:
             home = self._homes.get(tensor.untyped_storage()._cdata)
@@ -122,6 +122,12 @@ class WorkingCopies:
 def brought(values: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """A parameter's values on the device."""
     return values.to(device, dtype, non_blocking=True)
+
+
+def without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """What a hook gives back of a tensor that stays: with its history, a node that saves its own output would be
+    in a cycle that nothing collects, if backward never comes."""
+    return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,608 @@
+"""Transfers beside the computation, as a plan attaches them: the same numbers, nothing stale, nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import functools
+import gc
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memscale
+from families import FAMILIES
+from memscale import AsyncOffloadConfig, Config
+from memscale.errors import ConfigError, TierError, TransferError
+from memscale.execution_plan import Checkpointing, LayerPlan, Offloading, Plan
+from memscale.offload.arrival import Journey
+from memscale.offload.engine import Lane
+from memscale.offload.pinned import PinnedPool
+from memscale.offload.prefetch import Prefetcher
+from memscale.offload.shared import ENVIRONMENT, SharedEngine, async_settings
+from memscale.simulator import executing, simulate
+from offload.below import activations_of, attached, large_batch, plan_of, prefetcher_of, train
+from offload.test_streams import CUDA, LOG, Pretend, cuda  # noqa: F401  # a fixture
+from wrapping import Layer
+
+ASYNC = Config(enable_logging=False, async_offload=True)
+DEPTH_1 = ASYNC.replace(async_config=AsyncOffloadConfig(prefetch_depth=1))
+NAMES = ["gpt2", "llama", "vit"]
+
+
+def stack(layers: int = 4, width: int = 64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(width) for _ in range(layers))).train()
+
+
+def plan_for(
+    model: nn.Sequential, *, to: Any = "host", activations: bool = False, recomputed: bool = False
+) -> Plan:
+    techniques = ("offloading", "checkpointing") if recomputed else ("offloading",)
+    names = [name for name, _ in model.named_children()]
+    settings = Offloading(to, activations)
+    return Plan(tuple(LayerPlan(n, (n,), techniques, "-", "-", offloading=settings) for n in names))
+
+
+def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    torch.manual_seed(2)
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return [each.grad.cpu() for each in model.parameters()]
+
+
+def steps(model: nn.Module, x: torch.Tensor, count: int) -> None:
+    for _ in range(count):
+        step(model, x)
+
+
+def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each working copy whether it had been fetched ahead."""
+    found: list[bool] = []
+    take = Prefetcher.take
+
+    def watched(self: Prefetcher, *args: Any) -> torch.Tensor | None:
+        values = take(self, *args)
+        found.append(values is not None)
+        return values
+
+    monkeypatch.setattr(Prefetcher, "take", watched)
+    return found
+
+
+# Numbers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("activations", [False, True], ids=["parameters", "and activations"])
+@pytest.mark.parametrize("name", NAMES)
+def test_training_is_bit_equal_to_the_plain_run(
+    name: str, activations: bool, recomputed: bool, taken: list[bool]
+) -> None:
+    pytest.importorskip("transformers")
+    family = FAMILIES[name]
+    expected = train(family, family.build(), large_batch(family))
+    with executing() as gpu:
+        model, batch = family.build().to(gpu.device), large_batch(family, gpu.device)
+        plan = plan_of(model, to="host", activations=activations, recomputed=recomputed)
+        with attached(model, plan, ASYNC) as executor:
+            got = train(family, model, batch)
+            assert prefetcher_of(executor).bytes_ahead == 0
+            if activations:
+                assert activations_of(executor).bytes_sent > 0
+                assert activations_of(executor).bytes_below == 0
+    got.assert_equals(expected)
+    assert sum(taken) > 0.9 * len(taken), "nearly all were fetched ahead"
+
+
+def test_parameters_on_disk_are_fetched_ahead(tmp_path: Any, taken: list[bool]) -> None:
+    x = torch.randn(32, 64)
+    expected = step(stack(), x)
+    config = ASYNC.replace(offload_dir=str(tmp_path))
+    with executing() as gpu:
+        model = stack().to(gpu.device)
+        with attached(model, plan_for(model, to="disk"), config) as executor:
+            assert executor._homes.store.bytes_used > 0
+            assert_equal(step(model, x.to(gpu.device)), expected)
+    assert all(taken)
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+def test_accumulation_and_a_retained_graph(recomputed: bool) -> None:
+    def run(model: nn.Module, device: Any) -> list[torch.Tensor]:
+        torch.manual_seed(2)
+        model.zero_grad()
+        for _ in range(2):
+            model(x.to(device)).square().mean().backward()
+        loss = model(x.to(device)).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [each.grad.cpu() for each in model.parameters()]
+
+    x = torch.randn(512, 64)
+    expected = run(stack(), "cpu")
+    with executing() as gpu:
+        model = stack().to(gpu.device)
+        with attached(model, plan_for(model, activations=True, recomputed=recomputed), ASYNC):
+            assert_equal(run(model, gpu.device), expected)
+
+
+def test_gradients_of_gradients_frozen_and_unfrozen_parameters() -> None:
+    def run(model: nn.Sequential, device: Any) -> list[torch.Tensor]:
+        model.eval()
+        model.zero_grad()
+        inputs = x.detach().to(device).requires_grad_()
+        model[1].requires_grad_(False)
+        (gradient,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
+        gradient.square().sum().backward()
+        model[1].requires_grad_(True)
+        model(inputs).sum().backward()
+        return [inputs.grad.cpu(), *(each.grad.cpu() for each in model.parameters())]
+
+    x = torch.randn(16, 64)
+    expected = run(stack(), "cpu")
+    with executing() as gpu:
+        model = stack().to(gpu.device)
+        with attached(model, plan_for(model), ASYNC):
+            for ours, theirs in zip(run(model, gpu.device), expected, strict=True):
+                assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_hooks_on_parameters_see_their_gradients() -> None:
+    seen: list[str] = []
+    with executing() as gpu:
+        model = stack(2).to(gpu.device)
+        with attached(model, plan_for(model), ASYNC):
+            weight = model[0].up.weight
+            weight.register_hook(lambda gradient: seen.append(f"gradient on {gradient.device.type}"))
+            weight.register_post_accumulate_grad_hook(lambda p: seen.append(f"home on {p.grad.device.type}"))
+            step(model, torch.randn(8, 64, device=gpu.device))
+            assert seen == ["gradient on cpu", "home on cpu"]
+            (only,) = torch.autograd.grad(model(torch.randn(8, 64, device=gpu.device)).sum(), weight)
+            assert only.device.type == "cpu"
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+def test_so_many_layers_ahead_and_no_more() -> None:
+    """While a layer computes, the copies of the next ones are there, and nobody else's."""
+
+    def note(seen: list[int], prefetcher: Prefetcher, one: int, *_: Any) -> None:
+        seen.append(prefetcher.bytes_ahead // one)
+
+    with executing() as gpu:
+        for depth in (1, 2, 3):
+            model = stack(6).to(gpu.device)
+            x = torch.randn(8, 64, device=gpu.device)
+            config = ASYNC.replace(async_config=AsyncOffloadConfig(prefetch_depth=depth))
+            one = sum(each.nbytes for each in model[0].parameters())
+            with attached(model, plan_for(model, recomputed=True), config) as executor:
+                prefetcher = prefetcher_of(executor)
+                seen: list[int] = []
+                watch = functools.partial(note, seen, prefetcher, one)
+                for layer in model:
+                    layer.down.register_forward_hook(watch)
+                step(model, x)
+            one_way = [min(depth, 5 - index) for index in range(6)]
+            assert seen == one_way + one_way, "forward, and backward in the other order"
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+def test_the_first_step_is_as_every_other_and_as_simulated(recomputed: bool) -> None:
+    """A prediction simulates one step: before the first one, the plan says in what order layers are reached."""
+    pytest.importorskip("transformers")
+    family = FAMILIES["gpt2"]
+
+    def peaks(config: Config, *, simulated: bool) -> list[int]:
+        with simulate("24GiB") if simulated else executing("24GiB") as gpu:
+            if simulated:
+                model, batch = gpu.copy_of(family.build()), gpu.batch_of(large_batch(family))
+            else:
+                model, batch = family.build().to(gpu.device), large_batch(family, gpu.device)
+            plan = plan_of(model, to="host", recomputed=recomputed, repeated_only=True)
+            found = []
+            with attached(model, plan, config):
+                for _ in range(3):
+                    gpu.tracker.reset_peak()
+                    family.loss(model, batch).backward()
+                    model.zero_grad()
+                    found.append(gpu.peak_bytes)
+            return found
+
+    first, second, third = peaks(ASYNC, simulated=False)
+    assert second == third
+    assert peaks(ASYNC, simulated=True)[1:] == [second, third]
+    workspace = second - first  # of backward, which the first step makes
+    assert peaks(ASYNC, simulated=True)[0] == first
+    sync = peaks(Config(enable_logging=False), simulated=False)
+    assert workspace == sync[1] - sync[0]
+    assert second > sync[1], "what is fetched ahead is on the device"
+
+
+# Nothing stale ------------------------------------------------------------------------------------
+
+
+def test_a_parameter_that_changes_after_it_was_fetched_is_fetched_again(taken: list[bool]) -> None:
+    def build() -> nn.Sequential:
+        model = stack().eval()
+
+        def change(*_: Any) -> None:
+            with torch.no_grad():
+                model[2].up.weight.mul_(2)  # in place: its version tells
+                model[3].up.weight.data = model[3].up.weight.data * 2  # other memory: that tells
+
+        model[1].down.register_forward_pre_hook(change)
+        return model
+
+    x = torch.randn(8, 64)
+    with torch.no_grad():
+        expected = build()(x)
+    with executing() as gpu:
+        model = build().to(gpu.device)
+        with attached(model, plan_for(model), ASYNC), torch.no_grad():
+            assert torch.equal(model(x.to(gpu.device)).cpu(), expected)
+    assert taken.count(False) == 2
+
+
+def test_nothing_is_fetched_across_an_optimizer_step() -> None:
+    with executing() as gpu:
+        model = stack().to(gpu.device)
+        x = torch.randn(8, 64, device=gpu.device)
+        with attached(model, plan_for(model), ASYNC) as executor:
+            live = gpu.tracker.live_bytes(gpu.device)
+            for _ in range(2):
+                loss = model(x).square().mean()
+                assert prefetcher_of(executor).bytes_ahead == 0
+                loss.backward()
+                assert prefetcher_of(executor).bytes_ahead == 0
+            del loss
+            assert gpu.tracker.live_bytes(gpu.device) == live + gpu.tracker.workspace_bytes(gpu.device)
+
+
+def test_an_order_that_is_not_the_plans_is_learned(taken: list[bool]) -> None:
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(Layer(64) for _ in range(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for index in (3, 0, 4, 2, 1):
+                x = self.layers[index](x)
+            return x
+
+    x = torch.randn(8, 64)
+    expected = step(Backwards().train(), x)
+    with executing() as gpu:
+        model = Backwards().train().to(gpu.device)
+        layers = tuple(
+            LayerPlan(
+                f"layers.{n}", (f"layers.{n}",), ("offloading",), "-", "-", offloading=Offloading("host")
+            )
+            for n in range(5)
+        )
+        with attached(model, Plan(layers), DEPTH_1):
+            assert_equal(step(model, x.to(gpu.device)), expected)
+            assert not all(taken)
+            taken.clear()
+            assert_equal(step(model, x.to(gpu.device)), expected)
+            assert all(taken)
+
+
+def test_chained_blocks_are_reached_in_the_order_of_their_segments(taken: list[bool]) -> None:
+    x = torch.randn(8, 64)
+    expected = step(stack(6), x)
+    with executing() as gpu:
+        model = stack(6).to(gpu.device)
+        layers = tuple(
+            LayerPlan(
+                f"{n}", (f"{n}",), ("offloading", "checkpointing"), "-", "-",
+                offloading=Offloading("host"), checkpointing=Checkpointing((), n % 3 != 0),
+            )
+            for n in range(6)
+        )  # fmt: skip
+        with attached(model, Plan(layers), DEPTH_1):
+            assert_equal(step(model, x.to(gpu.device)), expected)
+    assert all(taken), "in the very first step"
+
+
+# Nothing left behind ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["layer", "between", "backward"])
+def test_an_error_leaves_no_copies_on_the_device(where: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = stack()
+            self.fails = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layers[1](self.layers[0](x))
+            if self.fails and where == "between":
+                raise ArithmeticError("between two layers")
+            return self.layers[3](self.layers[2](x))
+
+    def fail(*_: Any) -> None:
+        if model.fails:
+            raise ArithmeticError("in a layer")
+
+    with executing() as gpu:
+        model = Model().train().to(gpu.device)
+        x = torch.randn(8, 64, device=gpu.device)
+        layers = plan_for(model.layers)
+        renamed = [
+            LayerPlan(
+                f"layers.{each.name}",
+                (f"layers.{each.name}",),
+                each.techniques,
+                "-",
+                "-",
+                offloading=each.offloading,
+            )
+            for each in layers.layers
+        ]
+        with attached(model, Plan(tuple(renamed)), ASYNC) as executor:
+            step(model, x)
+            model.zero_grad()
+            live = gpu.tracker.live_bytes(gpu.device)
+            model.fails = True
+            if where == "layer":
+                model.layers[1].down.register_forward_pre_hook(fail)
+            if where == "backward":
+                model.layers[2].up.weight.register_hook(fail)
+            with pytest.raises(ArithmeticError):
+                step(model, x)
+            gc.collect()
+            if where == "backward":  # of which nobody is told: the next forward pass drops them
+                model.fails = False
+                with torch.no_grad():
+                    model(x)
+            assert prefetcher_of(executor).bytes_ahead == 0
+            left = gpu.tracker.live_bytes(gpu.device) - live
+            # After an error in backward the graph itself is still there, of a plain model too.
+            assert left == 0 or (where == "backward" and left < model.layers[0].up.weight.nbytes)
+
+
+def test_a_forward_pass_without_backward_leaves_nothing() -> None:
+    """Some operations save their own output; behind a hook that would be a cycle."""
+    with executing() as gpu:
+        model = stack().to(gpu.device)
+        x = torch.randn(8, 64, device=gpu.device)
+        for config in (ASYNC, ASYNC.replace(async_offload=False)):
+            with attached(model, plan_for(model, activations=True), config):
+                live = gpu.tracker.live_bytes(gpu.device)
+                for _ in range(2):
+                    model(x)
+                workspace = gpu.tracker.workspace_bytes(gpu.device)
+                assert gpu.tracker.live_bytes(gpu.device) in (live, live + workspace)
+
+
+def test_layers_that_are_skipped_are_dropped() -> None:
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = stack(6)
+            self.skips = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for index, layer in enumerate(self.layers):
+                if not (self.skips and index in (2, 3, 5)):
+                    x = layer(x)
+            return x
+
+    plain, x = Skipping().train(), torch.randn(8, 64)
+    with executing() as gpu:
+        model = Skipping().train().to(gpu.device)
+        layers = tuple(
+            LayerPlan(
+                f"layers.{n}", (f"layers.{n}",), ("offloading",), "-", "-", offloading=Offloading("host")
+            )
+            for n in range(6)
+        )
+        with attached(model, Plan(layers), ASYNC) as executor:
+            for skips in (False, True, False, True):
+                plain.skips = model.skips = skips
+                for one in (plain, model):
+                    torch.manual_seed(2)
+                    one.zero_grad(set_to_none=False)
+                    one(x.to(next(one.buffers(), x).device)).sum().backward()
+                for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                    assert (ours.grad is None) == (theirs.grad is None)
+                    if ours.grad is not None:
+                        assert torch.equal(ours.grad, theirs.grad)
+                assert prefetcher_of(executor).bytes_ahead == 0
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_a_copy_has_its_own(way: str, taken: list[bool]) -> None:
+    x = torch.randn(512, 64)
+    expected = step(stack(), x)
+    with executing() as gpu:
+        model = stack().to(gpu.device)
+        with attached(model, plan_for(model, activations=True), ASYNC) as executor:
+            assert_equal(step(model, x.to(gpu.device)), expected)
+            twin = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+            assert prefetcher_of(twin._memscale_executor) is not prefetcher_of(executor)
+            taken.clear()
+            assert_equal(step(twin, x.to(gpu.device)), expected)
+            assert any(taken)
+            hooks = len(model._forward_hooks), len(model._forward_pre_hooks)
+            assert hooks > (0, 0)
+        assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == (0, 0)
+        twin._memscale_executor.detach()
+        assert (len(twin._forward_hooks), len(twin._forward_pre_hooks)) == (0, 0)
+
+
+# Errors of transfers ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def offloaded_to_disk(tmp_path: Any) -> Iterator[tuple[nn.Sequential, torch.Tensor]]:
+    """A model on the CPU whose activations go to disk by worker threads."""
+    model, x = stack(), torch.randn(512, 64)
+    config = ASYNC.replace(offload_dir=str(tmp_path))
+    with attached(model, plan_for(model, to="device", activations=True), config):
+        yield model, x
+
+
+def test_on_a_cpu_host_activations_go_to_disk_by_workers(
+    offloaded_to_disk: tuple[nn.Sequential, torch.Tensor],
+) -> None:
+    model, x = offloaded_to_disk
+    expected = step(stack(), x)
+    for _ in range(3):
+        assert_equal(step(model, x), expected)
+    executor = model._memscale_executor
+    assert activations_of(executor).bytes_sent > 0
+    assert executor._homes.store.bytes_used == 0
+    assert any(thread.name.startswith("memscale-offload") for thread in threading.enumerate())
+
+
+def test_a_transfer_error_surfaces_in_the_training_thread(
+    offloaded_to_disk: tuple[nn.Sequential, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = offloaded_to_disk
+    before = copy.deepcopy(model.state_dict())
+
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, "the disk is on fire")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", broken)
+        with pytest.raises(TransferError, match="the disk is on fire") as raised:
+            steps(model, x, 3)
+        assert isinstance(raised.value.__cause__, OSError)
+    del raised
+    gc.collect()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_a_worker_that_dies_is_an_error_and_the_weights_are_intact(
+    offloaded_to_disk: tuple[nn.Sequential, torch.Tensor],
+) -> None:
+    model, x = offloaded_to_disk
+    before = copy.deepcopy(model.state_dict())
+    step(model, x)
+    executor = model._memscale_executor
+    engine = activations_of(executor)._engine.engine
+
+    class Killed(BaseException):
+        pass
+
+    def die() -> None:
+        raise Killed
+
+    with pytest.raises(TierError, match="died"):
+        engine.run(die, Lane.WRITE, torch.device("cpu")).wait()
+    with pytest.raises(TierError, match="died") as raised:
+        steps(model, x, 2)
+    assert "save your model" in str(raised.value)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    executor.detach()
+    assert_equal(step(model, x), step(stack(), x))
+
+
+def test_the_cap_on_disk_is_kept(tmp_path: Any) -> None:
+    model, x = stack(), torch.randn(512, 64)
+    expected = step(stack(), x)
+    cap = 800_000
+    config = ASYNC.replace(offload_dir=str(tmp_path), max_disk_offload_gb=cap / 1e9)
+    with attached(model, plan_for(model, to="device", activations=True), config) as executor:
+        torch.manual_seed(2)
+        loss = model(x).square().mean()
+        assert 0 < executor._homes.store.bytes_used <= cap
+        loss.backward()
+        assert_equal([each.grad for each in model.parameters()], expected)
+
+
+# On CUDA ------------------------------------------------------------------------------------------
+
+
+def test_a_gradient_goes_home_on_a_stream_of_its_own(cuda: Any) -> None:  # noqa: F811
+    engine = SharedEngine(AsyncOffloadConfig())
+    engine._pool = PinnedPool(2**20, lock=lambda memory: True, unlock=lambda memory: None)
+    journey = Journey(engine, torch.device("cpu"))
+    gradient = torch.arange(6.0).view(2, 3).t().as_subclass(Pretend)
+    LOG.clear()
+    landing = journey.leave(gradient)
+    assert LOG == [
+        "compute: record event 1",
+        "copy stream 1: wait for event 1",
+        "copy stream 1: copy down, beside it",
+        "copy stream 1: record event 2",
+    ]
+    assert engine.pool.bytes_in_use > 0
+    LOG.clear()
+    home = journey.land(landing)
+    assert LOG == ["synchronize event 2"]
+    assert engine.pool.bytes_in_use == 0
+    assert torch.equal(home, torch.arange(6.0).view(2, 3).t())
+    assert home.stride() == (1, 3)
+
+
+# Switches -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "config", "environment", "expected"),
+    [
+        (False, None, "", False),
+        (True, None, "", True),
+        (False, None, "1", True),
+        (False, Config(async_offload=True), "", True),
+        (True, Config(async_offload=False), "1", False),
+        (False, Config(), "on", True),
+        (True, Config(), "0", True),
+    ],
+)
+def test_who_switches_it_on(
+    plan: bool, config: Config | None, environment: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENVIRONMENT, environment)
+    assert (async_settings(Plan((), async_offload=plan), config) is not None) is expected
+
+
+def test_settings_of_the_user_and_a_wrong_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = AsyncOffloadConfig(prefetch_depth=5)
+    assert async_settings(Plan((), async_offload=True), Config(async_config=settings)) == settings
+    monkeypatch.setenv(ENVIRONMENT, "perhaps")
+    with pytest.raises(ConfigError, match=r"MEMSCALE_ASYNC_OFFLOAD='perhaps'"):
+        async_settings(Plan(()), None)
+
+
+def test_wrap_takes_both_settings(taken: list[bool]) -> None:
+    def run(prepare: Callable[[nn.Module, torch.Tensor], None], device: Any) -> list[torch.Tensor]:
+        model, inputs = stack(6).to(device), x.to(device)
+        prepare(model, inputs)
+        return step(model, inputs)
+
+    x = torch.randn(8, 64)
+    expected = run(lambda model, inputs: None, "cpu")
+
+    def wrap(model: nn.Module, inputs: torch.Tensor) -> None:
+        settings = AsyncOffloadConfig(prefetch_depth=1)
+        config = Config(mode="aggressive", enable_logging=False)
+        memscale.wrap(model, config, inputs, async_offload=True, async_config=settings)
+        prefetcher = prefetcher_of(model._memscale_executor)
+        assert prefetcher.engine.depth == 1
+
+    with executing() as gpu:
+        for ours, theirs in zip(run(wrap, gpu.device), expected, strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert any(taken)
