@@ -310,6 +310,15 @@ def test_gradients_that_are_given_and_several_roots() -> None:
     assert torch.equal(model.linear.weight.grad, torch.full((4, 4), 3.0))
     with pytest.raises(RuntimeError, match="scalar outputs"):
         model(torch.ones(1, 4)).backward()
+    model.zero_grad()
+    x = torch.ones(1, 4, requires_grad=True)
+    (model(x) ** 2).sum().backward(create_graph=True, inputs=[x])
+    assert torch.equal(x.grad, torch.full((1, 4), 32.0))
+    x.grad.sum().backward(inputs=[model.linear.weight])  # of the gradient's own graph
+    assert model.linear.weight.grad.isfinite().all()
+    hidden = model(torch.ones(1, 4))
+    hidden.sum().backward(inputs=[hidden])
+    assert torch.equal(hidden.grad, torch.ones(1, 4))
     (gradient,) = torch.autograd.grad(model(torch.ones(1, 4)).sum(), [model.linear.weight])
     assert torch.equal(gradient, torch.ones(4, 4))
 
@@ -371,7 +380,9 @@ def test_an_overflow_is_survived(caplog: pytest.LogCaptureFixture) -> None:
 def test_an_overflow_in_a_closure_and_of_two_optimizers() -> None:
     model = nn.Sequential(Tiny(), Tiny(0.25))
     attached(model, FP16)
-    optimizers = [optim.SGD(part.parameters(), lr=0.1) for part in model]
+    nothing = nn.Parameter(torch.empty(0))
+    nothing.grad = torch.empty(0)
+    optimizers = [optim.SGD([*part.parameters(), nothing], lr=0.1) for part in model]
     before = [p.detach().clone() for p in model.parameters()]
     for optimizer in optimizers:
         optimizer.zero_grad()

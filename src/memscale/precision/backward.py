@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -80,6 +81,7 @@ def _put_back_if_unused() -> None:
 
 
 def _noticed_scale(scale: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(scale)
     def noticed(scaler: GradScaler, outputs: Any) -> Any:
         if scaler.is_enabled():
             reached = {id(leaf) for leaf in leaves_of(_tensors(outputs))} if _models else set()
@@ -92,21 +94,35 @@ def _noticed_scale(scale: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scaled_backward(backward: Callable[..., None]) -> Callable[..., None]:
-    def scaled(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+    @functools.wraps(backward)
+    def scaled(
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        options = {
+            "retain_graph": retain_graph,
+            "create_graph": create_graph,
+            "grad_variables": grad_variables,
+            "inputs": inputs,
+        }
         roots = list(_tensors(tensors))
         if graph_task_id() != OUTSIDE_BACKWARD:
             with _divided_inside(roots):
-                return backward(tensors, grad_tensors, *args, **kwargs)
-        leaves, models, factor = _what_to_scale(roots, kwargs)
+                return backward(tensors, grad_tensors, **options)
+        leaves, models, factor = _what_to_scale(roots, options)
         if factor == 1:
-            return backward(tensors, grad_tensors, *args, **kwargs)
+            return backward(tensors, grad_tensors, **options)
         seeds = _seeds(roots, grad_tensors, factor)
         for model in models:
             model.note_pass()  # before it: an optimizer may step inside of it
         _running.append((factor, set().union(*(model.parameters() for model in models))))
         try:
             with _divided(leaves, factor):
-                backward(roots, seeds, *args, **kwargs)
+                backward(roots, seeds, **options)
         finally:
             _running.pop()
         return None
@@ -118,11 +134,13 @@ def _what_to_scale(
     roots: Sequence[torch.Tensor], options: dict[str, Any]
 ) -> tuple[list[torch.Tensor], list[Scaled], float]:
     wanted = [model for model in _models if model.factor != 1]
+    if not wanted or options["grad_variables"] is not None:  # which torch has left behind
+        return [], [], 1
     # A graph of gradients is differentiated again, and gradients of inner tensors are what someone asked for.
-    asked = options.get("inputs")
+    asked = options["inputs"]
     inner = asked is not None and any(not tensor.is_leaf for tensor in _tensors(asked))
     narrow = any(root.dtype in (torch.float16, torch.bfloat16) for root in roots)
-    if not wanted or inner or narrow or options.get("create_graph"):
+    if inner or narrow or options["create_graph"]:
         return [], [], 1
     leaves = leaves_of(roots)
     reached = {id(leaf) for leaf in leaves}

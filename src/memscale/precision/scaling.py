@@ -197,7 +197,8 @@ def _is_finite(optimizer: Optimizer) -> bool:
             continue
         if gradient.layout is not torch.strided:
             gradient = gradient.coalesce().values()
-        by_device.setdefault(gradient.device, []).append(gradient.detach())
+        if gradient.numel():
+            by_device.setdefault(gradient.device, []).append(gradient.detach())
     for gradients in by_device.values():
         # The largest of each, which is a number for each: no copy of anything.
         norms = torch._foreach_norm(gradients, float("inf"))
