@@ -200,6 +200,67 @@ def test_with_parameters_at_home(name: str, techniques: tuple[str, ...]) -> None
         executor.detach()
 
 
+# Attention -----------------------------------------------------------------------------------------
+
+
+def eager(name: str) -> nn.Module:
+    pytest.importorskip("transformers")
+    model = without_dropout(FAMILIES[name].build())
+    model.set_attn_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "whisper"])
+def test_eager_attention_is_handed_to_torch(name: str) -> None:
+    family = FAMILIES[name]
+    model = eager(name)
+    with Tensors() as before:
+        plain = step(family, model)
+    model.zero_grad()
+    looks = pictures(model)
+    executor = Executor(model, plan_of(model, ("checkpointing", "tiling")))
+    executor.attach()
+    with Tensors() as after:
+        ours = step(family, model)
+    # The gradient of a key's bias is rounding alone: it shifts all scores of a query alike.
+    known = [index for index, (key, _) in enumerate(plain) if not key.endswith(("key.bias", "k_proj.bias"))]
+    assert_close([ours[index] for index in known], [plain[index] for index in known], tolerance=1e-5)
+    assert before.operations.count("_softmax") >= len(repeated(model))
+    assert "_softmax" not in after.operations
+    model.zero_grad()
+    executor.detach()
+    assert_as_before(pictures(model), looks)
+    assert_close(step(family, model), plain, tolerance=0)
+
+
+def test_whoever_asks_for_attention_weights_gets_them() -> None:
+    model = eager("llama")
+    batch = FAMILIES["llama"].batch()
+    plain = model(**batch, output_attentions=True).attentions
+    executor = Executor(model, plan_of(model))
+    executor.attach()
+    assert model(**batch).loss is not None
+    for one, other in zip(model(**batch, output_attentions=True).attentions, plain, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+    executor.detach()
+    assert model.config._attn_implementation == "eager"
+
+
+def test_attention_that_torch_does_not_have_is_left_alone() -> None:
+    model = eager("llama")
+    model.config.attn_logit_softcapping = 30.0
+    Executor(model, plan_of(model)).attach()
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_copy_has_an_attention_of_its_own() -> None:
+    model = eager("llama")
+    Executor(model, plan_of(model)).attach()
+    twin = copy.deepcopy(model)
+    twin._memscale_executor.detach()
+    assert (model.config._attn_implementation, twin.config._attn_implementation) == ("sdpa", "eager")
+
+
 # A long sequence ---------------------------------------------------------------------------------
 
 LENGTH, WIDTH, WIDE, WORDS = 32768, 2048, 8192, 128256

@@ -17,14 +17,16 @@ CLOSE = 1e-6
 
 
 class Tensors(LightDispatchMode):
-    """Notes the shape of every tensor with memory of its own that is made inside its block."""
+    """Notes every operation inside its block, and the shape of every tensor with memory of its own that it makes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shapes: list[tuple[int, ...]] = []
+        self.operations: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.operations.append(func._schema.name.removeprefix("aten::"))
         given = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in given:

@@ -3,6 +3,9 @@
 The mechanism is `memscale.tiling`; here the layers that it is right for are found in a block, and get a forward:
 those shown to be position-wise (Note [Position-wise]) with something inside that is wider than what goes in and comes
 out. Mostly that is one, the MLP. Some blocks have it in a method of their own instead, which is replaced alike.
+
+Attention that makes all scores is handed to torch's own, where a model has that choice. It is one for the whole
+model: the first block that is tiled makes it.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from memscale.techniques.base import Site
 from memscale.techniques.forwards import ReplacedForward
 from memscale.tiling import run_in_tiles
 from memscale.tiling.positionwise import NotPositionWise, show_position_wise
+from memscale.tiling.sdpa import AttentionHandedOver, eager_attention
 
 if TYPE_CHECKING:
     from memscale.executor.record import Record
@@ -62,7 +66,7 @@ class ActivationTiling:
             return "it is a scripted module, whose forward cannot be replaced"
         for module in site.modules:
             self._found[module] = find_places(module)
-        if not any(self._found[module] for module in site.modules):
+        if not any(self._found[module] for module in site.modules) and not eager_attention(site.model):
             return "nothing inside is known to be position-wise and wide"
         return None
 
@@ -74,6 +78,22 @@ class ActivationTiling:
                 name = ".".join(filter(None, (member, place.name)))
                 forward = TiledForward(owner, rows, place)
                 record.set_attribute(owner, place.attribute, forward, name=name)
+        configs = eager_attention(site.model)
+        if configs:
+            handed_over = AttentionHandedOver(configs)
+            record.add(handed_over)
+            record.add_forward_pre_hook(site.model, _AttentionsAsked(handed_over))
+
+
+class _AttentionsAsked:
+    """Before a call that asks for attention weights, which torch's attention does not have, all is as it was."""
+
+    def __init__(self, handed_over: AttentionHandedOver) -> None:
+        self._handed_over = handed_over
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        if kwargs is not None and kwargs.get("output_attentions"):
+            self._handed_over.undo()
 
 
 def find_places(block: nn.Module) -> list[Place]:
