@@ -236,7 +236,25 @@ def test_300_steps_on_real_text_end_within_two_percent_of_adamw() -> None:
     assert plain < 3.0  # it has learned something
 
 
+class Lion(optim.Optimizer):
+    """As published (Chen et al., 2023); torch has none."""
+
+    def __init__(self, params: object, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                average = state.setdefault("exp_avg", torch.zeros_like(parameter))
+                parameter.sub_(average.lerp(parameter.grad, 1 - first).sign_(), alpha=group["lr"])
+                average.lerp_(parameter.grad, 1 - second)
+
+
 OPTIMIZERS = {
+    "lion": lambda p: Lion(p, lr=1e-4),
     "adam": lambda p: optim.Adam(p, lr=1e-3, weight_decay=0.1),
     "adamw": lambda p: optim.AdamW(p, lr=1e-3, weight_decay=0.1),
     "amsgrad": lambda p: optim.AdamW(p, lr=1e-3, amsgrad=True),

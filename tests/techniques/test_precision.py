@@ -301,6 +301,7 @@ def test_accumulation_and_clipping_see_true_gradients() -> None:
         torch.testing.assert_close(one, two, rtol=0.05, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
 def test_gradients_that_are_given_and_several_roots() -> None:
     model = Tiny()
     attached(model, FP16)
@@ -573,6 +574,20 @@ def test_a_copy_has_a_scale_of_its_own(duplicate: Callable[[Any], Any]) -> None:
     twin._memscale_executor.detach()
     assert "forward" not in vars(twin)
     assert scale_of(model).factor == 2.0**15
+
+
+def test_the_scale_outlives_a_plan() -> None:
+    model = net()
+    executor = attached(model, FP16)
+    scale_of(model).scale.overflowed()
+    executor.replan(FP16)
+    assert scale_of(model).scale.value == 2.0**15
+    with executor.suspended():
+        pass
+    assert scale_of(model).scale.value == 2.0**15
+    executor.detach()
+    attached(model, FP16)
+    assert scale_of(model).scale.value == 2.0**16
 
 
 def test_a_dropped_model_leaves_no_patch_behind() -> None:

@@ -21,6 +21,13 @@ orders of magnitude, and the small ones would be lost. A head that is tied to an
 from __future__ import annotations
 
 from memscale.eight_bit.moments import moment_bytes, parameters_in_eight_bits
-from memscale.eight_bit.quantizer import Quantizer, Unavailable, find_quantizer
+from memscale.eight_bit.quantizer import Quantizer, Unavailable, find_quantizer, why_unavailable
 
-__all__ = ["Quantizer", "Unavailable", "find_quantizer", "moment_bytes", "parameters_in_eight_bits"]
+__all__ = [
+    "Quantizer",
+    "Unavailable",
+    "find_quantizer",
+    "moment_bytes",
+    "parameters_in_eight_bits",
+    "why_unavailable",
+]

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memscale.errors import MemScaleError
 
-__all__ = ["BLOCK", "Bitsandbytes", "Quantizer", "Unavailable", "find_quantizer"]
+__all__ = ["BLOCK", "Bitsandbytes", "Quantizer", "Unavailable", "find_quantizer", "why_unavailable"]
 
 BLOCK = 256
 """How many numbers share a scale, as in bitsandbytes' optimizers."""
@@ -116,6 +116,15 @@ def find_quantizer(parameters: Iterable[Tensor]) -> Quantizer:
     for device in {parameter.device for parameter in parameters if not parameter.is_meta}:
         quantizer.check(device)
     return quantizer
+
+
+def why_unavailable() -> str | None:
+    """Why bitsandbytes can't be used, as far as that is known without importing it; None if it may well be."""
+    try:
+        _check_version(_installed_version())
+    except Unavailable as reason:
+        return str(reason)
+    return None
 
 
 _MISSING = "bitsandbytes can't be imported"

@@ -50,6 +50,7 @@ class LossScaling:
 
     Args:
         module: The model; it is not kept alive.
+        scale: The scale to begin with.
         logs: Whether to log, once, that a step was not made.
 
     Attributes:
@@ -57,8 +58,8 @@ class LossScaling:
         skipped: How many steps were not made.
     """
 
-    def __init__(self, module: nn.Module, *, logs: bool = True) -> None:
-        self.scale = LossScale()
+    def __init__(self, module: nn.Module, scale: LossScale, *, logs: bool = True) -> None:
+        self.scale = scale
         self.skipped = 0
         self._module = weakref.ref(module)
         self._logs = logs
@@ -165,8 +166,8 @@ class LossScaling:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["module"], logs=state["logs"])  # type: ignore[misc]
-        self.scale, self.skipped = state["scale"], state["skipped"]
+        self.__init__(state["module"], state["scale"], logs=state["logs"])  # type: ignore[misc]
+        self.skipped = state["skipped"]
         if state["attached"]:
             self.attach()
 

@@ -6,13 +6,15 @@ The mechanism is in `memscale.precision`; see Note [Mixed precision] and Note [L
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from memscale.precision import LossScaling, in_full
+from memscale.offload.homes import Homes
+from memscale.precision import LossScale, LossScaling, in_full
 from memscale.techniques.base import Scene
 from memscale.techniques.forwards import ReplacedForward
 
@@ -29,6 +31,10 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 class MixedPrecision:
     """What `Plan.precision` says, on a model."""
 
+    def __init__(self) -> None:
+        # By what lasts from one plan to the next: the scale was found by trying, and is not to be found again.
+        self._scales: MutableMapping[Homes, LossScale] = weakref.WeakKeyDictionary()
+
     def attach(self, scene: Scene, record: Record) -> None:
         if scene.plan.precision is None:
             return
@@ -41,7 +47,8 @@ class MixedPrecision:
         dtype = _DTYPES[scene.plan.precision.dtype]
         scaling = None
         if dtype is torch.float16:
-            scaling = LossScaling(scene.model, logs=logs)
+            scale = self._scales.setdefault(scene.homes, LossScale())
+            scaling = LossScaling(scene.model, scale, logs=logs)
             scaling.attach()
             record.add(_Scaling(scaling))
         forward = AutocastForward(scene.model, dtype, scene.device.type, scaling)
