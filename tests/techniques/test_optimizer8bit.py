@@ -289,6 +289,26 @@ def test_the_arithmetic_is_that_of_the_users_optimizer(name: str) -> None:
         assert (one - other).norm() < 0.2 * moved
 
 
+@pytest.mark.parametrize("name", ["adam", "momentum", "lion"])
+def test_weights_without_gradient_do_not_drift(name: str) -> None:
+    model = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+    attached(model)
+    parameters = {"params": model.parameters(), "weight_decay": 0.0}
+    optimizer = OPTIMIZERS[name]([parameters])
+    x = torch.ones(1, WIDTH)
+    x[:, ::2] = 0  # half of the weights have a gradient of zero
+    before = model.weight.detach().clone()
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+    assert isinstance(
+        next(iter(optimizer.state.values()))[("momentum_buffer" if name == "momentum" else "exp_avg")], Moment
+    )
+    assert torch.equal(model.weight[:, ::2], before[:, ::2])
+    assert not torch.equal(model.weight[:, 1::2], before[:, 1::2])
+
+
 # ---------------------------------------------------------------------- the user's loop
 
 

@@ -20,6 +20,7 @@ __all__ = ["BLOCK", "Bitsandbytes", "Quantizer", "Unavailable", "find_quantizer"
 BLOCK = 256
 """How many numbers share a scale, as in bitsandbytes' optimizers."""
 
+_ZERO = 127  # its code, in the map of numbers with a sign
 OLDEST = (0, 49)  # before it, the CPU had no such kernels
 
 
@@ -50,6 +51,9 @@ class Bitsandbytes:
 
     def down(self, tensor: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
         codes, scales = torch.ops.bitsandbytes.quantize_blockwise(tensor, self._map(tensor, signed), BLOCK)
+        if signed:
+            # On the CPU it takes zero for the next small number, and a weight without gradient would drift by it.
+            codes.masked_fill_(tensor == 0, _ZERO)
         return codes, scales
 
     def up(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
@@ -68,8 +72,13 @@ class Bitsandbytes:
             numbers = torch.linspace(-1, 1, 2 * BLOCK, device=device)
             again = self.up(*self.down(numbers, signed=True), signed=True)
             error = float((again - numbers).abs().max())
+            zero = float(self._map(numbers, True)[_ZERO])
         except Exception as raised:
             raise Unavailable(f"bitsandbytes does not run on {device} ({_in_short(raised)})") from raised
+        if zero != 0:
+            raise Unavailable(
+                f"bitsandbytes has other codes than expected (that of zero stands for {zero:.2g})"
+            )
         if not error < 0.02:
             raise Unavailable(f"bitsandbytes computes wrong numbers on {device} (off by {error:.2g})")
 
