@@ -97,6 +97,7 @@ LOSSES: dict[str, Loss] = {
     ),
     "capped": lambda logits: cross_entropy()(3.0 * torch.tanh(logits / 3.0)),
     "constant bias": lambda logits: cross_entropy()(logits + CLASS_WEIGHT[None]),
+    "constant bias, first": lambda logits: cross_entropy()(CLASS_WEIGHT[None] + logits),
     "scaled": lambda logits: cross_entropy()(logits * torch.tensor(0.5)),
     "z-loss": lambda logits: cross_entropy()(logits) + 1e-2 * logits.logsumexp(-1).pow(2).mean(),
     "smoothed by hand": lambda logits: (
@@ -289,6 +290,7 @@ ASKED: dict[str, Callable[[Tensor], Any]] = {
     "copied": lambda logits: copy.deepcopy(logits.detach()).tolist(),
     "flat": lambda logits: flat(logits.float())[2, 4].item(),
     "turned": lambda logits: logits.permute(2, 0, 1)[5].tolist(),
+    "turned, by name": lambda logits: logits.permute(dims=(2, 0, 1)).tolist(),
     "cut": lambda logits: logits[:, 1:].half().tolist(),
     "strides": lambda logits: (logits.stride(), logits.is_contiguous(), logits.numel(), len(logits)),
 }

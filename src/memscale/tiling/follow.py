@@ -13,29 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memscale.tiling.lazy import LazyLogits, follows, looks
+from memscale.tiling.lazy import LazyLogits
+from memscale.tiling.lazy_tensor import follows
 
 __all__ = ["vocabulary_is_last"]
 
-# What can be asked without data.
-_PROPERTIES = """
-    shape dtype device layout ndim requires_grad is_leaf grad_fn nbytes itemsize is_cuda is_cpu is_meta is_nested
-    is_sparse is_sparse_csr is_quantized is_mkldnn is_mps is_xla is_xpu is_vgpu output_nr _version retains_grad
-    _backward_hooks
-"""
-_METHODS = """
-    size dim ndimension numel nelement element_size stride is_contiguous is_floating_point is_complex is_inference
-    is_signed is_same_size get_device _is_view __len__ __hash__
-"""
 
-for _name in _PROPERTIES.split():
-    if hasattr(Tensor, _name):
-        looks([getattr(Tensor, _name).__get__])
-for _name in _METHODS.split():
-    looks(getattr(owner, _name) for owner in (Tensor, torch) if hasattr(owner, _name))
-
-
-@follows(Tensor.view, Tensor.reshape, torch.reshape)
+@follows(LazyLogits, Tensor.view, Tensor.reshape, torch.reshape)
 def _view(logits: LazyLogits, *shape: Any, **kwargs: Any) -> Any:
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
     if kwargs or not all(isinstance(size, int) for size in sizes):
@@ -43,7 +27,7 @@ def _view(logits: LazyLogits, *shape: Any, **kwargs: Any) -> Any:
     return _reshaped(logits, list(sizes))
 
 
-@follows(Tensor.flatten, torch.flatten)
+@follows(LazyLogits, Tensor.flatten, torch.flatten)
 def _flatten(logits: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
     shape = list(logits.shape)
     if not all(-len(shape) <= dim < len(shape) for dim in (start_dim, end_dim)):
@@ -67,14 +51,14 @@ def _reshaped(logits: LazyLogits, shape: list[int]) -> Any:
     return logits.derive(Tensor.reshape, (shape,), hidden=hidden)
 
 
-@follows(Tensor.contiguous, Tensor.clone, torch.clone)
+@follows(LazyLogits, Tensor.contiguous, Tensor.clone, torch.clone)
 def _contiguous(logits: LazyLogits, *, memory_format: Any = torch.preserve_format) -> Any:
     if memory_format not in (torch.preserve_format, torch.contiguous_format):
         return NotImplemented
     return logits.derive(Tensor.clone)
 
 
-@follows(Tensor.__getitem__)
+@follows(LazyLogits, Tensor.__getitem__)
 def _getitem(logits: LazyLogits, index: Any) -> Any:
     parts = list(index) if isinstance(index, tuple) else [index]
     if not vocabulary_is_last(logits) or not all(map(_is_index, parts)):
@@ -106,7 +90,7 @@ def _dimensions_used(part: Any) -> int:
     return part.dim() if isinstance(part, Tensor) and part.dtype is torch.bool else 1
 
 
-@follows(Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes)
+@follows(LazyLogits, Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes)
 def _transpose(logits: LazyLogits, dim0: int, dim1: int) -> Any:
     order = list(range(logits.dim()))
     if not all(isinstance(dim, int) and -len(order) <= dim < len(order) for dim in (dim0, dim1)):
@@ -115,12 +99,12 @@ def _transpose(logits: LazyLogits, dim0: int, dim1: int) -> Any:
     return _permuted(logits, order)
 
 
-@follows(Tensor.mT.__get__)  # type: ignore[attr-defined]  # a descriptor, seen from the class
+@follows(LazyLogits, Tensor.mT.__get__)  # type: ignore[attr-defined]  # a descriptor, seen from the class
 def _matrix_transpose(logits: LazyLogits, *_: Any) -> Any:
     return _transpose(logits, -2, -1)
 
 
-@follows(Tensor.permute, torch.permute)
+@follows(LazyLogits, Tensor.permute, torch.permute)
 def _permute(logits: LazyLogits, *dims: Any) -> Any:
     wanted = dims[0] if len(dims) == 1 and isinstance(dims[0], Sequence) else dims
     if not all(isinstance(dim, int) for dim in wanted):

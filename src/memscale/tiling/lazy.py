@@ -19,44 +19,22 @@ history of their own, and a gradient that arrives there goes on to the hidden st
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_map
 
 from memscale.errors import RecomputeError
 from memscale.recompute.inputs import version_of
 from memscale.tiling.head import Head, Step
+from memscale.tiling.lazy_tensor import Function, LazyTensor
 
-__all__ = ["LazyLogits", "Recipe", "follows", "lazy_logits", "looks"]
-
-Function = Callable[..., Any]
-
-_followed: dict[Function, Function] = {}
-_looks: set[Function] = set()
-
-
-def follows(*functions: Function) -> Callable[[Function], Function]:
-    """Says what is called in place of a function of torch with lazy logits as its first argument.
-
-    It gets the same arguments, and may return `NotImplemented`: then the function gets the true logits.
-    """
-
-    def register(follower: Function) -> Function:
-        _followed.update(dict.fromkeys(functions, follower))
-        return follower
-
-    return register
-
-
-def looks(functions: Iterable[Function]) -> None:
-    """Says which functions of torch look at nothing but shape, type and the like."""
-    _looks.update(functions)
+__all__ = ["LazyLogits", "Recipe", "lazy_logits"]
 
 
 @dataclass(frozen=True)
@@ -106,33 +84,34 @@ class _Origin:
         return result
 
 
-class LazyLogits(torch.Tensor):
+class LazyLogits(LazyTensor):
     """Stands in for logits. See Note [Lazy logits]; `lazy_logits` makes one."""
+
+    followed: ClassVar[dict[Function, tuple[Function, inspect.Signature]]] = {}
 
     hidden: torch.Tensor
     recipe: Recipe
     _version_of_hidden: int
     _family: _Family
     _origin: _Origin | None
-    _true: torch.Tensor | None
 
     @property
     def is_whole(self) -> bool:
         """Whether the true logits have been asked for."""
         return self._family.is_whole
 
-    def whole(self) -> torch.Tensor:
-        """The true logits, with their history."""
-        if self._true is None:
-            # They may be needed with their history later, whoever asks for them first.
-            with torch.inference_mode(False), torch.enable_grad():
-                self._true = self._compute() if self._origin is None else self._origin.whole()
-            self._family.is_whole = True
-        return self._true
-
-    def _compute(self) -> torch.Tensor:
+    def compute(self) -> torch.Tensor:
+        self._family.is_whole = True
+        if self._origin is not None:
+            return self._origin.whole()
         self.check()
         return self.recipe.head.whole(self.hidden)
+
+    def before_a_change(self) -> None:
+        for reference in self._family.members:
+            member = reference()
+            if member is not None:
+                member.whole()
 
     def check(self) -> None:
         """To be called before the hidden states are read.
@@ -172,67 +151,6 @@ class LazyLogits(torch.Tensor):
         inner: dict[str, torch.Tensor], recipe: Recipe, size: Any, stride: Any
     ) -> LazyLogits:
         return lazy_logits(inner["hidden"], recipe.head)
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Function,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        first = args[0] if args else None
-        if isinstance(first, LazyLogits) and not first.is_whole:
-            if func in _looks:
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **kwargs)
-            follow = _followed.get(func)
-            if follow is not None:
-                result = follow(first, *args[1:], **kwargs)
-                if result is not NotImplemented:
-                    return result
-        if _changes_in_place(func, kwargs):
-            _before_a_change((args, kwargs))
-        args, kwargs = tree_map(_true_one, (tuple(args), kwargs))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares it on the instance
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            args, kwargs = tree_map(_true_values, (tuple(args), kwargs or {}))
-        return func(*args, **kwargs)
-
-
-def _true_one(leaf: Any) -> Any:
-    return leaf.whole() if isinstance(leaf, LazyLogits) else leaf
-
-
-def _true_values(leaf: Any) -> Any:
-    return leaf.whole().detach() if isinstance(leaf, LazyLogits) else leaf
-
-
-def _changes_in_place(function: Function, kwargs: dict[str, Any]) -> bool:
-    name = getattr(function, "__name__", "")
-    if name.startswith("__"):
-        return name.startswith("__i") or name in ("__setitem__", "__set__", "__setstate__")
-    return name.endswith("_") or kwargs.get("out") is not None
-
-
-def _before_a_change(arguments: Any) -> None:
-    """Make all that was derived from the logits, before one of them is changed."""
-
-    def settle(leaf: Any) -> Any:
-        if isinstance(leaf, LazyLogits):
-            for reference in leaf._family.members:
-                member = reference()
-                if member is not None:
-                    member.whole()
-        return leaf
-
-    tree_map(settle, arguments)
 
 
 def lazy_logits(hidden: torch.Tensor, head: Head) -> LazyLogits:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from memscale.tiling.follow import vocabulary_is_last
-from memscale.tiling.lazy import LazyLogits, follows
+from memscale.tiling.lazy import LazyLogits
+from memscale.tiling.lazy_tensor import follows
 from memscale.tiling.tiles import rows_of, total_of
 
 __all__: list[str] = []
@@ -17,7 +18,7 @@ __all__: list[str] = []
 F = nn.functional
 
 
-@follows(F.cross_entropy)
+@follows(LazyLogits, F.cross_entropy)
 def _cross_entropy(
     logits: LazyLogits,
     target: Any,
@@ -34,7 +35,7 @@ def _cross_entropy(
     return _loss(F.cross_entropy, logits, target, reduction, options)
 
 
-@follows(F.nll_loss)
+@follows(LazyLogits, F.nll_loss)
 def _nll_loss(
     logits: LazyLogits,
     target: Any,
@@ -103,14 +104,14 @@ def _counted(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: to
 # Numbers of each token ---------------------------------------------------------------------------
 
 
-@follows(torch.logsumexp, Tensor.logsumexp)
+@follows(LazyLogits, torch.logsumexp, Tensor.logsumexp)
 def _logsumexp(logits: LazyLogits, dim: Any, keepdim: bool = False, **kwargs: Any) -> Any:
     if kwargs or not _is_over_the_vocabulary(logits, dim):
         return NotImplemented
     return _shaped(logits, rows_of(logits, lambda values, _: torch.logsumexp(values, -1)), keepdim)
 
 
-@follows(torch.gather, Tensor.gather)
+@follows(LazyLogits, torch.gather, Tensor.gather)
 def _gather(logits: LazyLogits, dim: Any, index: Any, **kwargs: Any) -> Any:
     is_tensor = isinstance(index, Tensor) and type(index) is not LazyLogits
     if kwargs or not _is_over_the_vocabulary(logits, dim) or not is_tensor:
@@ -123,7 +124,7 @@ def _gather(logits: LazyLogits, dim: Any, index: Any, **kwargs: Any) -> Any:
 
 
 def _follow_reduction(name: str) -> None:
-    @follows(getattr(torch, name), getattr(Tensor, name))
+    @follows(LazyLogits, getattr(torch, name), getattr(Tensor, name))
     def reduce(logits: LazyLogits, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
         dtype = kwargs.pop("dtype", None)
         if kwargs or logits.numel() == 0:
@@ -141,7 +142,7 @@ _follow_reduction("sum")
 _follow_reduction("mean")
 
 
-@follows(torch.argmax, Tensor.argmax)
+@follows(LazyLogits, torch.argmax, Tensor.argmax)
 def _argmax(logits: LazyLogits, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
     if kwargs or dim is None or not _is_over_the_vocabulary(logits, dim):
         return NotImplemented

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from memscale.tiling.follow import vocabulary_is_last
 from memscale.tiling.head import Step
-from memscale.tiling.lazy import Function, LazyLogits, follows
+from memscale.tiling.lazy import LazyLogits
+from memscale.tiling.lazy_tensor import Function, follows
 
 __all__: list[str] = []
 
@@ -28,7 +29,7 @@ def _with_step(logits: LazyLogits, step: Step, *asked: Any, **kwargs: Any) -> La
 
 
 def _follow_conversion(function: Function, dtype: torch.dtype) -> None:
-    @follows(function)
+    @follows(LazyLogits, function)
     def convert(logits: LazyLogits, *, memory_format: Any = torch.preserve_format) -> Any:
         return _in_type(logits, dtype) if memory_format is torch.preserve_format else NotImplemented
 
@@ -39,17 +40,17 @@ _follow_conversion(Tensor.half, torch.float16)
 _follow_conversion(Tensor.bfloat16, torch.bfloat16)
 
 
-@follows(Tensor.type)
+@follows(LazyLogits, Tensor.type)
 def _type(logits: LazyLogits, dtype: Any = None, **kwargs: Any) -> Any:
     return _in_type(logits, dtype) if isinstance(dtype, torch.dtype) else NotImplemented
 
 
-@follows(Tensor.type_as)
+@follows(LazyLogits, Tensor.type_as)
 def _type_as(logits: LazyLogits, other: Tensor) -> Any:
     return _in_type(logits, other.dtype) if other.device == logits.device else NotImplemented
 
 
-@follows(Tensor.to)
+@follows(LazyLogits, Tensor.to)
 def _to(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     if args and isinstance(args[0], Tensor):
         args = (args[0].device, args[0].dtype, *args[1:])
@@ -79,7 +80,7 @@ def _in_type(logits: LazyLogits, dtype: torch.dtype) -> Any:
 
 
 def _follow_elementwise(function: Function, *names: Function) -> None:
-    @follows(function, *names)
+    @follows(LazyLogits, function, *names)
     def each(logits: LazyLogits) -> Any:
         return _with_step(logits, Step(function, (), {}, logits.dtype))
 
@@ -91,7 +92,7 @@ _follow_elementwise(torch.tanh, Tensor.tanh)
 def _follow_operation(function: Function, *names: Function) -> None:
     """Follow an operation with a number, or with one constant for each word of the vocabulary."""
 
-    @follows(function, *names)
+    @follows(LazyLogits, function, *names)
     def each(logits: LazyLogits, other: Any, **kwargs: Any) -> Any:
         if kwargs:
             return NotImplemented
@@ -124,7 +125,7 @@ _follow_operation(torch.sub, Tensor.sub, Tensor.__sub__, torch.subtract, Tensor.
 
 
 def _follow_softmax(function: Function, *names: Function) -> None:
-    @follows(function, *names)
+    @follows(LazyLogits, function, *names)
     def each(logits: LazyLogits, dim: Any = None, *rest: Any, **kwargs: Any) -> Any:
         dtype = kwargs.pop("dtype", None)
         kwargs.pop("_stacklevel", None)
