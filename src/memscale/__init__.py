@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from memscale.errors import MemScaleError
     from memscale.execution_plan import Plan
     from memscale.memory.tracker import MemoryTracker
+    from memscale.offload.loading import load_safetensors
     from memscale.simulator import simulate
 
 # Where each public name lives. They are imported on first use, so that `import memscale` costs next to nothing.
@@ -30,6 +31,7 @@ _HOMES = {
     "OptimizationMode": "memscale.config",
     "Plan": "memscale.execution_plan",
     "detach": "memscale.api",
+    "load_safetensors": "memscale.offload.loading",
     "optimize": "memscale.api",
     "plan": "memscale.api",
     "simulate": "memscale.simulator",
@@ -45,6 +47,7 @@ __all__ = [
     "Plan",
     "__version__",
     "detach",
+    "load_safetensors",
     "optimize",
     "plan",
     "simulate",

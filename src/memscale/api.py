@@ -36,6 +36,10 @@ def wrap(
 ) -> TargetT:
     """Make a model train in less memory; returns the same object.
 
+    A model that was built under ``torch.device("meta")`` gets its weights here: from the files that
+    ``load_safetensors`` was given, or by its own initialisation; a layer at a time, and straight where the plan
+    has it at home. So it may be larger than memory.
+
     Args:
         target: any ``nn.Module``, or a Hugging Face ``Trainer``.
         config: what to use and how far to go; the defaults of BALANCED if not given.
@@ -48,7 +52,7 @@ def wrap(
 
     Raises:
         WrapTypeError: ``target`` or another argument is of a wrong type.
-        WrapError: the model has no parameters.
+        WrapError: the model has no parameters, or some on the meta device that nothing initialises.
         ProfileError: the model does not run on ``sample_input``.
 
     Example:
@@ -75,6 +79,9 @@ def wrap(
 
 def detach(model: Any) -> None:
     """Take every trace of MemScale off a model (or a Trainer's model).
+
+    What is at home on disk or on the host goes back to where it was before ``wrap``. A model that was built on the meta
+    device is left as ordinary tensors in host memory, whole: there must be room for it.
 
     On a model that is not wrapped it logs a warning and does nothing.
     """
@@ -158,7 +165,7 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
     decided = _plan(model, sample_input, config, hardware)
     follow = plan_from_first_batch if sample_input is None else None
     with speaking(config) as log:  # first: a log file that cannot be opened leaves the model as it is
-        _attach(Executor(model, decided, config, on_training_batch=follow))
+        _attach(Executor(model, decided, config, device=_new_home(model, hardware), on_training_batch=follow))
         say_plan(log, decided, hardware)
 
 
@@ -202,6 +209,14 @@ def _device(model: nn.Module) -> torch.device | None:
     if executor is not None:
         return executor.device  # its parameters may be at home elsewhere
     return None if all(each.is_meta for each in model.parameters()) else training_device(model)
+
+
+def _new_home(model: nn.Module, hardware: Hardware) -> torch.device | None:
+    """Where a model that is on no device yet will train, if that is not the CPU; None for one that is on a device."""
+    kind, index = hardware.device.kind, hardware.device.index
+    if kind == "cpu" or not all(each.is_meta for each in model.parameters()):
+        return None
+    return torch.device(kind) if index is None else torch.device(kind, index)
 
 
 def _settings(

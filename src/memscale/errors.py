@@ -18,6 +18,7 @@ __all__ = [
     "TierError",
     "TierFullError",
     "TransferError",
+    "WeightsError",
     "WrapError",
     "WrapTypeError",
 ]
@@ -65,6 +66,10 @@ class TierFullError(TierError):
 
 class TransferError(TierError):
     """Bytes could not be moved to or from a tier; the cause is chained."""
+
+
+class WeightsError(MemScaleError, RuntimeError):
+    """Weights could not be read from files, or do not fit the model. The model is as it was."""
 
 
 class WrapError(MemScaleError, RuntimeError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,10 @@ from memscale.errors import WrapError
 from memscale.execution_plan import LayerPlan, Plan, Tier
 from memscale.executor.record import Record, WeakModule
 from memscale.executor.use_cache import no_cache_hooks
-from memscale.offload.homes import Homes, training_device
+from memscale.offload.homes import HOST, Homes, training_device
+from memscale.offload.loading import pending_is_done
+from memscale.offload.materialise import materialise
+from memscale.offload.materialised import Materialised, has_meta_tensors
 from memscale.offload.store import DiskStore
 from memscale.techniques import TECHNIQUES, WHOLE, Scene, Site
 from memscale.techniques.checkpointing import hold_place
@@ -86,6 +89,7 @@ class Executor:
         self._watch = Record()
         self._homes = Homes(_disk_of(config))
         self._techniques = Record()
+        self._materialised: Materialised | None = None  # while a plan is being attached
 
     @property
     def model(self) -> nn.Module:
@@ -130,8 +134,12 @@ class Executor:
     def attach(self) -> None:
         """Put the plan on the model; if that fails, the model is as it was before.
 
+        What of the model is on the meta device gets its weights. See Note [Models larger than memory].
+
         Raises:
-            WrapError: The plan does not fit the model, or the model is wrapped already.
+            WrapError: The plan does not fit the model, the model is wrapped already, or a tensor on the meta device has
+                no initialisation.
+            WeightsError: Weights were to come from a file that can't be read.
         """
         model = self.model
         if EXECUTOR in vars(model):
@@ -143,8 +151,13 @@ class Executor:
         try:
             self._apply(model)
         except BaseException:
+            if self._materialised is not None:
+                self._materialised.undo()  # first: there may be no room for what would be brought back
             self._undo(model)
             raise
+        finally:
+            self._materialised = None
+        pending_is_done(model)
         self._attached = True
 
     def detach(self) -> None:
@@ -240,9 +253,30 @@ class Executor:
                 tier = "host" if layer.offloading is None else layer.offloading.to
                 homes[tier].extend(each for module in modules for each in module.parameters())
         at_home, on_disk = homes["host"], homes["disk"]
+        if has_meta_tensors(model):
+            self._materialise(model, plan, device, at_home, on_disk)
         if at_home or on_disk or self._device is not None or self._homes.device is not None:
             self._homes.arrange(model, at_home, device, on_disk=on_disk)
             self._techniques.add_forward_pre_hook(model, _bring_inputs)
+
+    def _materialise(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        device: torch.device,
+        at_home: Sequence[nn.Parameter],
+        on_disk: Sequence[nn.Parameter],
+    ) -> None:
+        """Give weights to a model that was built on the meta device, each straight in its place."""
+        below = {id(parameter) for parameter in on_disk}
+        home = {id(parameter) for parameter in at_home} | below
+
+        def settle(parameter: nn.Parameter) -> None:
+            place = HOST if id(parameter) in home else device
+            self._homes.settle(parameter, place, on_disk=id(parameter) in below)
+
+        layers = [_find(model, layer, member) for layer in plan.layers for member in layer.members]
+        self._materialised = materialise(model, settle, layers)
 
     def _undo(self, model: nn.Module) -> None:
         with contextlib.ExitStack() as stack:  # the last first, and all of them whatever one of them raises

@@ -119,6 +119,17 @@ class Homes:
                     module._buffers[name] = buffer.to(device)
         self._meet_optimizers()
 
+    def settle(self, parameter: nn.Parameter, device: torch.device, *, on_disk: bool = False) -> None:
+        """Take a parameter that was just given its values to its place; it counts as having been on the host.
+
+        Raises:
+            As :meth:`arrange`, which is to be called when all are settled.
+        """
+        self._parameters.setdefault(id(parameter), (parameter, HOST))
+        relocate(parameter, device)
+        if on_disk and self.mapped.move(parameter):
+            self.store.rest(parameter)
+
     def restore(self) -> None:
         """Everything where it was before the first :meth:`arrange`."""
         if self._surroundings is not None:

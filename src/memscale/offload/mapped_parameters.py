@@ -72,13 +72,23 @@ class MappedParameters:
             TierFullError: The cap would be exceeded, or the disk is full; the parameter is as it was.
             TierError: The directory can't be used.
         """
+        if not self.move(parameter):
+            return False
+        self.watch([parameter])
+        self._take_gradient(parameter)
+        return True
+
+    def move(self, parameter: nn.Parameter) -> bool:
+        """Exchange a parameter's memory for memory on disk, without pages in use; what :meth:`send` does first.
+
+        Raises:
+            As :meth:`send`.
+        """
         if not self.store.holds(parameter):
             if not _can_be_mapped(parameter):
                 return False
             home = self.store.copy_of(parameter)
             parameter.data = home
-        self.watch([parameter])
-        self._take_gradient(parameter)
         return True
 
     def bring_back(self, parameter: nn.Parameter) -> None:
