@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memscale.batches import named_shapes
 from memscale.config import AsyncOffloadConfig, Config
 from memscale.errors import ProfileError, WrapError, WrapTypeError, shown
 from memscale.execution_plan import Plan
@@ -18,7 +19,7 @@ from memscale.hardware import Hardware, detect, virtual_hardware
 from memscale.offload.homes import training_device
 from memscale.planning import make_plan
 from memscale.profiler import hinted_sample, sample_of
-from memscale.replanning import plan_from_first_batch
+from memscale.replanning import follow_batch
 from memscale.report.log import logger, speaking
 from memscale.report.wrapped import say_plan
 
@@ -163,9 +164,13 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
         )
     hardware = _hardware(model, None, config)
     decided = _plan(model, sample_input, config, hardware)
-    follow = plan_from_first_batch if sample_input is None else None
+    executor = Executor(
+        model, decided, config, device=_new_home(model, hardware), on_training_batch=follow_batch
+    )
+    if sample_input is not None:
+        executor.batches.add(named_shapes(model, sample_of(sample_input, model)))
     with speaking(config) as log:  # first: a log file that cannot be opened leaves the model as it is
-        _attach(Executor(model, decided, config, device=_new_home(model, hardware), on_training_batch=follow))
+        _attach(executor)
         say_plan(log, decided, hardware)
 
 

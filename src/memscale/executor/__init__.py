@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from memscale.executor.executor import EXECUTOR, Executor, TrainingBatch, executor_of
+from memscale.executor.executor import EXECUTOR, Executor, Guard, TrainingBatch, executor_of
 
-__all__ = ["EXECUTOR", "Executor", "TrainingBatch", "executor_of"]
+__all__ = ["EXECUTOR", "Executor", "Guard", "TrainingBatch", "executor_of"]

@@ -6,11 +6,12 @@ import contextlib
 import logging
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from memscale.batches import PlannedBatches
 from memscale.config import Config
 from memscale.errors import WrapError
 from memscale.execution_plan import LayerPlan, Plan, Tier
@@ -26,7 +27,7 @@ from memscale.techniques.checkpointing import hold_place
 from memscale.techniques.forwards import ReplacedForward
 from memscale.techniques.offloading import bring_inputs
 
-__all__ = ["EXECUTOR", "Executor", "TrainingBatch", "executor_of"]
+__all__ = ["EXECUTOR", "Executor", "Guard", "TrainingBatch", "executor_of"]
 
 logger = logging.getLogger("memscale")
 
@@ -35,6 +36,20 @@ EXECUTOR = "_memscale_executor"
 
 TrainingBatch = Callable[["Executor", tuple[Any, ...], dict[str, Any]], None]
 """What is called before each forward pass in training: the executor, and the arguments of the call."""
+
+
+class Guard(Protocol):
+    """Who catches what goes wrong in a step. It must be right for a copy of the model when it is copied."""
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether there is a graph of the model that backward has not been through yet."""
+
+    def begin(self, model: nn.Module, record: Record) -> None:
+        """Go around backward and the optimizer's steps, before any technique does."""
+
+    def cover(self, model: nn.Module, record: Record) -> None:
+        """Go around the model's forward, after all techniques are on."""
 
 
 class Executor:
@@ -55,6 +70,10 @@ class Executor:
             `on_training_batch(executor, args, kwargs)`. It may call `replan`: the pass that is about to begin
             goes by the new plan. It is not called for passes that it makes itself. A copied or unpickled
             executor keeps it only if it is a function of a module: others may hold on to the original model.
+        guard: Who catches out-of-memory errors in a step; nobody, if it is not given.
+
+    Attributes:
+        batches: What the model's plans were made for so far.
 
     Example:
         >>> from memscale.execution_plan import LayerPlan, Plan, Tier
@@ -77,11 +96,14 @@ class Executor:
         *,
         device: torch.device | None = None,
         on_training_batch: TrainingBatch | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self._model = WeakModule(model)
         self._device = device
         self._plan = plan
         self.config = config
+        self.batches = PlannedBatches()
+        self._guard = guard
         self._on_training_batch = on_training_batch
         self._is_calling_back = False
         self._attached = False
@@ -115,9 +137,19 @@ class Executor:
         return self._homes
 
     @property
+    def bytes_on_disk(self) -> int:
+        """Bytes of the model's tensors, optimizer state and activations that are on disk now."""
+        return self._homes.store.bytes_used
+
+    @property
     def attached(self) -> bool:
         """Whether the plan is on the model."""
         return self._attached
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a graph of the plan that is on now waits for backward, as far as that is known."""
+        return self._guard is not None and self._guard.awaits_backward
 
     @property
     def on_training_batch(self) -> TrainingBatch | None:
@@ -204,6 +236,8 @@ class Executor:
         for module, hook in no_cache_hooks(model, logs=self._logs):
             self._surroundings.add_forward_pre_hook(module, hook)
         self._attach_watch(model)
+        if self._guard is not None:
+            self._guard.begin(model, self._surroundings)
         self._attach_techniques(model, self._plan)
 
     def _attach_watch(self, model: nn.Module) -> None:
@@ -235,6 +269,8 @@ class Executor:
             whole.attach(scene, record)
         if self._on_training_batch is not None:
             hold_place(model, record)
+        if self._guard is not None:
+            self._guard.cover(model, record)
         for forward in record.forwards():
             forward.belongs_to(model)
         for (name, objection), layers in objections.items():

@@ -68,6 +68,18 @@ class Buffers:
                 self._owners.append(_Owner(module, before, {}))
         self._bare = []
 
+    def take_back(self) -> None:
+        """Forward has failed: the real buffers are again as it found them.
+
+        Raises:
+            RecomputeError: A buffer's value at the beginning is not known any more.
+        """
+        with torch.no_grad():
+            for owner in self._owners:
+                owner.take_back()
+        for module, before in self._bare:
+            _set_buffers(module, before)
+
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
         """Run with the buffers as forward found them, on copies; leave the real ones untouched.
@@ -126,6 +138,21 @@ class _Owner:
         if not self.changed:
             self.copies = {}
 
+    def take_back(self) -> None:
+        for name, version in _versions(self.before).items():
+            if version != self.versions[name] and name not in self.copies:
+                raise RecomputeError(
+                    f"The buffer {name!r} of {type(self.module).__name__} was changed in place by a forward pass "
+                    "that failed, for the first time after passes that left it alone, so its value before that "
+                    "is not known."
+                )
+        for name, copy in self.copies.items():
+            buffer = self.before[name]
+            if buffer is not None:
+                buffer.copy_(copy)
+        self.versions = _versions(self.before)
+        _set_buffers(self.module, self.before)
+
     def at_forward(self, copies: dict[int, torch.Tensor]) -> dict[str, torch.Tensor | None] | None:
         """What `_buffers` was, for a recomputation to change; None if the real ones will do."""
         if self.lost is not None:
@@ -149,6 +176,12 @@ class _Owner:
                     "passes before one backward do this: pass broadcast_buffers=False.)"
                 )
         return None if _same(self.before, self.module._buffers) else dict(self.before)
+
+
+def _set_buffers(module: nn.Module, buffers: dict[str, torch.Tensor | None]) -> None:
+    if not _same(buffers, module._buffers):
+        module._buffers.clear()
+        module._buffers.update(buffers)
 
 
 def _has_buffers(module: nn.Module) -> bool:
