@@ -597,7 +597,7 @@ def test_wrap_takes_both_settings(taken: list[bool]) -> None:
 
     def wrap(model: nn.Module, inputs: torch.Tensor) -> None:
         settings = AsyncOffloadConfig(prefetch_depth=1)
-        config = Config(mode="aggressive", enable_logging=False)
+        config = Config(mode="aggressive", use_mixed_precision=False, enable_logging=False)
         memscale.wrap(model, config, inputs, async_offload=True, async_config=settings)
         prefetcher = prefetcher_of(model._memscale_executor)
         assert prefetcher.engine.depth == 1
