@@ -317,6 +317,10 @@ def test_gradients_that_are_given_and_several_roots() -> None:
     assert torch.equal(x.grad, torch.full((1, 4), 32.0))
     x.grad.sum().backward(inputs=[model.linear.weight])  # of the gradient's own graph
     assert model.linear.weight.grad.isfinite().all()
+    model.zero_grad()
+    edge = torch.autograd.graph.get_gradient_edge(model(torch.ones(1, 4)))
+    torch.autograd.backward(edge, torch.ones(1, 4))
+    assert torch.equal(model.linear.weight.grad, torch.ones(4, 4))
     hidden = model(torch.ones(1, 4))
     hidden.sum().backward(inputs=[hidden])
     assert torch.equal(hidden.grad, torch.ones(1, 4))

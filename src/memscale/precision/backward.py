@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from memscale.precision.graph import leaves_of
@@ -109,7 +110,11 @@ def _scaled_backward(backward: Callable[..., None]) -> Callable[..., None]:
             "grad_variables": grad_variables,
             "inputs": inputs,
         }
-        roots = list(_tensors(tensors))
+        roots = _tensors(tensors)
+        if not all(
+            isinstance(root, torch.Tensor) for root in roots
+        ):  # edges of a graph: someone knows what they do
+            return backward(tensors, grad_tensors, **options)
         if graph_task_id() != OUTSIDE_BACKWARD:
             with _divided_inside(roots):
                 return backward(tensors, grad_tensors, **options)
@@ -150,7 +155,7 @@ def _what_to_scale(
 
 def _seeds(roots: Sequence[torch.Tensor], given: Any, factor: float) -> list[torch.Tensor]:
     """The gradients that a pass begins with: ones, if the caller has given none."""
-    gradients = [None] * len(roots) if given is None else list(_tensors(given))
+    gradients = [None] * len(roots) if given is None else _tensors(given)
     return [
         _ones(root, factor) if gradient is None else gradient * factor
         for root, gradient in zip(roots, gradients, strict=True)
@@ -192,5 +197,5 @@ def _divided_inside(roots: Sequence[torch.Tensor]) -> Iterator[None]:
         yield
 
 
-def _tensors(value: Any) -> Iterable[Any]:
-    return [value] if isinstance(value, torch.Tensor) else value
+def _tensors(value: Any) -> list[Any]:
+    return [value] if isinstance(value, (torch.Tensor, GradientEdge)) else list(value)
