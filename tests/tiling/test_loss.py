@@ -349,6 +349,22 @@ def _of_the_size_of_the_head(gpu: Any) -> int:
     return sum(nbytes <= each < nbytes + 512 for each in gpu.tracker.alive_since(-1, gpu.device).values())
 
 
+@pytest.mark.parametrize("techniques", [("offloading",), ("offloading", "checkpointing")], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "bert", "transformer_encoder"])
+def test_a_head_at_home_on_disk(name: str, techniques: tuple[str, ...]) -> None:
+    family = FAMILIES[name]
+    if family.transformers:
+        pytest.importorskip("transformers")
+    model = family.build()
+    plain = step(family, model)
+    executor = Executor(model, every_block(model, techniques, offloading=Offloading("disk")))
+    executor.attach()
+    with Tensors() as made:
+        assert_close(step(family, model), plain)
+    assert (ROWS, VOCAB) in made.shapes
+    executor.detach()
+
+
 def test_a_simulation_sees_that_logits_are_not_there() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
