@@ -14,6 +14,7 @@ from torch import nn
 from memscale.errors import WeightsError, WrapTypeError, shown
 from memscale.offload.materialised import Materialised, is_on_meta, tie_on_meta
 from memscale.offload.safetensors_files import StoredTensor, find_files, tensors_in
+from memscale.offload.store import DiskStore
 
 __all__ = ["LoadedKeys", "fill_pending", "load_safetensors", "pending_is_done"]
 
@@ -64,7 +65,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
         ...     keys = load_safetensors(model, file.name)
         ...     import memscale
         ...     _ = memscale.wrap(model, memscale.Config(enable_logging=False), torch.ones(2, 3))
-        >>> float(model(torch.ones(1, 3)))
+        >>> model(torch.ones(1, 3)).item()
         3.0
         >>> memscale.detach(model)
     """
@@ -131,7 +132,7 @@ def _read_as(tensor: torch.Tensor, source: StoredTensor) -> torch.Tensor:
     return torch.empty_like(tensor, device=values.device, requires_grad=False).copy_(values)
 
 
-def _store_of(model: nn.Module) -> Any:
+def _store_of(model: nn.Module) -> DiskStore | None:
     from memscale.executor import executor_of  # the executor needs this module
 
     executor = executor_of(model)

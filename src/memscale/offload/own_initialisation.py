@@ -25,8 +25,6 @@ values before.
 from __future__ import annotations
 
 import contextlib
-import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,8 +32,14 @@ import torch
 from torch import nn
 
 from memscale.errors import WrapError
+from memscale.offload.initialisers import (
+    constructor_of,
+    initialiser_of_modules,
+    is_pretrained,
+    method_without_arguments,
+)
 from memscale.offload.materialised import HOST, Materialised, is_on_meta, own_tensors, tied_names
-from memscale.recompute._torch_private import LightDispatchMode
+from memscale.offload.writes import Writes
 
 __all__ = ["OwnInitialisation", "Settle"]
 
@@ -85,8 +89,9 @@ class OwnInitialisation:
         self._constructed: set[int] = set()
         self._initialised: set[int] = set()
         self._before_constructor: dict[int, torch.Tensor] = {}  # the random state, by the module
-        had_values = (each for each in (*model.parameters(), *model.buffers()) if not is_on_meta(each))
-        self._writes = _Writes({_key(each) for each in had_values})
+        self._writes = Writes(
+            each for each in (*model.parameters(), *model.buffers()) if not is_on_meta(each)
+        )
 
     def run(self) -> None:
         """Do it.
@@ -109,7 +114,7 @@ class OwnInitialisation:
         if id(module) in self._constructed:
             return
         self._constructed.add(id(module))
-        owner = module if _is_pretrained(module) else owner
+        owner = module if is_pretrained(module) else owner
         for child in module.children():
             self._construct(child, owner)
         if id(module) not in self._concerned:
@@ -122,12 +127,12 @@ class OwnInitialisation:
             self._initialise_pretrained(module, module)
 
     def _initialise_plainly(self, module: nn.Module) -> None:
-        reset = _constructor_of(module) or _method_without_arguments(module, "init_weights")
+        reset = constructor_of(module) or method_without_arguments(module, "init_weights")
         with self._turn(module):
             if reset is not None:
                 reset()
         self._leave(module)
-        for_each = _initialiser_of_modules(module)
+        for_each = initialiser_of_modules(module)
         if for_each is not None:
 
             def initialise(inner: nn.Module) -> None:
@@ -138,7 +143,7 @@ class OwnInitialisation:
 
     def _rehearse(self, module: nn.Module) -> None:
         """Draw what the constructor of a module of transformers would have drawn, and drop it."""
-        constructor = _constructor_of(module)
+        constructor = constructor_of(module)
         if constructor is not None:
             self._before_constructor[id(module)] = torch.get_rng_state()
             with self._turn(module, takes=()):
@@ -147,7 +152,7 @@ class OwnInitialisation:
     def _initialise_pretrained(self, module: nn.Module, owner: Any) -> None:
         """What ``PreTrainedModel.initialize_weights`` does, in its order."""
         for child in module.children():
-            self._initialise_pretrained(child, child if _is_pretrained(child) else owner)
+            self._initialise_pretrained(child, child if is_pretrained(child) else owner)
         if id(module) in self._initialised or id(module) in self._has_values:
             return
         self._initialised.add(id(module))
@@ -161,7 +166,7 @@ class OwnInitialisation:
 
     def _complete(self, module: nn.Module) -> None:
         """What transformers has left as the module's constructor made it."""
-        constructor, state = _constructor_of(module), self._before_constructor.pop(id(module), None)
+        constructor, state = constructor_of(module), self._before_constructor.pop(id(module), None)
         self._note_writes()
         left = [name for name, _ in own_tensors(module) if self._name_of(module, name) in self._unwritten]
         if constructor is None or state is None or not left:
@@ -241,9 +246,9 @@ class OwnInitialisation:
         """Raise for a parameter that nothing will write to, before any work is done."""
         helped = (
             helped
-            or _is_pretrained(module)
-            or _initialiser_of_modules(module) is not None
-            or _method_without_arguments(module, "init_weights") is not None
+            or is_pretrained(module)
+            or initialiser_of_modules(module) is not None
+            or method_without_arguments(module, "init_weights") is not None
         )
         for attribute in getattr(module, "adapter_layer_names", ()):  # of peft
             if any(is_on_meta(each) for each in _parameters_in(getattr(module, attribute, None))):
@@ -262,71 +267,10 @@ class OwnInitialisation:
                     "...from_config(config)), give it its files by memscale.load_safetensors(model, directory), "
                     "and wrap it then."
                 )
-            if not helped and _constructor_of(module) is None:
+            if not helped and constructor_of(module) is None:
                 raise WrapError(_no_way(self._model, key, 1))
         for child in module.children():
-            self._refuse_the_hopeless(child, helped=helped or _constructor_of(module) is not None)
-
-
-class _Writes(LightDispatchMode):
-    """Sees which memory is written to, and keeps some of it from being written to.
-
-    Args:
-        kept: The memory that keeps its values.
-    """
-
-    def __init__(self, kept: set[int]) -> None:
-        super().__init__()
-        self._kept = kept
-        self._written: set[int] = set()
-        self._lately: set[int] = set()
-
-    def begin(self) -> None:
-        """What is written to from now on is written to lately."""
-        self._lately.clear()
-
-    def saw(self, tensor: torch.Tensor) -> bool:
-        return not tensor.numel() or _key(tensor) in self._written
-
-    def saw_lately(self, tensor: torch.Tensor) -> bool:
-        return not is_on_meta(tensor) and _key(tensor) in self._lately
-
-    def forget(self, tensor: torch.Tensor) -> None:
-        """It has new memory, which may be where other memory was before."""
-        self._written.discard(_key(tensor))
-        self._lately.discard(_key(tensor))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not func._schema.is_mutable:
-            return func(*args, **kwargs)
-        changed = list(_changed(func, args, kwargs))
-        keys = [_key(tensor) for tensor in changed]
-        if any(key in self._kept for key in keys):
-            return changed[0] if len(func._schema.returns) == 1 else tuple(changed)
-        self._written.update(keys)
-        self._lately.update(keys)
-        return func(*args, **kwargs)
-
-
-def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that an operation writes to."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        for each in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(each, torch.Tensor):
-                yield each
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _parameters_in(adapters: object) -> Iterator[torch.Tensor]:
-    if isinstance(adapters, nn.Module):  # a dict of layers, or of parameters
-        yield from adapters.parameters()
+            self._refuse_the_hopeless(child, helped=helped or constructor_of(module) is not None)
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -334,53 +278,9 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(memory, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory
 
 
-# ---------------------------------------------------------------------- how modules are initialised
-
-
-def _constructor_of(module: nn.Module) -> Callable[[], object] | None:
-    """What a module's constructor has called to draw its numbers."""
-    for name in ("reset_parameters", "_reset_parameters"):
-        method = _method_without_arguments(module, name)
-        if method is not None:
-            return method
-    pytorch_utils = sys.modules.get("transformers.pytorch_utils")
-    if pytorch_utils is not None and type(module) is pytorch_utils.Conv1D:
-        return lambda: _construct_conv1d(module)
-    return None
-
-
-def _construct_conv1d(module: Any) -> None:
-    nn.init.normal_(module.weight, std=0.02)
-    nn.init.zeros_(module.bias)
-
-
-def _method_without_arguments(module: nn.Module, name: str) -> Callable[[], object] | None:
-    method = getattr(module, name, None)
-    return method if callable(method) and _required_arguments(method) == 0 else None
-
-
-def _initialiser_of_modules(module: nn.Module) -> Callable[[nn.Module], object] | None:
-    """A method to be applied to each module inside, by the name that the models of transformers made common."""
-    if _is_pretrained(module):
-        return None
-    method = getattr(module, "_init_weights", None)
-    return method if callable(method) and _required_arguments(method) == 1 else None
-
-
-def _required_arguments(function: Callable[..., object]) -> int | None:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a built-in
-        return None
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return sum(each.default is each.empty and each.kind not in several for each in parameters)
-
-
-def _is_pretrained(module: nn.Module) -> bool:
-    modeling_utils = sys.modules.get(
-        "transformers.modeling_utils"
-    )  # not there: then no model is of transformers
-    return modeling_utils is not None and isinstance(module, modeling_utils.PreTrainedModel)
+def _parameters_in(adapters: object) -> Iterator[torch.Tensor]:
+    if isinstance(adapters, nn.Module):  # a dict of layers, or of parameters
+        yield from adapters.parameters()
 
 
 def _no_way(model: nn.Module, key: str, count: int) -> str:

@@ -173,7 +173,8 @@ def _header_of(path: Path) -> dict[str, StoredTensor]:
 def _entry(path: Path, name: str, entry: Any, start: int, size: int) -> StoredTensor:
     try:
         kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        whole = all(type(each) is int and each >= 0 for each in (*shape, begin, end))
+        numbers = (*shape, begin, end)
+        whole = isinstance(kind, str) and all(type(each) is int and each >= 0 for each in numbers)
     except (KeyError, TypeError, ValueError):
         whole = False
     if not whole:
