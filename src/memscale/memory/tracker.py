@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 from memscale.errors import ProfileError
 from memscale.memory import _autograd
 from memscale.memory.allocator import OutOfDeviceMemory
+from memscale.memory.elsewhere import is_elsewhere
 from memscale.memory.ledger import AllocatorFactory, DeviceMemory, Entry, Ledger
 from memscale.memory.modules import RunningModules
 from memscale.memory.record import Category, Phase, Snapshot, Timeline
@@ -296,7 +297,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
 
     def _add(self, storage: torch.UntypedStorage, tensor: torch.Tensor, op: object | None) -> Entry | None:
         device = self._device_of(tensor, storage)
-        if device is None:
+        if device is None or is_elsewhere(storage):
             return None
         try:
             return self._ledger.add(storage, tensor, device, op, self._running.current(self._in_backward))

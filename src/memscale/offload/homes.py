@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from memscale.eight_bit.states import EightBitStates
+from memscale.offload.data import exchange_data
 from memscale.offload.mapped_parameters import MappedParameters
 from memscale.offload.optimizer_hooks import Surroundings
 from memscale.offload.state_homes import StateHomes
@@ -241,21 +241,6 @@ def relocate(parameter: nn.Parameter, device: torch.device) -> None:
     parameter.grad = None
     with torch.no_grad():
         moved = parameter.detach().to(device)
-        if _exchanges_data(parameter, moved):
-            parameter.data = moved
-        else:
-            torch.utils.swap_tensors(  # type: ignore[no-untyped-call]
-                parameter, nn.Parameter(moved, parameter.requires_grad)
-            )
+        exchange_data(parameter, moved)
         if gradient is not None:
             parameter.grad = gradient.to(device)
-
-
-def _exchanges_data(parameter: nn.Parameter, moved: torch.Tensor) -> bool:
-    """Whether ``.data =`` can do it, as ``Module.to`` decides it; fake and wrapped tensors are swapped whole."""
-    plain = type(moved) is torch.Tensor and not isinstance(parameter, FakeTensor)
-    return (
-        plain
-        and type(parameter.data) is torch.Tensor
-        and bool(torch._has_compatible_shallow_copy_type(parameter, moved))
-    )

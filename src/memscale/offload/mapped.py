@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import torch
 
 from memscale.errors import TierError
+from memscale.memory.elsewhere import made_elsewhere, mark_elsewhere
 from memscale.offload import _libc
 from memscale.offload.disk import write_from
 from memscale.offload.engine import Engine, Lane, SyncEngine
@@ -109,6 +110,7 @@ class MappedArena:
         # Not at exit: tensors that are still alive then are still used.
         weakref.finalize(buffer, self._lock.leave, chunk).atexit = False
         storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+        mark_elsewhere(storage)
         return plain.set_(storage, 0, tuple(shape))  # type: ignore[call-overload,no-any-return]
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -251,11 +253,9 @@ class MappedArena:
         if not nbytes:
             return torch.empty(shape, dtype=dtype, device=_CPU)
         extent = self.space.allocate(nbytes, counted_only=True)
-        try:
+        with made_elsewhere():
             tensor = torch.empty(shape, dtype=dtype, device=_CPU)
-        except BaseException:  # the simulated host is full
-            self.space.free(extent)
-            raise
+        mark_elsewhere(tensor.untyped_storage())
         weakref.finalize(tensor.untyped_storage(), self.space.free, extent).atexit = False
         return tensor
 

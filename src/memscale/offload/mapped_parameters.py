@@ -27,10 +27,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
 from memscale.offload._libc import PAGE
+from memscale.offload.data import exchange_data
+from memscale.offload.layout import is_fake
 from memscale.offload.store import DiskStore
 from memscale.recompute._torch_private import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id
 
@@ -64,6 +65,7 @@ class MappedParameters:
         ] = {}  # by the parameter's id; whoever sends it keeps it alive
         self._in_backward: list[Sequence[nn.Parameter]] = []
         self._task = OUTSIDE_BACKWARD
+        self._pages: dict[int, torch.Tensor] = {}  # in a simulation, what stands for the pages in memory
 
     def send(self, parameter: nn.Parameter) -> bool:
         """Make a parameter's home on disk, and its gradient's; False for one that is better left in memory.
@@ -87,8 +89,10 @@ class MappedParameters:
         if not self.store.holds(parameter):
             if not _can_be_mapped(parameter):
                 return False
-            home = self.store.copy_of(parameter)
-            parameter.data = home
+            home, gradient = self.store.copy_of(parameter), parameter.grad
+            parameter.grad = None
+            exchange_data(parameter, home)
+            parameter.grad = gradient
         return True
 
     def bring_back(self, parameter: nn.Parameter) -> None:
@@ -99,11 +103,12 @@ class MappedParameters:
             if not parameter._post_accumulate_grad_hooks:
                 parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # as it was
         with torch.no_grad():
+            gradient, parameter.grad = parameter.grad, None
             if self.store.holds(parameter):
-                parameter.data = parameter.detach().clone()
-            gradient = parameter.grad
+                exchange_data(parameter, parameter.detach().clone())
             if gradient is not None and self.store.holds(gradient):
-                parameter.grad = gradient.clone()
+                gradient = gradient.clone()
+            parameter.grad = gradient
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Have gradients go home, also those of parameters that were frozen until now."""
@@ -121,13 +126,15 @@ class MappedParameters:
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
         """A layer is about to compute with these, in forward or in backward."""
         task = graph_task_id()
-        if task == OUTSIDE_BACKWARD:
-            return
-        if task != self._task:
-            self._task = task
-            at_end_of_backward(functools.partial(_after_backward, weakref.ref(self)))
-        self._rest_after_backward()
-        self._in_backward.append(parameters)
+        if task != OUTSIDE_BACKWARD:
+            if task != self._task:
+                self._task = task
+                at_end_of_backward(functools.partial(_after_backward, weakref.ref(self)))
+            self._rest_after_backward()
+            self._in_backward.append(parameters)
+        for parameter in parameters:
+            if is_fake(parameter) and self.store.holds(parameter):
+                self._pages[id(parameter)] = torch.empty(parameter.nbytes, dtype=torch.uint8)
 
     def end(self, parameters: Sequence[nn.Parameter]) -> None:
         """A layer's forward pass is over. If backward runs it again, it will need them in a moment."""
@@ -138,6 +145,7 @@ class MappedParameters:
         """Give back the pages of these and of their gradients."""
         for parameter in parameters:
             self.store.rest(parameter)
+            self._pages.pop(id(parameter), None)
             if parameter.grad is not None:
                 self.store.rest(parameter.grad)
 
@@ -180,14 +188,15 @@ def _after_backward(reference: weakref.ref[MappedParameters]) -> None:
 
 def _can_be_mapped(tensor: torch.Tensor) -> bool:
     """Whether a tensor is an ordinary one in the CPU's memory, all of a storage that is its own."""
-    if isinstance(tensor, FakeTensor) or type(tensor) not in (torch.Tensor, nn.Parameter):
+    if not is_fake(tensor) and type(tensor) not in (torch.Tensor, nn.Parameter):
         return False
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.nbytes < PAGE:
         return False
     if tensor.grad_fn is not None or (tensor.requires_grad and not isinstance(tensor, nn.Parameter)):
         return False
     storage = tensor.untyped_storage()
-    return storage.nbytes() == tensor.nbytes and not storage.is_shared() and _is_dense(tensor)
+    shared = not is_fake(tensor) and storage.is_shared()
+    return storage.nbytes() == tensor.nbytes and not shared and _is_dense(tensor)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -7,8 +7,10 @@ import os
 import torch
 from torch import nn
 
+from memscale.memory.elsewhere import is_elsewhere
 from memscale.offload.disk import DiskTier
 from memscale.offload.engine import Engine
+from memscale.offload.layout import is_fake
 from memscale.offload.mapped import MappedArena
 from memscale.offload.space import DiskSpace
 
@@ -41,7 +43,6 @@ class DiskStore:
         self._capacity = capacity
         self._space: DiskSpace | None = None
         self._arena: MappedArena | None = None
-        self._tier: DiskTier | None = None
 
     @property
     def arena(self) -> MappedArena:
@@ -50,15 +51,8 @@ class DiskStore:
             self._arena = MappedArena(self._opened())
         return self._arena
 
-    @property
-    def tier(self) -> DiskTier:
-        """Takes tensors that are read back as a whole."""
-        if self._tier is None:
-            self._tier = DiskTier(space=self._opened())
-        return self._tier
-
     def tier_of(self, engine: Engine) -> DiskTier:
-        """Another tier over the same file, whose transfers an engine runs; whoever asks for it closes it first."""
+        """A tier over the same file, whose transfers an engine runs; whoever asks for it closes it first."""
         return DiskTier(space=self._opened(), engine=engine)
 
     @property
@@ -83,7 +77,11 @@ class DiskStore:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is mapped here."""
-        if self._arena is None or type(tensor) not in _ORDINARY or tensor.layout is not torch.strided:
+        if self._arena is None or tensor.layout is not torch.strided:
+            return False
+        if is_fake(tensor):
+            return is_elsewhere(tensor.untyped_storage())
+        if type(tensor) not in _ORDINARY:
             return False
         return self._arena.holds(tensor)
 
@@ -99,13 +97,11 @@ class DiskStore:
                 self._space.retire()
             else:
                 self._space.close()
-        self._space = self._arena = self._tier = None
+        self._space = self._arena = None
 
     def _opened(self) -> DiskSpace:
         if self._space is None:
-            space = DiskSpace(self._directory, self._capacity)
-            space.open()  # a directory that can't be used is found out before anything is moved
-            self._space = space
+            self._space = DiskSpace(self._directory, self._capacity)
         return self._space
 
     def __getstate__(self) -> dict[str, object]:

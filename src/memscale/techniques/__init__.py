@@ -6,7 +6,6 @@ from memscale.techniques.base import Scene, Site, Technique, WholeTechnique
 from memscale.techniques.checkpointing import GradientCheckpointing
 from memscale.techniques.freed_memory import FreedMemory
 from memscale.techniques.loss import TiledLoss
-from memscale.techniques.mapped import ActivationsOnDisk
 from memscale.techniques.offloading import Offloading
 from memscale.techniques.optimizer8bit import EightBitOptimizer
 from memscale.techniques.optimizer_state import OptimizerState
@@ -24,7 +23,6 @@ TECHNIQUES: dict[str, Technique] = {
 
 WHOLE: tuple[WholeTechnique, ...] = (
     FreedMemory(),
-    ActivationsOnDisk(),
     Transfers(),
     EightBitOptimizer(),
     OptimizerState(),

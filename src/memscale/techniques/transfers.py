@@ -101,8 +101,6 @@ class _EndPass:
 
 
 def _attach_activations(scene: Scene, record: Record, engine: SharedEngine) -> None:
-    if scene.device.type == "cpu" and not engine.is_async:
-        return  # `ActivationsOnDisk` does it
     logs = scene.config is None or scene.config.enable_logging
     on_host: Activations | None = None
     on_disk: Activations | None = None

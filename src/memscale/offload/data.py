@@ -1,0 +1,38 @@
+"""A parameter's memory, exchanged for another: it stays the same object."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+__all__ = ["exchange_data"]
+
+
+def exchange_data(parameter: nn.Parameter, new: torch.Tensor) -> None:
+    """Give a parameter the memory of another tensor. Its gradient must be None, or fit that.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> weight = layer.weight
+        >>> exchange_data(weight, torch.zeros(2, 2))
+        >>> layer.weight is weight, float(weight.sum())
+        (True, 0.0)
+    """
+    with torch.no_grad():
+        if _can_be_set(parameter, new):
+            parameter.data = new
+        else:
+            torch.utils.swap_tensors(  # type: ignore[no-untyped-call]
+                parameter, nn.Parameter(new, parameter.requires_grad)
+            )
+
+
+def _can_be_set(parameter: nn.Parameter, new: torch.Tensor) -> bool:
+    """Whether ``.data =`` can do it, as ``Module.to`` decides it; fake and wrapped tensors are swapped whole."""
+    plain = type(new) is torch.Tensor and not isinstance(parameter, FakeTensor)
+    return (
+        plain
+        and type(parameter.data) is torch.Tensor
+        and bool(torch._has_compatible_shallow_copy_type(parameter, new))
+    )
