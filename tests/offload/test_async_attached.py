@@ -67,6 +67,13 @@ def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.fixture(autouse=True)
+def no_threads_left() -> Iterator[None]:
+    yield
+    gc.collect()
+    assert not [each for each in threading.enumerate() if each.name.startswith("memscale-offload")]
+
+
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each working copy whether it had been fetched ahead."""

@@ -89,6 +89,7 @@ def test_simulated_tensors_move_without_data(make_tier):
         assert sim.tracker.live_bytes("cpu") == host
         assert sim.host_peak_bytes >= 2**30  # also on the way to the disk
         del x, views
+        tier.flush()  # until then an asynchronous one holds what it stores, as on a device with streams
         assert sim.tracker.live_bytes(sim.device) == 0
         loaded = [tier.load(ticket) for ticket in tickets]
         assert [(each.shape, each.stride()) for each in loaded] == shapes
@@ -105,6 +106,10 @@ def test_what_is_fetched_ahead_is_seen_by_the_simulator():
     with AsyncEngine(AsyncOffloadConfig(prefetch_depth=1)) as engine, simulate("RTX 3090") as sim:
         with HostTier(2**34, engine=engine) as tier:
             tickets = [tier.store(torch.empty(MIB, device=sim.device)) for _ in range(3)]
+            assert sim.tracker.live_bytes(sim.device) == 4 * MIB  # the last, which counts as on its way
+            assert tier.borrow(tickets[0]) is None
+            assert tier.borrow(tickets[2]).shape == (MIB,)
+            tier.flush()
             assert sim.tracker.live_bytes(sim.device) == 0
             for ticket in tickets:
                 tier.prefetch(ticket)

@@ -320,7 +320,9 @@ class _Stored:
         """Its memory, for one of its views; held until the others of this backward pass have had it."""
         memory = self._memory if self._task == task else None
         if memory is None:
-            memory = self.below.tier.load(self.ticket)
+            tier = self.below.tier
+            memory = tier.borrow(self.ticket)
+            memory = tier.load(self.ticket) if memory is None else memory
             if task == OUTSIDE_BACKWARD:
                 return memory
             self._task = task

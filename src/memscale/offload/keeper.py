@@ -17,7 +17,7 @@ from memscale.offload.ahead import Ahead
 from memscale.offload.engine import Engine, Lane, SyncEngine
 from memscale.offload.locks import LateLock
 from memscale.offload.piece import Piece
-from memscale.offload.transfer import Done, Transfer
+from memscale.offload.transfer import Done, InOrder, Transfer
 from memscale.units import format_bytes
 
 __all__ = ["Keeper"]
@@ -116,10 +116,12 @@ class Keeper(ABC, Generic[PlaceT]):
             if not (self._failures and self._failures[-1].__cause__ is failure.__cause__):
                 self._failures.append(failure)
 
+        lane = self._lane(piece, piece.device, up=False)
         try:
-            piece.storing = self._engine.run(work, self._lane(piece, piece.device, up=False), piece.device)
+            storing = self._engine.run(work, lane, piece.device)
         except OSError as error:  # it ran here
             raise self._explain(error, piece, "stored") from error
+        piece.storing = InOrder(None) if lane is Lane.HERE and self._engine.is_async else storing
         piece.storing.then(done, failed)
 
     def _limit_under_way(self, pieces: list[Piece[PlaceT]]) -> None:

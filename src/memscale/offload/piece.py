@@ -90,7 +90,7 @@ class Piece(Generic[PlaceT]):
     def busy(self) -> bool:
         """Whether a transfer still reads or writes its place."""
         self._reads = [read for read in self._reads if not read.done()]
-        return bool(self._reads) or (self.storing is not None and not self.storing.done())
+        return bool(self._reads) or (self.storing is not None and self.storing.busy())
 
     def finish(self) -> None:
         """Block until nothing is under way with it."""

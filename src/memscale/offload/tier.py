@@ -15,7 +15,7 @@ import torch
 from memscale.errors import TierError
 from memscale.offload.engine import Engine
 from memscale.offload.keeper import Keeper
-from memscale.offload.layout import View, is_fake, pack
+from memscale.offload.layout import View, is_fake, pack, rebuild
 from memscale.offload.piece import Piece, Ticket
 
 __all__ = ["Ticket", "Tier"]
@@ -156,6 +156,17 @@ class Tier(Keeper[PlaceT]):
                 tensor = piece.hand_out(ticket, flat, target)
                 self._start_fetches()
             return tensor
+
+    def borrow(self, ticket: Ticket) -> torch.Tensor | None:
+        """The tensor where it was stored from, if it is still there because it is on its way: nothing is copied.
+
+        It must not be changed in place, as the transfer may still read it.
+        """
+        self._begin()
+        piece = self._piece_of(ticket)
+        source = None if piece is None or piece.torn is not None else piece.source
+        with torch.no_grad():
+            return None if source is None else rebuild(source, ticket.view)
 
     def free(self, ticket: Ticket) -> None:
         """Give back what only this ticket stands for. Tensors that were loaded are not touched."""

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-__all__ = ["Done", "Transfer"]
+__all__ = ["Done", "InOrder", "Transfer"]
 
 T = TypeVar("T")
 
@@ -17,6 +17,10 @@ class Transfer(ABC, Generic[T]):
     @abstractmethod
     def done(self) -> bool:
         """Whether it is over, well or not."""
+
+    def busy(self) -> bool:
+        """Whether memory is still read or written for it."""
+        return not self.done()
 
     @abstractmethod
     def wait(self) -> T:
@@ -57,3 +61,44 @@ class Done(Transfer[T]):
 
     def then(self, done: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
         done()
+
+
+class InOrder(Transfer[T]):
+    """A transfer of a device without streams, that counts as under way until someone waits for it.
+
+    On a real device what a copy reads is held until then. A virtual one, which copies at once, must hold it as long:
+    else it would show less memory than the real one may need.
+
+    Example:
+        >>> transfer = InOrder(3)
+        >>> transfer.then(lambda: print("over"), print)
+        >>> transfer.done(), transfer.busy()
+        (False, False)
+        >>> transfer.wait()
+        over
+        3
+    """
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+        self._over = False
+        self._calls: list[Callable[[], None]] = []
+
+    def done(self) -> bool:
+        return self._over
+
+    def busy(self) -> bool:
+        return False
+
+    def wait(self) -> T:
+        self.finish()
+        return self._value
+
+    def finish(self) -> None:
+        self._over = True
+        calls, self._calls = self._calls, []
+        for call in calls:
+            call()
+
+    def then(self, done: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
+        self._calls.append(done)

@@ -83,7 +83,8 @@ class Job(Transfer[T]):
         self.finish()
         if self._error is not None:
             if isinstance(self._error, TransferError):
-                raise self._error
+                # Not itself: what is raised gets a traceback, and the cause of this one may know this job.
+                raise TransferError(str(self._error)) from self._error.__cause__
             raise TransferError(f"A transfer in a worker thread failed: {self._error}") from self._error
         return cast(T, self._value)
 
@@ -166,7 +167,10 @@ class WorkerPool:
         """
         state = self._state
         if state.closed or state.broken is not None or os.getpid() != state.pid:
-            raise state.problem()
+            # Not itself: what is raised gets a traceback, which the threads that are left would keep alive, with
+            # the model in its frames.
+            problem = state.problem()
+            raise type(problem)(str(problem)) from problem.__cause__
         if not state.threads:
             with self._start:
                 self._start_threads()
