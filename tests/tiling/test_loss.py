@@ -111,6 +111,54 @@ def every_block(model: nn.Module, techniques: tuple[str, ...], **settings: Any) 
     return Plan(layers, loss=LossTiling(ROWS))
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+# Models that do something to the logits before the loss, with what this adds to the steps of a tile.
+OTHERS: dict[str, dict[str, Any]] = {
+    "Gemma2ForCausalLM": {"head_dim": 8, "final_logit_softcapping": 3.0},  # a cap
+    "CohereForCausalLM": {"logit_scale": 0.5},  # a factor
+    "GraniteForCausalLM": {"logits_scaling": 3.0},  # a divisor
+    "BartForConditionalGeneration": {  # a bias that is not the head's
+        "d_model": HIDDEN,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_ffn_dim": HIDDEN,
+        "decoder_ffn_dim": HIDDEN,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "extra"), OTHERS.items(), ids=OTHERS.keys())
+def test_what_models_do_to_logits_is_done_to_tiles(name: str, extra: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**{**SIZES, **extra})).train()
+    ids = torch.randint(3, VOCAB, (BATCH, LENGTH))
+    call = lambda: model(input_ids=ids, labels=ids).loss  # noqa: E731
+    if hasattr(model, "final_logits_bias"):
+        model.final_logits_bias.copy_(torch.linspace(-1, 1, VOCAB))
+    plain = gradients(model, call)
+    tile_loss(model, ROWS)
+    with Tensors() as made:
+        assert_close(gradients(model, call), plain)
+    assert (ROWS, VOCAB) in made.shapes
+    assert not any(
+        shape[-1:] == (VOCAB,) and torch.Size(shape).numel() >= ids.numel() * VOCAB for shape in made.shapes
+    )
+
+
 # Asking for logits -------------------------------------------------------------------------------
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["ActivationTiling", "AttentionForward", "Place", "TiledForward", "find_attention", "find_places"]
 
 # Methods of a block that are an MLP: of Hugging Face's encoders, and of torch's own transformer layers.
-METHODS = ("feed_forward_chunk", "_ff_block")
+METHODS = ("feed_forward_chunk", "ff_chunk", "_ff_block")
 
 MOST_WIDTHS = 4
 DEFAULT_ROWS = 1024

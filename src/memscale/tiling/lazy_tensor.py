@@ -68,6 +68,7 @@ class LazyTensor(torch.Tensor):
     """Stands in for a tensor. A subclass says how that is computed, and has a dictionary `followed` of its own."""
 
     followed: ClassVar[dict[Function, tuple[Function, inspect.Signature]]]
+    is_computed_later: ClassVar[bool] = True  # for whoever looks at tensors, and must not ask for this one
     _true: torch.Tensor | None
 
     @property
