@@ -540,3 +540,21 @@ def test_backward_may_come_after_detach(tmp_path: Path, checkpointing: bool) -> 
     output.backward()
     for a, b in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
+
+
+def test_the_next_layer_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wide(3)
+    with on_disk(model, activations=False) as executor:
+        store = executor.homes.store
+        x = torch.randn(2, 128)
+        model(x).sum().backward()
+        read: list[int] = []
+        monkeypatch.setattr(store.arena, "read_ahead", lambda tensor: read.append(tensor.data_ptr()))
+        output = model(x).sum()
+        weights = [layer.up.weight.data_ptr() for layer in model.layers]
+        order = [weights.index(each) for each in read if each in weights]
+        assert order == [0, 1, 1, 2, 2]
+        read.clear()
+        output.backward()
+        order = [weights.index(each) for each in read if each in weights]
+        assert order == [2, 2, 1, 1, 0, 0]  # the first by the head

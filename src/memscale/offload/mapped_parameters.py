@@ -10,7 +10,8 @@ to be done is to give the pages back when a layer is done with them:
 - in backward, when the gradient of a parameter is there: nothing below needs the parameter any more. And, for the
   sake of parameters that are frozen, when the next layer begins, and when backward ends.
 
-To give pages back too early costs a page fault, and never a value; so nothing here has to be exact.
+To give pages back too early costs a page fault, and never a value; so nothing here has to be exact. What the page
+cache has not kept is read ahead, a layer at a time, while the layer before it computes.
 
 *Gradients.* Autograd makes a gradient in memory. When it has been accumulated, it is exchanged for a mapped copy,
 to which the next micro-batch adds in place, as autograd adds to any gradient that is there. What is no ordinary
@@ -65,6 +66,8 @@ class MappedParameters:
         ] = {}  # by the parameter's id; whoever sends it keeps it alive
         self._in_backward: list[Sequence[nn.Parameter]] = []
         self._task = OUTSIDE_BACKWARD
+        self._latest: tuple[bool, int] | None = None
+        self._followers: dict[tuple[bool, int], Sequence[nn.Parameter]] = {}  # by direction and layer
         self._pages: dict[int, torch.Tensor] = {}  # in a simulation, what stands for the pages in memory
 
     def send(self, parameter: nn.Parameter) -> bool:
@@ -126,6 +129,7 @@ class MappedParameters:
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
         """A layer is about to compute with these, in forward or in backward."""
         task = graph_task_id()
+        self._read_ahead(parameters, in_backward=task != OUTSIDE_BACKWARD)
         if task != OUTSIDE_BACKWARD:
             if task != self._task:
                 self._task = task
@@ -148,6 +152,17 @@ class MappedParameters:
             self._pages.pop(id(parameter), None)
             if parameter.grad is not None:
                 self.store.rest(parameter.grad)
+
+    def _read_ahead(self, parameters: Sequence[nn.Parameter], *, in_backward: bool) -> None:
+        """Have the disk at work on this layer, and on the one that came after it last time."""
+        if not parameters:
+            return
+        key = (in_backward, id(parameters[0]))
+        if self._latest is not None and self._latest[0] == in_backward and self._latest != key:
+            self._followers[self._latest] = parameters
+        self._latest = key
+        for parameter in (*parameters, *self._followers.get(key, ())):
+            self.store.ahead(parameter)
 
     def _rest_after_backward(self) -> None:
         while self._in_backward:

@@ -30,6 +30,9 @@ class MappedPlace:
         return tensor if self._store.holds(tensor) else self._store.copy_of(tensor)
 
     def up(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        for each in (tensor, parameter, parameter.grad):
+            if each is not None:
+                self._store.ahead(each)
         return tensor.to(parameter.device)
 
     def new(self, like: torch.Tensor) -> torch.Tensor:

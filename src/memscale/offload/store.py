@@ -85,6 +85,14 @@ class DiskStore:
             return False
         return self._arena.holds(tensor)
 
+    def ahead(self, tensor: torch.Tensor) -> None:
+        """Have the system read a tensor's pages in one go, before they are touched one by one, if it is one of these.
+
+        They come to the page cache, not into this process; where they are there already it costs next to nothing.
+        """
+        if self._arena is not None and self.holds(tensor):
+            self._arena.read_ahead(tensor)
+
     def rest(self, tensor: torch.Tensor) -> None:
         """Give a tensor's pages back until it is used again, if it is one of these."""
         if self._arena is not None and self.holds(tensor):
