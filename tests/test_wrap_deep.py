@@ -7,14 +7,13 @@ import torch
 from torch import nn
 
 import memscale
-from memscale import Config
 from memscale.hardware import detect, virtual_hardware
 from memscale.planning import DEEP
 from memscale.prediction import _simulated
 from memscale.profiler import Place, sample_of
-from wrapping import Stack
+from wrapping import Stack, lossless
 
-QUIET = Config(mode="aggressive", enable_offloading=False, enable_logging=False)
+QUIET = lossless("aggressive", enable_offloading=False)
 LAYERS = DEEP + 4
 
 

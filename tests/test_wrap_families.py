@@ -15,14 +15,14 @@ from memscale import Config, MemoryTracker, Plan
 from memscale.executor import Executor
 from memscale.simulator import executing
 from techniques.harness import assert_same, train
-from wrapping import Memory, Work, memory_of, tensors, work_of
+from wrapping import Memory, Work, lossless, memory_of, tensors, work_of
 
 CONFIGS = {
-    "aggressive": Config(mode="aggressive", enable_logging=False),
+    "aggressive": lossless("aggressive"),
     # Forced, as tiny models have little to gain.
     "balanced": Config(force_optimize=True, enable_logging=False),
 }
-CHECKPOINTING = Config(mode="aggressive", enable_offloading=False, enable_logging=False)
+CHECKPOINTING = lossless("aggressive", enable_offloading=False)
 
 ROOM = 64 * 1024
 SHARE = 0.01

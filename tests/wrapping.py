@@ -20,6 +20,12 @@ QUIET = Config(enable_logging=False)
 aten = torch.ops.aten
 
 
+def lossless(mode: str, **fields: Any) -> Config:
+    """A mode without the techniques that change numbers, and without a log."""
+    off = {"use_mixed_precision": False, "use_8bit_optimizer": False, "enable_tiling": False}
+    return Config(mode=mode, enable_logging=False, **{**off, **fields})
+
+
 def call(model: nn.Module, batch: Batch) -> Any:
     """Calls a family's model as its loss does."""
     return model(**batch) if isinstance(batch, dict) else model(batch[0])

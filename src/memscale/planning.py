@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,16 +13,19 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.config import Config
-from memscale.engine import decide, room_of
+from memscale.engine import decide, plain_point, room_of
 from memscale.engine.rows import optimizer_transient
+from memscale.engine.settings import Batch, Setting, settings_for
 from memscale.engine.structure import decide_by_structure
-from memscale.execution_plan import Plan
+from memscale.execution_plan import Plan, Tier
+from memscale.executor import Executor
 from memscale.hardware import Hardware
 from memscale.prediction import Step, measure, predict
 from memscale.profiler import ModelProfile, Place, Sample, find_blocks, profile_model
 from memscale.profiler.cache import uses_cache
 from memscale.profiler.static import profile_static
 from memscale.recompute.rng import RngState
+from memscale.techniques.loss import find_head
 
 ATTEMPTS = 3  # at a plan that fits, if the simulation finds that the engine's does not
 DEEP = 24  # equal blocks beyond the two that the profile runs, from which on a plain step is not simulated
@@ -70,17 +74,48 @@ def _rehearsed(model: nn.Module, sample: Sample, config: Config, hardware: Hardw
     except torch.OutOfMemoryError:
         note = f"a step of the plain model on {sample.describe()} runs out of memory, so that it was not profiled"
         return decide_by_structure(model, find_blocks(model), hardware, config, notes=(note,))
-    plan = decide(profile, hardware, config)
+    under = _under_settings(model, profile, sample, config, hardware)
+    plan = decide(profile, hardware, config, under=under)
     try:
         if profile.source != "static":
             return _measured(model, plan, profile, sample, config, hardware)
         plain = _plain_step(model, profile, sample, hardware)
         predicted = predict(model, plan, sample, place, config, plain)
-        return _within(model, plan, predicted, profile, sample, config, hardware)
+        return _within(model, plan, predicted, profile, under, sample, config, hardware)
     except Exception as error:
         how = "simulated" if profile.source == "static" else "run"
         note = f"the plan could not be {how} ({type(error).__name__}), its peak is an estimate"
         return replace(plan, notes=(*plan.notes, *_way(profile), note))
+
+
+def _under_settings(
+    model: nn.Module, profile: ModelProfile, sample: Sample, config: Config, hardware: Hardware
+) -> list[tuple[Setting, ModelProfile]]:
+    """The settings that the engine may choose from, each with what the model needs under it."""
+    head = find_head(model)[1]
+    batch = Batch(*sample.positions_and_tokens(), 0 if head is None else head.out_features)
+    quiet = config.replace(enable_logging=False)
+    blocks = find_blocks(model)
+    tier: Tier = "disk" if hardware.device.kind == "cpu" else "host"
+    home = tier if config.enable_offloading else None
+    found = []
+    for setting in settings_for(hardware, config, batch):
+        needs = profile
+        if setting.changes_the_profile and profile.source == "static":
+            alone = setting.alone(blocks, home)
+            needs = profile_static(
+                model,
+                sample,
+                Place.of(hardware.device),
+                prepare=functools.partial(_attached, alone, quiet),
+                at_home=home is not None,
+            )
+        found.append((setting, needs))
+    return found
+
+
+def _attached(plan: Plan, config: Config, twin: nn.Module) -> None:
+    Executor(twin, plan, config).attach()
 
 
 def _plain_step(model: nn.Module, profile: ModelProfile, sample: Sample, hardware: Hardware) -> Step | None:
@@ -89,8 +124,8 @@ def _plain_step(model: nn.Module, profile: ModelProfile, sample: Sample, hardwar
         return None
     if uses_cache(model):
         profile = profile_static(model, sample, Place.of(hardware.device), with_cache=True)
-    as_it_is = decide(profile, hardware, Config(enable_checkpointing=False, enable_offloading=False))
-    return Step(as_it_is.baseline_peak_bytes, as_it_is.baseline_saved_bytes)
+    plain = plain_point(profile, hardware)
+    return Step(plain.peak_bytes, plain.saved_bytes)
 
 
 def _within(
@@ -98,6 +133,7 @@ def _within(
     plan: Plan,
     predicted: Plan,
     profile: ModelProfile,
+    under: Sequence[tuple[Setting, ModelProfile]],
     sample: Sample,
     config: Config,
     hardware: Hardware,
@@ -115,7 +151,7 @@ def _within(
         if plan.predicted_peak_bytes > room or predicted.predicted_peak_bytes <= room:
             break
         margin += predicted.predicted_peak_bytes - plan.predicted_peak_bytes
-        plan = decide(profile, hardware, config, margin=margin)
+        plan = decide(profile, hardware, config, under=under, margin=margin)
         predicted = predict(model, plan, sample, place, config, plain)
     if profile.blocks_left_out < DEEP:
         return predicted

@@ -11,13 +11,14 @@ workspaces, no gradient is left over when forward begins, and the outputs are le
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from memscale.config import Config
+from memscale.eight_bit import moment_bytes, parameters_in_eight_bits
 from memscale.execution_plan import Plan, PredictionSource
 from memscale.executor import Executor
 from memscale.memory.allocator import CachingAllocator
@@ -108,13 +109,21 @@ def _simulated(
 ) -> Step:
     with place.simulate() as simulation:
         twin = simulation.copy_of(model).train(model.training)
+        away: set[int] = set()
         if plan is not None:
-            Executor(twin, plan, config).attach()
+            executor = Executor(twin, plan, config)
+            executor.attach()
+            away = {id(parameter) for parameter in executor.homes.on_disk}
             simulation.tracker.reset_peak()  # a model that does not fit was never on the device as a whole
-        _add_adam_state(twin, simulation)
+        here = [each for each in twin.parameters() if each.device.type == place.kind and id(each) not in away]
+        _add_adam_state(here, plan, twin, simulation)
         batch = Sample(simulation.batch_of(sample.args), simulation.batch_of(sample.kwargs))
         step = _step(twin, batch, simulation.tracker, simulation.device, torch.autograd.backward)
-        _adam_temporaries(twin, place.kind)
+        _adam_temporaries(here, place.kind)
+        if away and plan is not None and plan.optimizer is not None:
+            torch.empty(
+                plan.optimizer.bucket_bytes, dtype=torch.uint8
+            )  # what is stepped at a time, on its way
     return Step(max(step.peak_bytes, simulation.peak_bytes), step.saved_bytes)
 
 
@@ -138,19 +147,26 @@ def _step(
 # ---------------------------------------------------------------------- Adam
 
 
-def _add_adam_state(twin: nn.Module, simulation: Simulation) -> None:
+def _add_adam_state(
+    here: Sequence[nn.Parameter], plan: Plan | None, twin: nn.Module, simulation: Simulation
+) -> None:
     """Adam's moments, of the parameters that are on the device, and the counts of steps, which are on the host."""
     device = simulation.device
-    for parameter in twin.parameters():
-        if parameter.requires_grad and parameter.device.type == device.type:
-            sizes = [parameter.nbytes] * 2 + [COUNT_BYTES] * (device.type == "cpu")
+    eight_bit = plan is not None and plan.optimizer is not None and plan.optimizer.eight_bit
+    small = {id(each) for each in parameters_in_eight_bits(twin)} if eight_bit else set()
+    for parameter in here:
+        if parameter.requires_grad:
+            sizes = [parameter.nbytes] * 2
+            if id(parameter) in small:
+                sizes = [moment_bytes(parameter.numel())] * 2
+            sizes += [COUNT_BYTES] * (device.type == "cpu")
             for size in sizes:  # without tensors: they would take a tenth of a simulation
                 simulation.tracker.reserve(size, device, "Adam's state")
 
 
-def _adam_temporaries(twin: nn.Module, device: str) -> None:
+def _adam_temporaries(here: Sequence[nn.Parameter], device: str) -> None:
     """What Adam's step makes: one temporary of every parameter at once (foreach), or two of one on a CPU."""
-    there = [each for each in twin.parameters() if each.grad is not None and each.device.type == device]
+    there = [each for each in here if each.grad is not None]
     if device == "cpu" and there:
         there = [max(there, key=lambda parameter: parameter.nbytes)] * 2
     made = [torch.empty_like(each, requires_grad=False) for each in there]

@@ -10,13 +10,14 @@ import torch
 from torch.utils.data import Dataset
 
 import memscale
-from memscale import Config, MemoryTracker
+from memscale import MemoryTracker
 from memscale.memory.record import Category
+from wrapping import lossless
 
 transformers = pytest.importorskip("transformers")
 
 VOCAB, LENGTH, STEPS = 97, 16, 10
-QUIET = Config(mode="aggressive", enable_logging=False)  # so that a tiny model gets techniques, too
+QUIET = lossless("aggressive")  # so that a tiny model gets techniques, too
 
 
 class Tokens(Dataset):

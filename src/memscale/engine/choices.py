@@ -18,12 +18,14 @@ class Choice:
         keep: operations whose outputs are kept nevertheless.
         chained: forget the input as well, and recompute it from the block before.
         home: its parameters live on the tier below, and are copied up for use.
+        down: its input, or that of the segment it is in, waits on the tier below as well.
     """
 
     recompute: bool = False
     keep: tuple[OpProfile, ...] = ()
     chained: bool = False
     home: bool = False
+    down: bool = False
 
     @property
     def kept_bytes(self) -> int:
@@ -35,6 +37,7 @@ class Choice:
 
 
 PLAIN = Choice()
+AS_IT_IS = "as it is"
 ODD_SHARE = 50  # odd blocks that hold less than a fiftieth of what the stacks hold are not worth a choice
 
 
@@ -70,7 +73,10 @@ class Candidate:
             parts.append(
                 "parameters at home" if all_of_them else f"parameters of {self.at_home} blocks at home"
             )
-        return ", ".join(parts) or "as it is"
+        inputs = sum(choice.down and not choice.chained for choice in self.choices)
+        if inputs:
+            parts.append(f"inputs of {inputs} below")
+        return ", ".join(parts) or AS_IT_IS
 
 
 def _segments(choices: Sequence[Choice]) -> Iterator[int]:

@@ -2,60 +2,101 @@
 
 from __future__ import annotations
 
-from memscale.config import Config
+from collections.abc import Sequence
+
+from memscale.config import AsyncOffloadConfig, Config
 from memscale.engine.choices import Candidate, uniform
 from memscale.engine.cost import Clock
 from memscale.engine.entries import Entries
 from memscale.engine.frontier import Trade, best_trades
 from memscale.engine.rows import Choices, Rows, Terms
 from memscale.engine.rules import OWN_BYTES, Point, Verdict, choose, frontier
-from memscale.execution_plan import FrontierPoint, Plan
+from memscale.engine.settings import NOTHING, Setting
+from memscale.execution_plan import FrontierPoint, OptimizerPlan, Plan
 from memscale.hardware import Hardware
 from memscale.profiler.profile import ModelProfile
+from memscale.units import format_bytes
 
-__all__ = ["decide", "points", "room_of"]
+__all__ = ["decide", "plain_point", "points", "room_of"]
 
+BUCKET_BYTES = (
+    64 * 2**20
+)  # of parameters, gradients and state in memory at once while an optimizer steps on disk
 DIGITS = 6  # of ratios: a plan's text must not hang on the last bit of a float
 
 
-def decide(profile: ModelProfile, hardware: Hardware, config: Config, *, margin: int = 0) -> Plan:
+def decide(
+    profile: ModelProfile,
+    hardware: Hardware,
+    config: Config,
+    *,
+    under: Sequence[tuple[Setting, ModelProfile]] = (),
+    margin: int = 0,
+) -> Plan:
     """Choose what each block gets.
 
     The same profile, hardware and Config give the same plan, byte for byte.
 
     Args:
-        profile: what the model needs.
+        profile: what the plain model needs.
         hardware: what there is.
         config: what the user wants.
+        under: the settings to choose from, and what the model needs under each; nothing if it is not given.
         margin: bytes to leave free of the budget, or of the device.
     """
-    clock = Clock.of(hardware.device)
-    found = points(profile, hardware, config)
-    plain = found[0]
+    plain = plain_point(profile, hardware)
+    found: list[Point] = []
+    for setting, needs in under or ((NOTHING, profile),):
+        found += points(needs, hardware, config, setting)
     verdict = _verdict(found, hardware, config, margin)
-    ratio = verdict.point.seconds / plain.seconds if plain.seconds else 1.0
+    chosen = verdict.point
+    needs = next((needs for setting, needs in under if setting is chosen.setting), profile)
     return Plan(
-        layers=Entries(verdict, clock, config).of(profile),
+        layers=Entries(verdict, _rows(needs, hardware, config, chosen.setting, chosen.ahead), config).of(
+            needs
+        ),
         device=hardware.device.describe(),
         mode=config.mode.value,
         batch=profile.batch,
         baseline_peak_bytes=plain.peak_bytes,
-        predicted_peak_bytes=verdict.point.peak_bytes,
-        predicted_time_ratio=round(ratio, DIGITS),
+        predicted_peak_bytes=chosen.peak_bytes,
+        predicted_time_ratio=_ratio(chosen, plain),
         baseline_saved_bytes=plain.saved_bytes,
-        predicted_saved_bytes=verdict.point.saved_bytes,
-        host_bytes=verdict.point.home_bytes,
+        predicted_saved_bytes=chosen.saved_bytes,
+        host_bytes=0 if hardware.device.kind == "cpu" else chosen.home_bytes,
+        disk_bytes=chosen.home_bytes if hardware.device.kind == "cpu" else 0,
         decision_source="user_config" if config.explicit_fields & _TECHNIQUE_FIELDS else "rule",
         prediction_source="estimated",
-        notes=verdict.notes,
+        notes=(*chosen.setting.notes, *verdict.notes),
         frontier=tuple(
-            FrontierPoint(
-                point.candidate.label,
-                point.peak_bytes,
-                round(point.seconds / plain.seconds, DIGITS) if plain.seconds else 1.0,
-            )
-            for point in frontier(found)
+            FrontierPoint(point.label, point.peak_bytes, _ratio(point, plain)) for point in frontier(found)
         ),
+        precision=chosen.setting.precision,
+        loss=chosen.setting.loss,
+        optimizer=_optimizer(chosen, hardware, verdict.rule),
+        async_offload=chosen.ahead > 0,
+    )
+
+
+def _ratio(point: Point, plain: Point) -> float:
+    return round(point.seconds / plain.seconds, DIGITS) if plain.seconds else 1.0
+
+
+def _optimizer(chosen: Point, hardware: Hardware, rule: str) -> OptimizerPlan | None:
+    on_disk = hardware.device.kind == "cpu" and chosen.candidate.at_home > 0
+    if not on_disk and not chosen.setting.eight_bit:
+        return None
+    reasons = []
+    if on_disk:
+        reasons.append(f"stepped {format_bytes(BUCKET_BYTES)} at a time, parameters and gradients too")
+    if chosen.setting.eight_bit:
+        reasons.append("moments of large parameters take 2.03 bytes a parameter instead of 8")
+    return OptimizerPlan(
+        state="disk" if on_disk else "device",
+        bucket_bytes=BUCKET_BYTES if on_disk else 0,
+        eight_bit=chosen.setting.eight_bit,
+        rule=rule,
+        reason="; ".join(reasons),
     )
 
 
@@ -71,45 +112,87 @@ _TECHNIQUE_FIELDS = frozenset(
 )
 
 
-def points(profile: ModelProfile, hardware: Hardware, config: Config) -> list[Point]:
-    """All that there is to choose from, the plain model first: the frontier, and what one would try by hand.
+def points(
+    profile: ModelProfile, hardware: Hardware, config: Config, setting: Setting = NOTHING
+) -> list[Point]:
+    """All that there is to choose from: the frontier, and what one would try by hand, nothing at all first.
 
     The frontier holds the fastest plan for each peak. Of several plans with one peak it does not have the one
     that holds the least, which the plans tried by hand have.
     """
-    home = config.enable_offloading and hardware.device.kind != "cpu"
-    room = _host_room(hardware, config)
-    terms = Terms(Clock.of(hardware.device), hardware.device.kind, config.enable_checkpointing, home, room)
-    rows = Rows(profile, terms)
-    found = [
-        _point(rows, rows.trade(candidate), candidate)
-        for candidate in uniform(profile, recompute=terms.recompute, home=terms.home)
-    ]
-    for row in rows.rows():
-        for trade in best_trades(row):
-            found.append(_point(rows, trade, Candidate(_choices(trade))))
+    depths = _depths(hardware, config)
+    rows = _rows(profile, hardware, config, setting, depths[0])
+    candidates = list(uniform(profile, recompute=rows.terms.recompute, home=rows.terms.home))
+    candidates += [Candidate(_choices(trade)) for row in rows.rows() for trade in best_trades(row)]
+    found = [_point(rows, rows.trade(candidate), candidate, setting) for candidate in candidates]
+    for depth in depths[1:]:  # what is best without fetching ahead is good with it
+        rows = _rows(profile, hardware, config, setting, depth)
+        at_home = [candidate for candidate in candidates if candidate.at_home]
+        found += [_point(rows, rows.trade(candidate), candidate, setting) for candidate in at_home]
+    room = _room_below(hardware, config)
     return [found[0], *(point for point in found[1:] if point.home_bytes <= room)]
+
+
+def plain_point(profile: ModelProfile, hardware: Hardware) -> Point:
+    """The model as it is."""
+    rows = Rows(profile, Terms(Clock.of(hardware), hardware.device.kind))
+    candidate = next(uniform(profile, recompute=False, home=False))
+    return _point(rows, rows.trade(candidate), candidate, NOTHING)
+
+
+def _depths(hardware: Hardware, config: Config) -> tuple[int, ...]:
+    """How many layers ahead parameters may be fetched."""
+    depth = (config.async_config or AsyncOffloadConfig()).prefetch_depth
+    if hardware.device.kind == "cpu" or not config.enable_offloading:
+        return (0,)  # the system reads pages ahead by itself
+    if "async_offload" in config.explicit_fields:
+        return (depth,) if config.async_offload else (0,)
+    return (0, depth)
+
+
+def _rows(profile: ModelProfile, hardware: Hardware, config: Config, setting: Setting, ahead: int) -> Rows:
+    return Rows(
+        profile,
+        Terms(
+            clock=Clock.of(hardware, setting.precision),
+            kind=hardware.device.kind,
+            recompute=config.enable_checkpointing,
+            home=config.enable_offloading,
+            home_bytes=_room_below(hardware, config),
+            ahead=ahead,
+            working_share=setting.working_share,
+            state_share=setting.state_share,
+            bucket_bytes=BUCKET_BYTES,
+        ),
+    )
 
 
 def _choices(trade: Trade[Choices]) -> Choices:
     return tuple(choice for option in trade.options for choice in option.what)
 
 
-def _point(rows: Rows, trade: Trade[Choices], candidate: Candidate) -> Point:
+def _point(rows: Rows, trade: Trade[Choices], candidate: Candidate, setting: Setting) -> Point:
     return Point(
         candidate,
         trade.peak,
         rows.other_saved_bytes + trade.held,
         trade.seconds,
         rows.home_bytes(candidate.choices),
+        setting,
+        rows.terms.ahead if candidate.at_home else 0,
     )
 
 
-def _host_room(hardware: Hardware, config: Config) -> int:
-    """Host memory that may be used: the user's cap, else what the host has (its size, not what is free now)."""
-    if config.max_cpu_offload_bytes is not None:
-        return config.max_cpu_offload_bytes
-    return hardware.host.total_ram_bytes
+def _room_below(hardware: Hardware, config: Config) -> int:
+    """What may live on the tier below: the user's cap, else what is there.
+
+    Of host memory that is its size, not what happens to be free; a disk may be full of other things.
+    """
+    if hardware.device.kind == "cpu":
+        cap, there = config.max_disk_offload_bytes, hardware.disk.free_bytes if hardware.disk.writable else 0
+    else:
+        cap, there = config.max_cpu_offload_bytes, hardware.host.total_ram_bytes
+    return there if cap is None else cap
 
 
 def room_of(hardware: Hardware, config: Config) -> tuple[int, int | None]:

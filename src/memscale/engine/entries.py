@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from memscale.config import Config
 from memscale.engine.choices import PLAIN, Choice, called_blocks, can_recompute
-from memscale.engine.cost import Clock
+from memscale.engine.rows import Rows
 from memscale.engine.rules import WHY_KEPT, Verdict
-from memscale.execution_plan import Checkpointing, LayerPlan, Offloading
+from memscale.execution_plan import Checkpointing, LayerPlan, Offloading, Tier, Tiling
 from memscale.profiler.profile import BlockProfile, ModelProfile
 from memscale.units import format_bytes
 
@@ -20,7 +20,7 @@ class Entries:
     """Writes the entries of one plan."""
 
     verdict: Verdict
-    clock: Clock
+    rows: Rows
     config: Config
 
     def of(self, profile: ModelProfile) -> tuple[LayerPlan, ...]:
@@ -31,18 +31,22 @@ class Entries:
 
     def _entry(self, block: BlockProfile, choice: Choice) -> LayerPlan:
         layer = self._recomputed(block, choice) if choice.recompute else self._kept(block)
+        rows = self.verdict.point.setting.mlp_rows
+        if rows is not None and block.role == "repeated" and block.order >= 0:
+            layer = replace(layer, techniques=(*layer.techniques, "tiling"), tiling=Tiling(rows))
         if not choice.home or not block.used_bytes:
             return layer
         home = block.parameter_bytes + block.gradient_bytes + block.optimizer_bytes
-        reason = f"{format_bytes(home)} of parameters, gradients and Adam state live on the host"
+        tier: Tier = "disk" if self.rows.terms.kind == "cpu" else "host"
+        reason = f"{format_bytes(home)} of parameters, gradients and Adam state live on the {tier}"
         return replace(
             layer,
             techniques=("offloading", *layer.techniques),
             rule=self.verdict.rule,
             reason=f"{reason}; {layer.reason}" if layer.techniques else reason,
             saved_bytes=layer.saved_bytes + home,
-            extra_seconds=round(layer.extra_seconds + self.clock.home(block), DIGITS),
-            offloading=Offloading("host"),
+            extra_seconds=round(layer.extra_seconds + self.rows.home_seconds(block), DIGITS),
+            offloading=Offloading(tier, choice.down),
         )
 
     def _recomputed(self, block: BlockProfile, choice: Choice) -> LayerPlan:
@@ -60,7 +64,7 @@ class Entries:
             rule=self.verdict.rule,
             reason=reason,
             saved_bytes=freed,
-            extra_seconds=round(self.clock.recompute(block, choice.kept_flops), DIGITS),
+            extra_seconds=round(self.rows.terms.clock.recompute(block, choice.kept_flops), DIGITS),
             checkpointing=Checkpointing(tuple(sorted(op.key for op in choice.keep)), choice.chained),
         )
 

@@ -37,6 +37,10 @@ class Terms:
         recompute: blocks may be recomputed.
         home: parameters may live on the tier below.
         home_bytes: the most that may live there.
+        ahead: how many layers ahead parameters are fetched; 0 if none are.
+        working_share: of the parameters' bytes that a working copy takes.
+        state_share: of Adam's 8 bytes a parameter that its state takes.
+        bucket_bytes: what is in memory at once while an optimizer steps what is at home on disk.
     """
 
     clock: Clock
@@ -44,6 +48,10 @@ class Terms:
     recompute: bool = True
     home: bool = False
     home_bytes: int = 0
+    ahead: int = 0
+    working_share: float = 1.0
+    state_share: float = 1.0
+    bucket_bytes: int = 0
 
 
 class Rows:
@@ -51,7 +59,7 @@ class Rows:
 
     def __init__(self, profile: ModelProfile, terms: Terms) -> None:
         self._profile = profile
-        self._terms = terms
+        self.terms = terms
         self.blocks = called_blocks(profile)
         self._odd = odd_blocks(self.blocks)
         # Equal blocks with equal neighbours have equal options, which are worked out once.
@@ -65,17 +73,20 @@ class Rows:
         Blocks outside of stacks, which may share parameters, are at home together or not at all: a row for each.
         Of the layers of stacks the last ones are, as many as serve (phases in frontier.py).
         """
-        for odd_home in (False, True) if self._terms.home else (False,):
+        for odd_home in (False, True) if self.terms.home else (False,):
             homes = self._may_be_home(odd_home)
             if homes is not None:
-                yield self._row([self._options_at(index, homes) for index in range(len(self.blocks))])
+                options = [self._options_at(index, homes) for index in range(len(self.blocks))]
+                yield self._row(options, odd_home)
 
     def trade(self, candidate: Candidate) -> Trade[Choices]:
         """What one candidate costs."""
+        pairs = zip(self.blocks, candidate.choices, strict=True)
+        odd_home = any(choice.home for block, choice in pairs if block.role != "repeated")
         options = []
         for start, stop in _spans(candidate.choices):
             options.append(self._option(start, candidate.choices[start:stop]))
-        return trade_of(self._row([()] * len(self.blocks)), options)
+        return trade_of(self._row([()] * len(self.blocks), odd_home), options)
 
     @property
     def other_saved_bytes(self) -> int:
@@ -90,12 +101,12 @@ class Rows:
 
     # The row -----------------------------------------------------------------------------------------
 
-    def _row(self, options: Sequence[Sequence[Option[Choices]]]) -> Row[Choices]:
+    def _row(self, options: Sequence[Sequence[Option[Choices]]], odd_home: bool) -> Row[Choices]:
         profile, blocks = self._profile, self.blocks
         with_choices = sum(block.parameter_bytes + block.optimizer_bytes for block in blocks)
+        # Whatever runs, the next ones' parameters are there already.
+        ahead = self.terms.ahead * max((self._working(block) for block in blocks), default=0)
         other_gradients = profile.gradient_bytes - sum(block.gradient_bytes for block in blocks)
-        # Adam on a CPU makes two temporaries of one parameter at a time; elsewhere see `_stepping`.
-        temporaries = 2 * profile.largest_gradient_bytes if self._terms.kind == "cpu" else 0
         return Row(
             options=options,
             dropped=[block.dropped_bytes for block in blocks],
@@ -103,20 +114,28 @@ class Rows:
             + profile.optimizer_bytes
             + profile.resident_bytes
             + profile.other_saved_bytes
+            + ahead
             - with_choices,
-            seconds=self._terms.clock.step(profile),
+            seconds=self.terms.clock.step(profile),
             loss=profile.loss_peak_bytes,
             tail=profile.tail_peak_bytes,
             # What forward leaves outside of the blocks is gone when the optimizer steps.
-            stepping=other_gradients + temporaries - profile.other_saved_bytes,
+            stepping=other_gradients + self._temporaries(odd_home) - profile.other_saved_bytes - ahead,
         )
+
+    def _temporaries(self, odd_home: bool) -> int:
+        """Adam on a CPU makes two temporaries of one parameter at a time; elsewhere see `_stepping`."""
+        if self.terms.kind != "cpu":
+            return self.terms.bucket_bytes if self.terms.state_share < 1 else 0  # moments in 32 bits again
+        # The largest are embeddings: at home they are stepped in buckets.
+        return self.terms.bucket_bytes if odd_home else 2 * self._profile.largest_gradient_bytes
 
     def _may_be_home(self, odd: bool) -> list[tuple[bool, ...]] | None:
         """For each block whether its parameters may be, or must be, at home.
 
         The tier below may have room for some layers only, the last ones; None if not even for the odd blocks.
         """
-        room = self._terms.home_bytes if self._terms.home else 0
+        room = self.terms.home_bytes if self.terms.home else 0
         allowed: list[tuple[bool, ...]] = [(False,)] * len(self.blocks)
         for index, block in enumerate(self.blocks):
             if odd and block.role != "repeated" and block.used_bytes:
@@ -128,7 +147,7 @@ class Rows:
             if block.role != "repeated" or not block.used_bytes:
                 continue
             room -= _home_bytes(block)
-            if room < 0 or not self._terms.home:
+            if room < 0 or not self.terms.home:
                 break
             allowed[index] = (False, True)
         return allowed
@@ -147,7 +166,8 @@ class Rows:
             found = [self._option(index, (replace(PLAIN, home=home),))]
             if self._is_recomputable(block):
                 for kept in range(len(worth_keeping(block)) + 1):
-                    found.append(self._option(index, (self._recomputed(block, kept, home=home),)))
+                    choice = self._recomputed(block, kept, home=home)
+                    found += self._up_and_down(index, (choice,))
             for length in SEGMENTS:
                 segment = self.blocks[index : index + length]
                 if not self._is_segment(segment, length):
@@ -157,12 +177,19 @@ class Rows:
                 for kept_first, kept in _kept_in(block):
                     choices = [self._recomputed(block, kept_first, home=home)]
                     choices += [self._recomputed(each, kept, home=home, chained=True) for each in segment[1:]]
-                    found.append(self._option(index, tuple(choices)))
+                    found += self._up_and_down(index, tuple(choices))
             phase = int(home) if len(homes[index]) > 1 else None
             yield from (replace(option, phase=phase) for option in _undominated(found))
 
+    def _up_and_down(self, index: int, choices: Choices) -> Iterator[Option[Choices]]:
+        """A recomputed block or segment with its input where it is, and with its input on the tier below."""
+        yield self._option(index, choices)
+        first = choices[0]
+        if first.home and not first.keep and self._input_bytes(index):
+            yield self._option(index, tuple(replace(choice, down=True) for choice in choices))
+
     def _is_recomputable(self, block: BlockProfile) -> bool:
-        may = self._terms.recompute and can_recompute(block)
+        may = self.terms.recompute and can_recompute(block)
         return may and (block.role == "repeated" or block in self._odd)
 
     def _is_segment(self, blocks: Sequence[BlockProfile], length: int) -> bool:
@@ -182,62 +209,91 @@ class Rows:
         """What a choice for one block, or for the blocks of one segment, costs."""
         blocks = self.blocks[start : start + len(choices)]
         pairs = list(zip(blocks, choices, strict=True))
-        entering = self._extra_input(start, choices[0])
-        held = entering
+        held = self._extra_input(start, choices[0])
         forward = 0
         for index, (block, choice) in enumerate(pairs):
-            working = block.used_bytes if choice.home else 0
-            forward = max(forward, held + block.forward_peak_bytes + working)
+            working = self._working(block) if choice.home and not self._profile.at_home else 0
+            # An input that goes down is there while its block runs.
+            entering = self._input_bytes(start) if choices[0].down and index == 0 else 0
+            forward = max(forward, held + entering + block.forward_peak_bytes + working)
             held += _held(block, choice)
             if index == len(pairs) - 1:
                 held += block.output_bytes  # inside of a segment it is recomputed
         return Option(
             what=choices,
-            seconds=sum(self._seconds(block, choice) for block, choice in pairs),
+            seconds=sum(self._seconds(block, choice) for block, choice in pairs)
+            + (
+                self.terms.clock.down(self._input_bytes(start), ahead=self.terms.ahead > 0)
+                if choices[0].down
+                else 0
+            ),
             resident=sum(
-                block.parameter_bytes + block.optimizer_bytes for block, choice in pairs if not choice.home
+                block.parameter_bytes + self._state_bytes(block) for block, choice in pairs if not choice.home
             ),
             held=held,
             forward=forward,
-            backward=_backward(pairs, held),
+            backward=self._backward(pairs, held) + (self._input_bytes(start) if choices[0].down else 0),
             gradient=sum(block.gradient_bytes for block, choice in pairs if not choice.home),
             stepping=sum(self._stepping(block) for block, choice in pairs if not choice.home),
             span=len(pairs),
         )
 
     def _extra_input(self, index: int, choice: Choice) -> int:
-        """A plain block may not need its input for backward; one that is recomputed does."""
+        """A plain block may not need its input for backward; one that is recomputed does, if it is not below."""
         if index == 0 or not choice.recompute:
             return 0
+        if choice.down:
+            return -self._input_bytes(index)
         return max(0, self.blocks[index].boundary_bytes - self.blocks[index - 1].output_bytes)
 
+    def _input_bytes(self, index: int) -> int:
+        """What of a block's input is held for it alone, and need not be while it waits below."""
+        if index == 0:
+            return 0
+        return min(self.blocks[index].boundary_bytes, self.blocks[index - 1].output_bytes)
+
     def _seconds(self, block: BlockProfile, choice: Choice) -> float:
-        clock = self._terms.clock
+        clock = self.terms.clock
         seconds = clock.recompute(block, choice.kept_flops) if choice.recompute else 0.0
-        return seconds + (clock.home(block) if choice.home else 0.0)
+        return seconds + (self.home_seconds(block) if choice.home else 0.0)
+
+    def home_seconds(self, block: BlockProfile) -> float:
+        """What it costs that a block's parameters are at home."""
+        share, ahead = self.terms.working_share, self.terms.ahead > 0
+        return self.terms.clock.home(block, share=share, ahead=ahead)
+
+    def _working(self, block: BlockProfile) -> int:
+        return int(block.used_bytes * self.terms.working_share)
+
+    def _state_bytes(self, block: BlockProfile) -> int:
+        """Embeddings keep their state in 32 bits."""
+        share = self.terms.state_share if block.role == "repeated" else 1.0
+        return int(block.optimizer_bytes * share)
+
+    def _backward(self, pairs: Sequence[tuple[BlockProfile, Choice]], held: int) -> int:
+        """The most in use in the backward of a block, or of a segment's blocks, above what is live before them."""
+        now = held
+        # A segment is recomputed as a whole: what its blocks save, the tensors between them, their parameters.
+        recomputed = sum(_recomputed(block, choice) for block, choice in pairs)
+        recomputed += sum(block.boundary_bytes for block, choice in pairs if choice.chained)
+        # Where the profile has them, they are in the peaks of blocks; recomputing has them all at once.
+        working = sum(self._working(block) for block, choice in pairs if choice.home and choice.recompute)
+        if not self._profile.at_home:
+            working = sum(self._working(block) for block, choice in pairs if choice.home)
+        most = 0
+        for block, choice in reversed(pairs):
+            most = max(most, now + recomputed + block.backward_peak_bytes + working)
+            recomputed -= _recomputed(block, choice) + (block.boundary_bytes if choice.chained else 0)
+            now -= _held(block, choice)
+            if choice.home:
+                working = max(0, working - self._working(block))
+            else:
+                now += block.gradient_bytes
+        return most
 
     def _stepping(self, block: BlockProfile) -> int:
         """The gradients and, but on a CPU, one temporary of all parameters at once (foreach)."""
-        return block.gradient_bytes * (1 if self._terms.kind == "cpu" else 2)
-
-
-def _backward(pairs: Sequence[tuple[BlockProfile, Choice]], held: int) -> int:
-    """The most in use in the backward of a block, or of a segment's blocks, above what is live before them."""
-    now = held
-    # A segment is recomputed as a whole: what its blocks save, the tensors between them, their parameters.
-    recomputed = sum(_recomputed(block, choice) for block, choice in pairs)
-    recomputed += sum(block.boundary_bytes for block, choice in pairs if choice.chained)
-    working = sum(block.used_bytes for block, choice in pairs if choice.home)
-    most = 0
-    for block, choice in reversed(pairs):
-        most = max(most, now + recomputed + block.backward_peak_bytes + working)
-        recomputed -= _recomputed(block, choice) + (block.boundary_bytes if choice.chained else 0)
-        now -= _held(block, choice)
-        if choice.home:
-            working -= block.used_bytes
-        else:
-            now += block.gradient_bytes
-    return most
+        return block.gradient_bytes * (1 if self.terms.kind == "cpu" else 2)
 
 
 def _held(block: BlockProfile, choice: Choice) -> int:

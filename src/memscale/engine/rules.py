@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memscale.config import OptimizationMode
-from memscale.engine.choices import Candidate
+from memscale.engine.choices import AS_IT_IS, Candidate
+from memscale.engine.settings import NOTHING, Setting
 from memscale.units import format_bytes
 
 CONSERVATIVE_TIME = 1.15
@@ -49,6 +50,8 @@ class Point:
         saved_bytes: what forward leaves for backward.
         seconds: predicted time of a step.
         home_bytes: what lives on the tier below: parameters, their gradients and their optimizer state.
+        setting: what is done with the model as a whole.
+        ahead: how many layers ahead parameters are fetched.
     """
 
     candidate: Candidate
@@ -56,6 +59,24 @@ class Point:
     saved_bytes: int
     seconds: float
     home_bytes: int = 0
+    setting: Setting = NOTHING
+    ahead: int = 0
+
+    @property
+    def label(self) -> str:
+        """What is done, in words."""
+        parts = [] if self.candidate.label == AS_IT_IS else [self.candidate.label]
+        if self.ahead:
+            parts[-1] += " and fetched ahead"
+        if self.setting.loss is not None:
+            parts.append("loss in tiles")
+        if self.setting.mlp_rows is not None:
+            parts.append("MLPs in tiles")
+        if self.setting.precision is not None:
+            parts.append(self.setting.precision.dtype)
+        if self.setting.eight_bit:
+            parts.append("8-bit optimizer")
+        return ", ".join(parts) or AS_IT_IS
 
     @property
     def cost(self) -> tuple[float, int]:

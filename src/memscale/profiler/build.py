@@ -67,17 +67,20 @@ def build_profile(
     reason: str,
     batch: str,
     exact_bytes: bool,
+    at_home: bool = False,
 ) -> ModelProfile:
     """A profile from a record; blocks that did not run take the figures of their stand-ins.
 
-    ``exact_bytes``: the device counts tensors at their own size, not in the allocator's blocks.
+    ``exact_bytes``: the device counts tensors at their own size, not in the allocator's blocks. ``at_home``: the
+    parameters were on the tier below, and their gradients went there.
     """
     size_of = _exact if exact_bytes else _in_blocks
     parameters = dict(model.named_parameters())
     own_checkpointing = _own_checkpointing(model)
     order = _call_order(blocks, step, stand_ins)
     gradients = _gradients(model, blocks, order, size_of)
-    peaks = _peaks(step, {name: size for name, size in gradients.items() if name not in stand_ins})
+    left = dict.fromkeys(gradients, 0) if at_home else gradients
+    peaks = _peaks(step, {name: size for name, size in left.items() if name not in stand_ins})
     profiles = []
     for block in blocks:
         ran = stand_ins.get(block.name, block.name)
@@ -95,6 +98,7 @@ def build_profile(
             )
         )
     trained = sum(size_of(each.nbytes) for each in parameters.values() if each.requires_grad)
+    resident = 0 if at_home else _resident_parameters(model, stand_ins, blocks, size_of)
     return ModelProfile(
         blocks=tuple(profiles),
         source=source,
@@ -106,8 +110,7 @@ def build_profile(
             (size_of(each.nbytes) for each in parameters.values() if each.requires_grad), default=0
         ),
         optimizer_bytes=2 * trained,
-        resident_bytes=max(0, step.resident - _resident_parameters(model, stand_ins, blocks, size_of))
-        + step.workspace,
+        resident_bytes=max(0, step.resident - resident) + step.workspace,
         other_saved_bytes=peaks.other_saved,
         loss_peak_bytes=peaks.loss,
         tail_peak_bytes=peaks.tail,
@@ -115,6 +118,7 @@ def build_profile(
         other_traffic=step.other_traffic,
         peak_bytes=0 if stand_ins else step.peak,
         blocks_left_out=len(stand_ins),
+        at_home=at_home,
     )
 
 

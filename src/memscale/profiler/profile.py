@@ -115,6 +115,7 @@ class ModelProfile:
         other_traffic: bytes read and written outside of the blocks.
         peak_bytes: the step's peak, as the profile's own run saw it; 0 if the run was of a shortened model.
         blocks_left_out: how many blocks did not run, and have the figures of an equal one.
+        at_home: parameters were on the tier below: peaks of blocks include their working copies.
     """
 
     blocks: tuple[BlockProfile, ...]
@@ -133,6 +134,7 @@ class ModelProfile:
     other_traffic: int
     peak_bytes: int
     blocks_left_out: int = 0
+    at_home: bool = False
 
     def block(self, name: str) -> BlockProfile:
         """One block by name."""

@@ -250,7 +250,11 @@ class _Leave:
 
 
 def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
-    storages = [tensor.untyped_storage() for tensor in Tree.of(tree).tensors()]
+    # A tensor that is computed when it is asked for (tiling) has no bytes, and must not be asked here.
+    tensors = [
+        each for each in Tree.of(tree).tensors() if not getattr(type(each), "is_computed_later", False)
+    ]
+    storages = [tensor.untyped_storage() for tensor in tensors]
     return {storage._cdata: storage for storage in storages}
 
 

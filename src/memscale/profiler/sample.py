@@ -47,6 +47,23 @@ class Sample:
 
         return Sample(_pytree.tree_map(moved, self.args), _pytree.tree_map(moved, self.kwargs))
 
+    def positions_and_tokens(self) -> tuple[int, int]:
+        """The positions of one sequence, and those of all: by token ids or labels, else by what is called with.
+
+        >>> Sample((), {"input_ids": torch.zeros(4, 512, dtype=torch.long)}).positions_and_tokens()
+        (512, 2048)
+        """
+        tensors = [tensor for tensor in self.tensors() if tensor.dim() >= 1]
+        words = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.dim() == 2]
+        if words:
+            longest = max(words, key=lambda tensor: tensor.numel())
+            return longest.shape[1], longest.numel()
+        features = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() == 3]
+        if features:
+            longest = max(features, key=lambda tensor: tensor.numel())
+            return longest.shape[1], longest.shape[0] * longest.shape[1]
+        return 1, max((tensor.shape[0] for tensor in tensors), default=1)
+
     def shapes(self) -> tuple[Any, ...]:
         """What two batches must share to be planned alike."""
         leaves = _pytree.tree_leaves((self.args, self.kwargs))

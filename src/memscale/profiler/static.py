@@ -11,7 +11,7 @@ model does not run without its other blocks (a U-Net's skip connections), it is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -30,7 +30,13 @@ KEPT_OF_EQUAL = 2
 
 
 def profile_static(
-    model: nn.Module, sample: Sample, place: Place, *, with_cache: bool = False
+    model: nn.Module,
+    sample: Sample,
+    place: Place,
+    *,
+    with_cache: bool = False,
+    prepare: Callable[[nn.Module], object] | None = None,
+    at_home: bool = False,
 ) -> ModelProfile:
     """Profile a training step on fake tensors.
 
@@ -39,6 +45,8 @@ def profile_static(
         sample: how it is called.
         place: the device to account for.
         with_cache: leave the cache for generation as the model has it; it is off while a plan is attached.
+        prepare: called with the fake copy before it runs, to change what its step needs.
+        at_home: that sends its parameters to the tier below.
 
     Raises:
         Exception: whatever the model raises on fake tensors; the caller falls back to a real run.
@@ -47,12 +55,12 @@ def profile_static(
     short = _shortening(model, blocks)
     if short:
         try:
-            return _profile(model, sample, place, blocks, short, with_cache)
+            return _profile(model, sample, place, blocks, short, with_cache, prepare, at_home)
         except Exception as error:
-            whole = _profile(model, sample, place, blocks, {}, with_cache)
+            whole = _profile(model, sample, place, blocks, {}, with_cache, prepare, at_home)
             reason = f"{whole.reason}, whole, as it does not run shortened ({type(error).__name__})"
             return replace(whole, reason=reason)
-    return _profile(model, sample, place, blocks, {}, with_cache)
+    return _profile(model, sample, place, blocks, {}, with_cache, prepare, at_home)
 
 
 def _profile(
@@ -62,9 +70,13 @@ def _profile(
     blocks: Sequence[Block],
     short: dict[str, str],
     with_cache: bool,
+    prepare: Callable[[nn.Module], object] | None,
+    at_home: bool,
 ) -> ModelProfile:
     with place.simulate() as simulation:
         twin = simulation.copy_of(model).train(model.training)
+        if prepare is not None:
+            prepare(twin)
         named = {
             block.name: [twin.get_submodule(member) for member in block.members]
             for block in blocks
@@ -87,6 +99,7 @@ def _profile(
         reason=reason,
         batch=sample.describe(),
         exact_bytes=place.counts_exactly,
+        at_home=at_home,
     )
 
 
