@@ -23,6 +23,7 @@ from memscale.memory.process import measure_in_fresh_process, reset_peak_rss, rs
 from memscale.offload._libc import PAGE
 from memscale.offload.materialise import materialise
 from memscale.simulator import executing
+from memscale.units import format_bytes
 from offload.disk_harness import QUIET, assert_same, disk_plan, on_disk, resident_bytes, train
 from wrapping import Layer, Stack
 
@@ -337,6 +338,21 @@ def test_on_a_device_what_is_offloaded_never_goes_there(tier: Any) -> None:
     assert all(torch.isfinite(each).all() for each in model.parameters())
 
 
+def test_what_was_on_the_device_before_is_there_with_the_rest_after_detach() -> None:
+    model = meta_stack()
+    layer = LayerPlan(
+        "layers.1", ("layers.1",), ("offloading",), "test", "one", offloading=Offloading("host")
+    )
+    with executing(2**26) as gpu:
+        model.head.to_empty(device=gpu.device)
+        model.head.reset_parameters()
+        executor = Executor(model, Plan((layer,)), QUIET)
+        executor.attach()
+        assert {each.device.type for each in model.layers[1].parameters()} == {"cpu"}
+        executor.detach()
+        assert {each.device for each in model.parameters()} == {gpu.device}
+
+
 def wide_model(*, on_meta: bool) -> nn.Module:
     """600 MB of parameters in 36 layers."""
     with torch.device("meta" if on_meta else "cpu"):
@@ -397,6 +413,17 @@ def test_wrap_takes_a_model_on_the_meta_device(name: str, with_sample: bool) -> 
     memscale.detach(model)
     assert EXECUTOR not in vars(model)
     assert devices(model) == {"cpu"}
+
+
+def test_the_log_says_what_was_made(caplog: pytest.LogCaptureFixture) -> None:
+    model = meta_stack(width=64)
+    with caplog.at_level("INFO", logger="memscale"):
+        Executor(model, Plan(()), Config()).attach()
+    (line,) = (each.message for each in caplog.records if "meta device" in each.message)
+    made = format_bytes(sum(parameter.nbytes for parameter in model.parameters()))
+    assert line == (
+        f"Stack was on the meta device; its parameters were made: {made} by the initialisation of its own modules."
+    )
 
 
 def test_detach_leaves_ordinary_tensors() -> None:

@@ -25,6 +25,7 @@ from memscale.offload.store import DiskStore
 from memscale.techniques import TECHNIQUES, WHOLE, Scene, Site
 from memscale.techniques.checkpointing import hold_place
 from memscale.techniques.forwards import ReplacedForward
+from memscale.techniques.freed_memory import freed_memory_returns
 from memscale.techniques.offloading import bring_inputs
 
 __all__ = ["EXECUTOR", "Executor", "Guard", "TrainingBatch", "executor_of"]
@@ -306,13 +307,17 @@ class Executor:
         """Give weights to a model that was built on the meta device, each straight in its place."""
         below = {id(parameter) for parameter in on_disk}
         home = {id(parameter) for parameter in at_home} | below
+        before = training_device(model)  # where detach leaves all of it: with what of it has been somewhere
 
         def settle(parameter: nn.Parameter) -> None:
             place = HOST if id(parameter) in home else device
-            self._homes.settle(parameter, place, on_disk=id(parameter) in below)
+            self._homes.settle(parameter, place, before=before, on_disk=id(parameter) in below)
 
         layers = [_find(model, layer, member) for layer in plan.layers for member in layer.members]
-        self._materialised = materialise(model, settle, layers)
+        with freed_memory_returns():
+            self._materialised = materialise(model, settle, layers)
+        if self._logs:
+            logger.info("%s", self._materialised)
 
     def _undo(self, model: nn.Module) -> None:
         with contextlib.ExitStack() as stack:  # the last first, and all of them whatever one of them raises

@@ -119,13 +119,26 @@ class Homes:
                     module._buffers[name] = buffer.to(device)
         self._meet_optimizers()
 
-    def settle(self, parameter: nn.Parameter, device: torch.device, *, on_disk: bool = False) -> None:
-        """Take a parameter that was just given its values to its place; it counts as having been on the host.
+    def settle(
+        self,
+        parameter: nn.Parameter,
+        device: torch.device,
+        *,
+        before: torch.device = HOST,
+        on_disk: bool = False,
+    ) -> None:
+        """Take a parameter that was just given its values to its place.
+
+        Args:
+            parameter: The parameter.
+            device: Where it goes.
+            before: Where it counts as having been.
+            on_disk: Whether it goes on to disk from there.
 
         Raises:
             As :meth:`arrange`, which is to be called when all are settled.
         """
-        self._parameters.setdefault(id(parameter), (parameter, HOST))
+        self._parameters.setdefault(id(parameter), (parameter, before))
         relocate(parameter, device)
         if on_disk and self.mapped.move(parameter):
             self.store.rest(parameter)

@@ -115,7 +115,7 @@ def fill_pending(model: nn.Module, made: Materialised, settle: Callable[[nn.Para
         source = pending.tensors.get(name)
         if source is None or not is_on_meta(tensor) or not is_on_meta(_tensor_of(model, name)):
             continue  # a tied one is filled under its first name
-        given = made.give(tensor, _read_as(tensor, source))
+        given = made.give(tensor, _read_as(tensor, source), stored=True)
         if isinstance(given, nn.Parameter):
             settle(given)
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from memscale.errors import WrapError
+from memscale.units import format_bytes
 
 __all__ = ["Materialised", "has_meta_tensors", "is_on_meta", "own_tensors", "tie_on_meta", "tied_names"]
 
@@ -80,6 +81,8 @@ class Materialised:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = type(model).__name__
+        self._stored = 0
         self._parameters: list[nn.Parameter] = []
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -88,8 +91,13 @@ class Materialised:
                 if buffer is not None and is_on_meta(buffer):
                     self._owners.setdefault(id(buffer), []).append((module, name))
 
-    def give(self, tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def give(self, tensor: torch.Tensor, values: torch.Tensor, *, stored: bool = False) -> torch.Tensor:
         """Put values in the place of a meta tensor; returns what the modules have now.
+
+        Args:
+            tensor: The tensor.
+            values: Memory for it.
+            stored: Whether the values are from a file, and so what they are to be.
 
         Raises:
             WrapError: The tensor is of a kind that has no plain memory.
@@ -102,6 +110,7 @@ class Materialised:
                 )
             _become(tensor, values)
             self._parameters.append(tensor)
+            self._stored += tensor.nbytes if stored else 0
             return tensor
         for module, name in self._owners[id(tensor)]:
             module._buffers[name] = values
@@ -117,6 +126,15 @@ class Materialised:
         while self._buffers:
             module, name, tensor = self._buffers.pop()
             module._buffers[name] = tensor
+
+    def __str__(self) -> str:
+        whole = sum(parameter.nbytes for parameter in self._parameters)
+        ways = [f"{format_bytes(self._stored)} from files"] if self._stored else []
+        if whole > self._stored:
+            ways.append(f"{format_bytes(whole - self._stored)} by the initialisation of its own modules")
+        return (
+            f"{self._model} was on the meta device; its parameters were made: {' and '.join(ways) or 'none'}."
+        )
 
 
 def _become(parameter: nn.Parameter, values: torch.Tensor) -> None:

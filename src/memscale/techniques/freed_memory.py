@@ -14,9 +14,10 @@ Where the user has set it in the environment, it is left alone; other C librarie
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from torch._subclasses.fake_tensor import FakeTensor
@@ -29,7 +30,7 @@ from memscale.techniques.base import Scene
 if TYPE_CHECKING:
     from memscale.executor.record import Record
 
-__all__ = ["FreedMemory"]
+__all__ = ["FreedMemory", "freed_memory_returns"]
 
 THRESHOLD = 2**20  # as good as 64 KiB, with fewer page faults
 
@@ -43,6 +44,16 @@ class FreedMemory:
         simulated = any(isinstance(each, FakeTensor) for each in scene.model.parameters())
         if scene.device.type == "cpu" and _does_anything(scene.plan) and not simulated:
             record.add(_Held())
+
+
+@contextlib.contextmanager
+def freed_memory_returns() -> Iterator[None]:
+    """Has freed tensors return to the system for the length of a block."""
+    held = _Held()
+    try:
+        yield
+    finally:
+        held.undo()
 
 
 class _Held:
