@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import logging
@@ -268,6 +269,27 @@ def test_small_tensors_parameters_buffers_and_leaves_stay() -> None:
     assert activations.bytes_sent == leaf.nbytes
     torch.stack(outputs).sum().backward()
     assert activations.bytes_below == 0
+
+
+def test_of_16_bit_copies_of_parameters_nothing_is_kept() -> None:
+    """Under autocast a linear layer saves a copy of its weight: it is made again, not moved."""
+
+    def run(activations: Activations | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layer, x = nn.Linear(256, 256), torch.randn(256, 256, requires_grad=True)
+        around = contextlib.nullcontext() if activations is None else activations.around([layer])
+        with torch.autocast("cpu", torch.bfloat16), around:
+            loss = layer(x * 1).float().square().sum()
+        loss.backward()
+        return [x.grad, layer.weight.grad, layer.bias.grad]
+
+    activations = host()
+    for ours, theirs in zip(run(activations), run(None), strict=True):
+        assert torch.equal(ours, theirs)
+    in_16_bits, in_32_bits = 256 * 256 * 2, 256 * 256 * 4
+    assert activations.bytes_sent == in_16_bits + in_32_bits, (
+        "the layer's input, and the output that is squared"
+    )
 
 
 @pytest.mark.parametrize("kind", ["transposed", "expanded", "channels_last", "complex", "bfloat16", "offset"])

@@ -21,6 +21,7 @@ from families import FAMILIES
 from memscale import AsyncOffloadConfig, Config
 from memscale.errors import ConfigError, TierError, TransferError
 from memscale.execution_plan import Checkpointing, LayerPlan, Offloading, Plan
+from memscale.offload.activations import Activations
 from memscale.offload.arrival import Journey
 from memscale.offload.engine import Lane
 from memscale.offload.pinned import PinnedPool
@@ -497,6 +498,20 @@ def test_a_transfer_error_surfaces_in_the_training_thread(
     gc.collect()
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+def test_a_tensor_that_is_changed_while_it_is_on_its_way_is_an_error() -> None:
+    """Never wrong numbers. Plain autograd refuses such a graph, too."""
+    with executing() as gpu:
+        activations = Activations(SharedEngine(AsyncOffloadConfig()), gpu.device, capacity=2**30)
+        x = torch.randn(256, 256, device=gpu.device, requires_grad=True)
+        with activations.around([]):
+            y = x * 1
+            loss = y.square().sum()
+        with torch.no_grad():
+            y.zero_()
+        with pytest.raises(TransferError, match="changed in place while it was being stored"):
+            loss.backward()
 
 
 def test_a_worker_that_dies_is_an_error_and_the_weights_are_intact(

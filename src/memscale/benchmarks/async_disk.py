@@ -205,10 +205,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"half {low:.2f} to {high:.2f}, all {min(ratios):.2f} to {max(ratios):.2f})"
     )
     if options.json:
-        given = " ".join(sys.argv[1:] if arguments is None else arguments)
+        named = ("layers", "elements", "rounds", "repeats", "threads", "workers", "depth")
+        given = "".join(f" --{name} {getattr(options, name)}" for name in named)
+        given += f" --width {runs[0].width}" + " --cached" * options.cached
         result = {
             "schema": 1,
-            "command": f"python -m memscale.benchmarks.async_disk {given}".strip(),
+            "command": f"python -m memscale.benchmarks.async_disk{given}",
             "source": "measured",
             "torch": torch.__version__,
             "page_cache": options.cached,

@@ -18,8 +18,9 @@ graph brings it up again.
 with the output of a forward pass that is never followed by one. After `detach` a graph that is still there can be
 run backward as ever.
 
-*What stays.* Parameters, buffers and leaves, which live on the device anyway; small tensors; what is on another
-device; and what the tier has no room for: then that much more device memory is used, and a line is logged once.
+*What stays.* Parameters, buffers and leaves, which live on the device anyway (of their 16-bit copies, which autocast
+makes, nothing is kept: they are made again); small tensors; what is on another device; and what the tier has no room
+for: then that much more device memory is used, and a line is logged once.
 
 *In place.* Autograd refuses a saved tensor that was changed in place afterwards; behind hooks it can't. Here backward
 gets what was saved, as it was then, which is what the mathematics wants. With an asynchronous engine, a change while
@@ -47,7 +48,7 @@ from memscale.offload.layout import View, rebuild
 from memscale.offload.shared import SharedEngine
 from memscale.offload.store import DiskStore
 from memscale.offload.tier import Ticket, Tier
-from memscale.offload.working import without_history
+from memscale.offload.working import Refetch, without_history
 from memscale.recompute._torch_private import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id
 
 __all__ = ["LEAST_BYTES", "Activations", "unpack"]
@@ -133,7 +134,7 @@ class Activations:
             self._calls.stack.pop()
             self._calls.finished(call)
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved | Refetch:
         """What autograd saves in place of a tensor.
 
         Raises:
@@ -143,6 +144,9 @@ class Activations:
         call = self._calls.stack[-1]
         if tensor.device.type != self._device.type or not _pays(tensor, call.resident):
             return without_history(tensor)
+        home = _parameter_behind(tensor)
+        if home is not None:
+            return Refetch(home, tensor, None)
         try:
             with torch.no_grad():
                 stored, view = self._stored(tensor, call)
@@ -202,9 +206,11 @@ class Activations:
         self.__init__(**state)  # type: ignore[misc]
 
 
-def unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
+def unpack(saved: torch.Tensor | _Saved | Refetch) -> torch.Tensor:
     """What backward asks for."""
-    return saved.load() if isinstance(saved, _Saved) else saved
+    if isinstance(saved, _Saved):
+        return saved.load()
+    return saved.fetch() if isinstance(saved, Refetch) else saved
 
 
 class _Below:
@@ -358,6 +364,17 @@ def _pays(tensor: torch.Tensor, resident: Collection[int]) -> bool:
         return False
     storage = tensor.untyped_storage()
     return storage.nbytes() >= LEAST_BYTES and storage._cdata not in resident
+
+
+def _parameter_behind(tensor: torch.Tensor) -> nn.Parameter | None:
+    """The parameter that a tensor is a copy of in another type, or a view of such a copy, as autocast makes them."""
+    copy = tensor._base if tensor._is_view() else tensor
+    node = None if copy is None else copy.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return None
+    parameter = getattr(node.next_functions[0][0], "variable", None)
+    same_device = isinstance(parameter, nn.Parameter) and parameter.device == tensor.device
+    return parameter if same_device else None
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:

@@ -157,9 +157,9 @@ class Keeper(ABC, Generic[PlaceT]):
         return self._fetch(piece, target, ahead=False)
 
     def _fetch(self, piece: Piece[PlaceT], target: torch.device, *, ahead: bool) -> Transfer[torch.Tensor]:
+        source = piece.intact_source()
         if piece.torn is not None:
             raise TransferError(str(piece.torn)) from piece.torn
-        source = piece.source
         if source is not None:
             return Done(source.to(target, copy=True))  # its bytes are here still, and perhaps nowhere else
         lane = self._lane(piece, target, up=True)

@@ -103,13 +103,22 @@ class Piece(Generic[PlaceT]):
 
         See Note [Sources must not change].
         """
-        source, self.source = self.source, None
+        self._look(self.source)
+        self.source = None
+        return self.torn
+
+    def intact_source(self) -> torch.Tensor | None:
+        """The elements themselves, if they are still here and as they were."""
+        source = self.source
+        self._look(source)
+        return source if self.torn is None else None
+
+    def _look(self, source: torch.Tensor | None) -> None:
         if source is not None and self._version is not None and _version(source) != self._version:
             self.torn = TransferError(
                 f"A tensor of {self.numel} {str(self.dtype).removeprefix('torch.')} was changed in place "
                 "while it was being stored. Change it after flush(), or store a clone of it."
             )
-        return self.torn
 
     def began_read(self, read: Transfer[torch.Tensor]) -> None:
         if not read.done():

@@ -164,7 +164,7 @@ class Tier(Keeper[PlaceT]):
         """
         self._begin()
         piece = self._piece_of(ticket)
-        source = None if piece is None or piece.torn is not None else piece.source
+        source = None if piece is None else piece.intact_source()
         with torch.no_grad():
             return None if source is None else rebuild(source, ticket.view)
 

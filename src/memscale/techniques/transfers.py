@@ -75,7 +75,8 @@ class _BeginPass:
         self._prefetcher = prefetcher
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any = None) -> None:
-        self._prefetcher.begin_forward()
+        if not torch.compiler.is_compiling():
+            self._prefetcher.begin_forward()
 
 
 class _EndPass:
@@ -86,6 +87,8 @@ class _EndPass:
 
     def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
         prefetcher = self._prefetcher
+        if torch.compiler.is_compiling():
+            return
         prefetcher.end_forward(complete=output is not None)
 
         def begin(*gradients: Any) -> None:
@@ -139,9 +142,8 @@ def _room_on_host(scene: Scene) -> int | None:
     at_home = [each for each in parameters if each.device.type == "cpu" and id(each) not in on_disk]
     trained = [each for each in at_home if each.requires_grad]
     optimizer = scene.plan.optimizer
-    moments = (
-        2.0 if optimizer is None or not optimizer.eight_bit else 0.5
-    )  # bytes of them per byte of a parameter
+    eight_bit = optimizer is not None and optimizer.eight_bit
+    moments = 0.5 if eight_bit else 2.0  # bytes of Adam's state for each byte of a parameter
     if optimizer is None or optimizer.state == "device":  # beside their parameters
         state = sum(each.nbytes for each in trained)
     elif optimizer.state == "host":
