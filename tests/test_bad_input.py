@@ -86,7 +86,7 @@ BAD: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
         "log",
     ),
     "the model in a list": (lambda m: memscale.wrap([m], CONFIG, X), WrapTypeError, "nn.Module.*list"),
-    "a bound method": (lambda m: memscale.wrap(m.forward, CONFIG, X), WrapTypeError, "nn.Module.*method"),
+    "a bound method": (lambda m: memscale.wrap(m.modules, CONFIG, X), WrapTypeError, "nn.Module.*method"),
     "plan on a wrong shape": (lambda m: memscale.plan(m, WRONG_SHAPE, CONFIG), ProfileError, r"\[3, 5\]"),
     "plan with a dict": (lambda m: memscale.plan(m, X, {}), WrapTypeError, "memscale.Config"),
     "plan for an unknown GPU": (

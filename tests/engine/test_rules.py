@@ -507,10 +507,14 @@ def test_the_cap_is_what_decides():
     assert decide(profile, small_host, config).host_bytes < needed
 
 
-def test_a_cpu_has_no_host_to_offload_to():
+def test_a_cpu_offloads_to_disk():
     hardware = replace(LARGE, device=replace(LARGE.device, kind="cpu", name="a CPU"))
     config = config_of(OptimizationMode.AGGRESSIVE, enable_offloading=True)
     plan = decide(heavy(), hardware, config)
-    assert not offloaded(plan)
+    assert {layer.offloading.to for layer in offloaded(plan)} == {"disk"}
     assert plan.host_bytes == 0
-    assert checkpointed(plan)
+    assert plan.disk_bytes > 0
+    assert plan.optimizer.state == "disk"
+    none = decide(heavy(), hardware, config.replace(max_disk_offload_gb=0))
+    assert not offloaded(none)
+    assert none.optimizer is None

@@ -39,13 +39,20 @@ class Entries:
         home = block.parameter_bytes + block.gradient_bytes + block.optimizer_bytes
         tier: Tier = "disk" if self.rows.terms.kind == "cpu" else "host"
         reason = f"{format_bytes(home)} of parameters, gradients and Adam state live on the {tier}"
+        moving = self.rows.home_seconds(block)
+        waiting = 0
+        if choice.down and not choice.chained:
+            index = self.rows.blocks.index(block)
+            waiting = self.rows.input_bytes(index)
+            moving += self.rows.down_seconds(index)
+            reason += f", where its input ({format_bytes(waiting)}) waits as well"
         return replace(
             layer,
             techniques=("offloading", *layer.techniques),
             rule=self.verdict.rule,
             reason=f"{reason}; {layer.reason}" if layer.techniques else reason,
-            saved_bytes=layer.saved_bytes + home,
-            extra_seconds=round(layer.extra_seconds + self.rows.home_seconds(block), DIGITS),
+            saved_bytes=layer.saved_bytes + home + waiting,
+            extra_seconds=round(layer.extra_seconds + moving, DIGITS),
             offloading=Offloading(tier, choice.down),
         )
 

@@ -185,7 +185,7 @@ class Rows:
         """A recomputed block or segment with its input where it is, and with its input on the tier below."""
         yield self._option(index, choices)
         first = choices[0]
-        if first.home and not first.keep and self._input_bytes(index):
+        if first.home and not first.keep and self.input_bytes(index):
             yield self._option(index, tuple(replace(choice, down=True) for choice in choices))
 
     def _is_recomputable(self, block: BlockProfile) -> bool:
@@ -214,7 +214,7 @@ class Rows:
         for index, (block, choice) in enumerate(pairs):
             working = self._working(block) if choice.home and not self._profile.at_home else 0
             # An input that goes down is there while its block runs.
-            entering = self._input_bytes(start) if choices[0].down and index == 0 else 0
+            entering = self.input_bytes(start) if choices[0].down and index == 0 else 0
             forward = max(forward, held + entering + block.forward_peak_bytes + working)
             held += _held(block, choice)
             if index == len(pairs) - 1:
@@ -222,17 +222,13 @@ class Rows:
         return Option(
             what=choices,
             seconds=sum(self._seconds(block, choice) for block, choice in pairs)
-            + (
-                self.terms.clock.down(self._input_bytes(start), ahead=self.terms.ahead > 0)
-                if choices[0].down
-                else 0
-            ),
+            + (self.down_seconds(start) if choices[0].down else 0.0),
             resident=sum(
                 block.parameter_bytes + self._state_bytes(block) for block, choice in pairs if not choice.home
             ),
             held=held,
             forward=forward,
-            backward=self._backward(pairs, held) + (self._input_bytes(start) if choices[0].down else 0),
+            backward=self._backward(pairs, held) + (self.input_bytes(start) if choices[0].down else 0),
             gradient=sum(block.gradient_bytes for block, choice in pairs if not choice.home),
             stepping=sum(self._stepping(block) for block, choice in pairs if not choice.home),
             span=len(pairs),
@@ -243,10 +239,10 @@ class Rows:
         if index == 0 or not choice.recompute:
             return 0
         if choice.down:
-            return -self._input_bytes(index)
+            return -self.input_bytes(index)
         return max(0, self.blocks[index].boundary_bytes - self.blocks[index - 1].output_bytes)
 
-    def _input_bytes(self, index: int) -> int:
+    def input_bytes(self, index: int) -> int:
         """What of a block's input is held for it alone, and need not be while it waits below."""
         if index == 0:
             return 0
@@ -261,6 +257,10 @@ class Rows:
         """What it costs that a block's parameters are at home."""
         share, ahead = self.terms.working_share, self.terms.ahead > 0
         return self.terms.clock.home(block, share=share, ahead=ahead)
+
+    def down_seconds(self, index: int) -> float:
+        """What it costs that a block's input waits on the tier below."""
+        return self.terms.clock.down(self.input_bytes(index), ahead=self.terms.ahead > 0)
 
     def _working(self, block: BlockProfile) -> int:
         return int(block.used_bytes * self.terms.working_share)
