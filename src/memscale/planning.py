@@ -42,12 +42,17 @@ def make_plan(model: nn.Module, sample: Sample | None, config: Config, hardware:
     if sample is None:
         return decide_by_structure(model, find_blocks(model), hardware, config)
     random = RngState(sorted({parameter.device.type for parameter in model.parameters()}))
+    # A forward that its user has put on a module may refer to the model itself, and not to its copy.
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     # Whoever listens to the training loop (a FLOP counter, a profiler) must not hear the rehearsal.
     with _disable_current_modes(), _quiet_fake_tensors():
         try:
             return _rehearsed(model, sample, config, hardware)
         finally:
             random.restore()
+            for parameter, gradient in gradients:
+                if parameter.grad is not gradient:
+                    parameter.grad = gradient
 
 
 @contextlib.contextmanager

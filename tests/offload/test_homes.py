@@ -11,9 +11,10 @@ import memscale
 from families import FAMILIES, Family
 from memscale import Config
 from memscale.simulator import executing
+from wrapping import lossless
 
 STEPS = 3
-QUIET = Config(mode="aggressive", enable_logging=False)  # tiny models gain too little for BALANCED
+QUIET = lossless("aggressive")  # tiny models gain too little for BALANCED
 NAMES = ["gpt2", "bert", "llama", "t5", "vit", "tied", "lora", "frozen_embeddings", "resnet"]
 
 
@@ -166,7 +167,7 @@ def test_the_cap_on_host_memory_is_kept() -> None:
     family = FAMILIES["gpt2"]
     with executing() as gpu:
         model = family.build().to(gpu.device)
-        config = Config(mode="aggressive", enable_logging=False, max_cpu_offload_gb=1e-5)
+        config = lossless("aggressive", max_cpu_offload_gb=1e-5)
         memscale.wrap(model, config, sample_of(family, gpu.device))
         plan = model._memscale_executor.plan
         assert plan.host_bytes <= 10_000

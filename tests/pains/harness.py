@@ -15,8 +15,9 @@ from families import Batch, Family
 from memscale import Config, Plan
 from memscale.recompute import region as region_module
 from recompute.harness import LiveBytes
+from wrapping import lossless
 
-AGGRESSIVE = Config(mode="aggressive", enable_logging=False)  # tiny models gain too little for BALANCED
+AGGRESSIVE = lossless("aggressive")  # tiny models gain too little for BALANCED
 
 
 def plan_of(model: nn.Module) -> Plan:
