@@ -87,7 +87,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-def lengths_of_a_run(seed: int = 5, steps: int = 24) -> list[int]:
+def lengths_of_a_run(seed: int = 5, steps: int = 8) -> list[int]:
     draw = random.Random(seed)
     lengths = [draw.randint(64, SHORTER) for _ in range(steps)]
     return [64, *lengths, LONGEST, *lengths[:3]]

@@ -19,6 +19,7 @@ from memscale.hardware import Hardware, detect, virtual_hardware
 from memscale.offload.homes import training_device
 from memscale.planning import make_plan
 from memscale.profiler import hinted_sample, sample_of
+from memscale.recovery import StepGuard
 from memscale.replanning import follow_batch
 from memscale.report.log import logger, speaking
 from memscale.report.wrapped import say_plan
@@ -165,7 +166,12 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
     hardware = _hardware(model, None, config)
     decided = _plan(model, sample_input, config, hardware)
     executor = Executor(
-        model, decided, config, device=_new_home(model, hardware), on_training_batch=follow_batch
+        model,
+        decided,
+        config,
+        device=_new_home(model, hardware),
+        on_training_batch=follow_batch,
+        guard=StepGuard(),
     )
     if sample_input is not None:
         executor.batches.add(named_shapes(model, sample_of(sample_input, model)))

@@ -5,6 +5,7 @@ Tried on torch 2.13.0 (CPU). Each docstring says what happens on a torch that la
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -16,11 +17,13 @@ __all__ = [
     "Hooks",
     "LightDispatchMode",
     "alias_below_autograd",
+    "a_dispatch_mode_is_active",
     "at_end_of_backward",
     "backward_keeps_graph",
     "graph_task_id",
     "hooks_are_allowed",
     "running_node_name",
+    "same_version",
     "surrounding_hooks",
 ]
 
@@ -41,6 +44,15 @@ def graph_task_id() -> int:
     Without it (torch before 2.1) nothing works: two backward passes could not be told apart.
     """
     return cast(int, _C._current_graph_task_id())
+
+
+def a_dispatch_mode_is_active() -> bool:
+    """Whether someone sees every operation: then `foreach` operations raise no versions.
+
+    Without it that is taken to be so.
+    """
+    ask = getattr(_C, "_len_torch_dispatch_stack", None)
+    return True if ask is None else cast(int, ask()) > 0
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -89,6 +101,15 @@ def alias_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
     """
     with _C._SetExcludeDispatchKeyGuard(_C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
+
+
+def same_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """Inside the block a tensor may be written to without a trace in its version counter.
+
+    Without it a buffer that is put back counts as changed, and an earlier graph that saved it as spoilt.
+    """
+    preserve: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
+    return contextlib.nullcontext() if preserve is None else preserve(tensor)
 
 
 def running_node_name() -> str | None:

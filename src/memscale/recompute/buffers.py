@@ -35,6 +35,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from memscale.errors import RecomputeError
+from memscale.recompute._torch_private import same_version
 
 __all__ = ["Buffers"]
 
@@ -149,7 +150,10 @@ class _Owner:
         for name, copy in self.copies.items():
             buffer = self.before[name]
             if buffer is not None:
-                buffer.copy_(copy)
+                with same_version(
+                    buffer
+                ):  # an earlier call's graph may have it: batch norm raises no version either
+                    buffer.copy_(copy)
         self.versions = _versions(self.before)
         _set_buffers(self.module, self.before)
 

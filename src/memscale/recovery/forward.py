@@ -1,0 +1,105 @@
+"""Out of memory in forward: the call is made again under a heavier plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from memscale.errors import RecomputeError
+from memscale.execution_plan import Plan
+from memscale.executor import Executor, executor_of
+from memscale.recompute._torch_private import hooks_are_allowed
+from memscale.recovery.calls import Call
+from memscale.recovery.plans import explain, heavier_plans, say_recovered
+from memscale.recovery.shortage import add_note, free_memory, is_out_of_memory
+from memscale.techniques.forwards import ReplacedForward
+
+if TYPE_CHECKING:
+    from memscale.recovery.guard import StepGuard
+
+__all__ = ["RecoveringForward", "planned_forward"]
+
+
+class RecoveringForward(ReplacedForward):
+    """The forward of a whole model, outside of all techniques.
+
+    Args:
+        module: The model.
+        guard: Told of every call whose backward is to come.
+    """
+
+    def __init__(self, module: nn.Module, guard: StepGuard) -> None:
+        super().__init__(module)
+        self._guard = guard
+
+    def run(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        executor = executor_of(module)
+        if executor is None or not hooks_are_allowed() or cast(Any, torch.jit).is_tracing():
+            return forward(*args, **kwargs)
+        call = Call(module, args, dict(kwargs), executor.device)
+        try:
+            output = forward(*args, **kwargs)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = error
+        else:
+            return self._finished(call, output)
+        # Not in the `except` above: as long as that runs, the frames that failed hold their tensors.
+        return self._finished(call, _again(executor, call, failure))
+
+    def _finished(self, call: Call, output: Any) -> Any:
+        call.settle()
+        output = call.through_boundary(output)
+        self._guard.note(self.module, call)
+        return output
+
+
+def _again(executor: Executor, call: Call, failure: Exception) -> Any:
+    tried: list[Plan] = []
+    why = ""
+    free_memory(executor.device, failure)
+    try:
+        call.take_back()
+        for plan in heavier_plans(executor, call.sample):
+            tried.append(plan)
+            output = _tried(executor, call, plan)
+            if output is not _FAILED:
+                executor.batches.ceiling = plan.predicted_peak_bytes or None
+                say_recovered(executor, "forward", failure)
+                return output
+    except RecomputeError as error:
+        why = str(error)
+    add_note(failure, explain(executor, "forward", call.sample, tried, why))
+    raise failure
+
+
+_FAILED = object()
+
+
+def _tried(executor: Executor, call: Call, plan: Plan) -> Any:
+    try:
+        executor.replan(plan)
+        return planned_forward(executor.model)(*call.sample.args, **call.sample.kwargs)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = error
+    free_memory(executor.device, failure)
+    call.take_back()
+    return _FAILED
+
+
+def planned_forward(model: nn.Module) -> Callable[..., Any]:
+    """A model's forward with all techniques of its plan, inside of the one that recovers."""
+    forward: Callable[..., Any] = model.forward
+    return forward.__wrapped__ if isinstance(forward, RecoveringForward) else forward

@@ -1,0 +1,52 @@
+"""Who catches out-of-memory errors of a wrapped model's steps."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memscale.executor import executor_of
+from memscale.recovery.backward import CaughtBackward, executor_for
+from memscale.recovery.calls import Call
+from memscale.recovery.forward import RecoveringForward
+from memscale.recovery.steps import CaughtSteps
+
+if TYPE_CHECKING:
+    from memscale.executor.record import Record
+
+__all__ = ["StepGuard"]
+
+
+class StepGuard:
+    """Goes around forward, backward and the optimizer's steps of one model. See `memscale.recovery`."""
+
+    def __init__(self) -> None:
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+
+    @property
+    def awaits_backward(self) -> bool:
+        return any(call.awaits_backward for call in self._calls)
+
+    def begin(self, model: nn.Module, record: Record) -> None:
+        record.add(CaughtBackward())
+        record.add(CaughtSteps(model))
+
+    def cover(self, model: nn.Module, record: Record) -> None:
+        if not isinstance(model, torch.jit.ScriptModule):  # its forward cannot be replaced
+            record.set_attribute(model, "forward", RecoveringForward(model, self))
+
+    def note(self, model: nn.Module, call: Call) -> None:
+        """A call was made, and its backward is to come."""
+        executor = executor_of(model)
+        if executor is not None:
+            executor_for(call, executor)
+            self._calls.add(call)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]  # no graph is copied

@@ -1,0 +1,374 @@
+"""Out of memory in an optimizer's step: its arithmetic again, a few parameters at a time.
+
+Note [Steps again]
+~~~~~~~~~~~~~~~~~~
+``foreach`` arithmetic makes temporaries as large as all parameters together, in the middle of a step: when they do not
+fit, moments and parameters have been changed already. So a step can be repeated only from copies, and copies of
+everything at every step would cost more than they are worth. Hence:
+
+- Where the device has less free than a step may need, the step is run in buckets, each from copies of its operands
+  on the host, which are kept until the step is through. A bucket that runs out of memory is put back and cut in two.
+- Elsewhere a step runs as it is, and what it changes is watched (by versions: no copies). If memory runs out all the
+  same, before anything was changed (state is made first), the step is run again in buckets.
+- If something was changed, the user is told so: there is nothing to put it back from. On a CPU, whose free memory
+  says little, this is also what is done; after the first time its steps are run in buckets.
+
+A parameter that does not fit by itself is the end: everything is put back, and the error is the user's. Optimizers that
+look at all parameters at once (``optimizer_kinds.py``) are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree
+
+from memscale.config import Config
+from memscale.executor import executor_of
+from memscale.executor.record import WeakModule
+from memscale.offload.optimizer_closure import answered, takes_a_closure_at_most
+from memscale.offload.optimizer_groups import Member, SplitStep, members_of
+from memscale.offload.optimizer_hooks import Surroundings
+from memscale.offload.optimizer_kinds import why_left_alone
+from memscale.recompute._torch_private import LightDispatchMode, a_dispatch_mode_is_active
+from memscale.recovery.plans import explain
+from memscale.recovery.shortage import add_note, free_memory, is_out_of_memory
+from memscale.report.log import speaking
+
+__all__ = ["CaughtSteps"]
+
+BUCKET_BYTES = 64 * 2**20
+_TEMPORARIES = 2  # bytes that a step may need in between, for each byte of parameters
+_NEW_STATE = 2  # the same for state that is not there yet: as for Adam
+_CHANGED = "the update had begun, and parameters or moments were changed: load them from a checkpoint before going on"
+
+
+class CaughtSteps:
+    """Looks after the steps of a model's parameters, whichever optimizer makes them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._begin(WeakModule(model))
+
+    def _begin(self, model: WeakModule) -> None:
+        self._model = model
+        self._ran_out = False
+        self._running: set[int] = set()
+        self._surroundings = _weakly_around(self)
+        self._surroundings.attach()
+
+    def undo(self) -> None:
+        self._surroundings.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": self._model}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._begin(state["model"])
+
+    # ------------------------------------------------------------------ which steps
+
+    def meet(self, optimizer: Optimizer) -> None:
+        """Sees every optimizer of the process before it steps."""
+        if self._steps_ours(optimizer):
+            self._surroundings.install(type(optimizer))
+
+    def _steps_ours(self, optimizer: Optimizer) -> bool:
+        model = self._model()
+        if model is None:
+            return False
+        ours = {id(parameter) for parameter in model.parameters()}
+        return any(id(member.parameter) in ours for member in members_of(optimizer))
+
+    def around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stands in the place of an optimizer class's own step."""
+        optimizer: Optimizer = args[0]
+        if id(optimizer) in self._running or not self._steps_ours(optimizer):
+            return step(*args, **kwargs)
+        self._running.add(id(optimizer))
+        try:
+            if not takes_a_closure_at_most(args, kwargs) or why_left_alone(optimizer) is not None:
+                return self._unwatched(step, args, kwargs)
+            answer, args, kwargs = answered(optimizer, args, kwargs)
+
+            def call() -> Any:
+                if answer is not None:
+                    answer.times = 0
+                return step(*args, **kwargs)
+
+            return self._watched(optimizer, call)
+        finally:
+            self._running.discard(id(optimizer))
+
+    # ------------------------------------------------------------------ a step
+
+    def _unwatched(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            return step(*args, **kwargs)
+        except Exception as error:
+            if is_out_of_memory(error):
+                self._explain(error, "this optimizer looks at all parameters at once")
+            raise
+
+    def _watched(self, optimizer: Optimizer, call: Callable[[], Any]) -> Any:
+        if self._is_short(optimizer):
+            return self._in_buckets(optimizer, call, SplitStep(optimizer))
+        split, watch = SplitStep(optimizer), _Watch(optimizer)
+        try:
+            with watch.looking():
+                return call()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = error
+        self._ran_out = True
+        for device in _devices(optimizer):
+            free_memory(device, failure)
+        if not watch.put_back():
+            self._explain(failure, _CHANGED)
+            raise failure
+        result = self._in_buckets(optimizer, call, split)
+        self._say(failure)
+        return result
+
+    def _in_buckets(self, optimizer: Optimizer, call: Callable[[], Any], split: SplitStep) -> Any:
+        everyone = members_of(optimizer)
+        stepped = [member for member in everyone if member.parameter.grad is not None]
+        pending = [member for member in everyone if member.parameter.grad is None]
+        if not stepped:
+            return call()
+        pending += stepped[::-1]  # taken from the end: those without a gradient go with the last bucket
+        limit = BUCKET_BYTES
+        done: list[_Operands] = []
+        result: Any = None
+        with split:
+            while pending:
+                bucket = _take(pending, limit)
+                operands = _Operands(optimizer, bucket)
+                split.show(bucket)
+                failure = _attempt(call)
+                if not isinstance(failure, Exception):
+                    result = failure.result
+                    if all(member.parameter.device.type != "cpu" for member in bucket):
+                        done.append(operands)  # on the host, where there is room
+                    continue
+                operands.put_back()
+                for device in _devices(optimizer):
+                    free_memory(device, failure)
+                if len(bucket) == 1:
+                    for earlier in done:
+                        earlier.put_back()
+                    split.show(everyone)  # with their counters as they were
+                    self._explain(failure, "one parameter alone does not fit; all is as before the step")
+                    raise failure
+                pending += bucket[::-1]
+                limit = max(1, sum(map(_bytes_of, bucket)) // 2)
+        return result
+
+    def _is_short(self, optimizer: Optimizer) -> bool:
+        """Whether a device may not have what a step needs in between."""
+        if self._ran_out:
+            return True
+        needed: dict[torch.device, int] = {}
+        for member in members_of(optimizer):
+            parameter = member.parameter
+            if parameter.grad is not None and parameter.device.type not in ("cpu", "meta"):
+                times = _TEMPORARIES + (0 if optimizer.state.get(parameter) else _NEW_STATE)
+                needed[parameter.device] = needed.get(parameter.device, 0) + times * parameter.nbytes
+        return any(_free_bytes(device, size) < size for device, size in needed.items())
+
+    # ------------------------------------------------------------------ words
+
+    def _explain(self, error: Exception, why: str) -> None:
+        model = self._model()
+        executor = None if model is None else executor_of(model)
+        if executor is not None:
+            add_note(error, explain(executor, "the optimizer's step", None, (), why))
+
+    def _say(self, error: Exception) -> None:
+        model = self._model()
+        executor = None if model is None else executor_of(model)
+        config = (executor.config if executor is not None else None) or Config()
+        with speaking(config) as log:
+            log.warning(
+                "out of memory in the optimizer's step (%s): it was repeated a few parameters at a time, as later "
+                "ones will be",
+                str(error).partition("\n")[0][:120],
+            )
+
+
+class _Result:
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+
+def _attempt(call: Callable[[], Any]) -> _Result | Exception:
+    """What a call returned; the error, if memory ran out."""
+    try:
+        return _Result(call())
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return error
+
+
+class _Watch:
+    """What a step finds, so that it can be said whether it changed anything."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._seen_writing = False
+        self._parameters = [(each.parameter, each.parameter._version) for each in members_of(optimizer)]
+        self._states = {
+            parameter: {name: (value, _kept(value)) for name, value in optimizer.state[parameter].items()}
+            for parameter, _ in self._parameters
+            if parameter in optimizer.state
+        }
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """Around the step: under a dispatch mode versions do not tell, and so its operations are looked at."""
+        if not a_dispatch_mode_is_active():
+            yield
+            return
+        writes = _Writes({id(parameter) for parameter, _ in self._parameters})
+        try:
+            with writes:
+                yield
+        finally:
+            self._seen_writing = writes.seen
+
+    def put_back(self) -> bool:
+        """Take back what was made anew; False if something else was changed."""
+        if self._seen_writing or any(
+            parameter._version != version for parameter, version in self._parameters
+        ):
+            return False
+        for state in self._states.values():
+            for value, kept in state.values():
+                if isinstance(kept, int) and value._version != kept:
+                    return False
+        with torch.no_grad():
+            for parameter, _ in self._parameters:
+                _restore(self._optimizer, parameter, self._states.get(parameter))
+        return True
+
+
+class _Writes(LightDispatchMode):
+    """Sees whether an operation writes to anything but a counter."""
+
+    def __init__(self, parameters: set[int]) -> None:
+        super().__init__()
+        self.seen = False
+        self._parameters = parameters
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable and not self.seen:
+            given = {
+                **dict(zip((each.name for each in func._schema.arguments), args, strict=False)),
+                **(kwargs or {}),
+            }
+            written = [
+                given.get(each.name)
+                for each in func._schema.arguments
+                if each.alias_info is not None and each.alias_info.is_write
+            ]
+            self.seen = any(
+                each.dim() or id(each) in self._parameters for each in _pytree.tree_leaves(written)
+            )
+        return result
+
+
+def _kept(value: Any) -> torch.Tensor | int | None:
+    """Of a counter its value, of a larger tensor its version."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    return value.clone() if value.dim() == 0 else value._version
+
+
+class _Operands:
+    """Copies, on the host, of what a bucket's arithmetic changes."""
+
+    def __init__(self, optimizer: Optimizer, bucket: Iterable[Member]) -> None:
+        self._optimizer = optimizer
+        with torch.no_grad():
+            self._parameters = [(each.parameter, _on_host(each.parameter)) for each in bucket]
+            self._states = {
+                parameter: {
+                    name: (value, _on_host(value)) for name, value in optimizer.state[parameter].items()
+                }
+                for parameter, _ in self._parameters
+                if parameter in optimizer.state
+            }
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            for parameter, copy in self._parameters:
+                parameter.copy_(copy)
+                _restore(self._optimizer, parameter, self._states.get(parameter))
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else None
+
+
+def _restore(optimizer: Optimizer, parameter: torch.Tensor, state: dict[str, Any] | None) -> None:
+    if state is None:
+        optimizer.state.pop(parameter, None)
+        return
+    for value, copy in state.values():
+        if isinstance(copy, torch.Tensor):
+            value.copy_(copy)
+    now = optimizer.state[parameter]
+    now.clear()
+    now.update({name: value for name, (value, _) in state.items()})
+
+
+def _take(pending: list[Member], limit: int) -> list[Member]:
+    bucket = [pending.pop()]
+    total = _bytes_of(bucket[0])
+    while pending and total + _bytes_of(pending[-1]) <= limit:
+        total += _bytes_of(pending[-1])
+        bucket.append(pending.pop())
+    return bucket
+
+
+def _bytes_of(member: Member) -> int:
+    return member.parameter.nbytes if member.parameter.grad is not None else 0
+
+
+def _devices(optimizer: Optimizer) -> set[torch.device]:
+    return {member.parameter.device for member in members_of(optimizer)}
+
+
+def _free_bytes(device: torch.device, wanted: int) -> int:
+    """What a device can still give, what its allocator holds on to included; as much as wanted if it does not say."""
+    module: Any = torch.get_device_module(device)
+    if not all(hasattr(module, name) for name in ("mem_get_info", "memory_reserved", "memory_allocated")):
+        return wanted
+    free, _ = module.mem_get_info(device)
+    return int(free + module.memory_reserved(device) - module.memory_allocated(device))
+
+
+def _weakly_around(steps: CaughtSteps) -> Surroundings:
+    """Hooks are global, and must not keep a dropped model's steps alive."""
+    reference = weakref.ref(steps)
+
+    def around(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        steps = reference()
+        return step(*args, **kwargs) if steps is None else steps.around(step, *args, **kwargs)
+
+    def meet(optimizer: Optimizer) -> None:
+        steps = reference()
+        if steps is not None:
+            steps.meet(optimizer)
+
+    surroundings = Surroundings(around, meet)
+    surroundings.remove_with(steps)
+    return surroundings
