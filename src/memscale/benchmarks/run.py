@@ -26,7 +26,7 @@ from memscale.benchmarks.results import Row, Source
 from memscale.config import Config, OptimizationMode
 from memscale.errors import ConfigError, ConfigTypeError, ProfileError, shown
 from memscale.execution_plan import Plan
-from memscale.executor import Executor
+from memscale.executor import Executor, executor_of
 from memscale.hardware import GpuSpec, find_gpu, read_host, virtual_hardware
 from memscale.memory.process import measure_in_fresh_process, rss_bytes
 from memscale.memory.tracker import MemoryTracker
@@ -329,8 +329,14 @@ def _measured(case: Case, mode: str, tensor_bytes: bool) -> _Outcome:
             raise
         return _Outcome(params, None, note="does not fit: the process was killed, mostly a sign of no memory")
     # The first step also pays for warming up.
-    seconds = median(measured.result[1:] or measured.result)
-    return _Outcome(params, measured.peak_above_import_bytes, step_seconds=seconds, tensor_bytes=tracked)
+    *seconds, on_disk = measured.result
+    return _Outcome(
+        params,
+        measured.peak_above_import_bytes,
+        step_seconds=median(seconds[1:] or seconds),
+        tensor_bytes=tracked,
+        disk_bytes=int(on_disk),
+    )
 
 
 def _predicted_on_cpu(case: Case) -> tuple[int, int]:
@@ -346,15 +352,26 @@ def _predicted_on_cpu(case: Case) -> tuple[int, int]:
 
 
 def measured_steps(name: str, batch: int, seq: int, steps: int, mode: str) -> list[float]:
-    """What a fresh process runs: train a case for real, and return the seconds of each step."""
+    """What a fresh process runs: train a case for real; returns the seconds of each step, and the bytes on disk.
+
+    A model that is wrapped is described first, and gets its weights from `wrap`: so the peak is that of the whole
+    process, and not of building the model in memory.
+    """
     case = Case.of(name, batch, seq, steps)
-    torch.manual_seed(0)
-    model = case.model.build()
-    inputs = case.model.inputs(batch, seq)
     config = MODES[mode]
+    with torch.device("cpu" if config is None else "meta"):
+        torch.manual_seed(0)
+        model = case.model.build()
+    inputs = case.model.inputs(batch, seq)
+    on_disk = 0
     if config is not None:
+        torch.manual_seed(0)
         wrap(model, config, inputs)
-    return _train(model, inputs, steps)
+    seconds = _train(model, inputs, steps)
+    executor = executor_of(model)
+    if executor is not None:
+        on_disk = executor.bytes_on_disk
+    return [*seconds, float(on_disk)]
 
 
 def tracked_steps(name: str, batch: int, seq: int, steps: int, mode: str) -> int:
