@@ -18,7 +18,7 @@ from memscale.recompute._torch_private import OUTSIDE_BACKWARD, LightDispatchMod
 from memscale.recovery.shortage import is_out_of_memory
 from memscale.simulator import executing
 
-QUIET = Config(enable_logging=False)
+QUIET = Config(enable_logging=False, enable_offloading=False)
 WIDTH, LAYERS, WORDS = 16, 4, 32
 aten = torch.ops.aten
 
@@ -181,7 +181,7 @@ def test_out_of_memory_in_backward(loss_of: Any, where: float) -> None:
 
 def test_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "memscale")
-    model = wrapped(Config())
+    model = wrapped(Config(enable_offloading=False))
     caplog.clear()
     run(model, loss_inside, RunsOut(60, backward=True))
     (record,) = caplog.records
@@ -426,44 +426,11 @@ def on_gpu(hog_bytes: int, *, wraps: bool) -> list[torch.Tensor]:
         ]
 
 
-@pytest.mark.parametrize(("where", "hog"), [("forward", 135 * 2**20), ("backward", 115 * 2**20)])
-def test_a_device_that_is_full(where: str, hog: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_device_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
+    hog = 115 * 2**20
     expected = on_gpu(1, wraps=False)
     with pytest.raises(torch.OutOfMemoryError):
         on_gpu(hog, wraps=False)
     caplog.set_level(logging.WARNING, "memscale")
     assert_same(on_gpu(hog, wraps=True), expected)
-    assert [f"out of memory in {where}" in record.getMessage() for record in caplog.records] == [True]
-
-
-def gpu_steps(*, full: bool, wraps: bool) -> tuple[list[torch.Tensor], int]:
-    """Steps of a model of large parameters, with Adam; and how often its arithmetic was called in the last."""
-    with executing("200MiB") as gpu:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))).to(gpu.device)
-        x = torch.ones(2, 512, device=gpu.device)
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-        if wraps:
-            memscale.wrap(model, Config(memory_budget="190MiB", enable_offloading=False), x)
-        for step in range(3):
-            model(x).square().mean().backward()
-            free, _ = torch.get_device_module(gpu.device).mem_get_info()
-            hog = torch.zeros(
-                free // 2**21 * 2**21 if full and step == 2 else 1, dtype=torch.uint8, device=gpu.device
-            )
-            with RunsOut(-1, ops=FOREACH_SQRT) as seen:
-                optimizer.step()
-            optimizer.zero_grad()
-            del hog
-        state = [value for each in optimizer.state.values() for value in each.values()]
-        return [each.detach().cpu() for each in (*model.parameters(), *state)], seen.count
-
-
-def test_a_device_too_full_for_the_temporaries_of_a_step() -> None:
-    expected, calls = gpu_steps(full=False, wraps=False)
-    assert calls == 1
-    with pytest.raises(torch.OutOfMemoryError):
-        gpu_steps(full=True, wraps=False)
-    got, calls = gpu_steps(full=True, wraps=True)
-    assert_same(got, expected)
-    assert calls > 1
+    assert ["out of memory in backward" in record.getMessage() for record in caplog.records] == [True]

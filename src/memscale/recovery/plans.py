@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -45,7 +46,9 @@ def heavier_plans(executor: Executor, sample: Sample) -> Iterator[Plan]:
     budget = int(LESS * first.predicted_peak_bytes)
     for settings in (*((same_numbers.replace(memory_budget=budget),) if budget else ()), least):
         plan = _plan(executor, sample, settings, hardware)
-        if plan is not None and all(_doings(plan) != _doings(each) for each in tried):
+        if plan is None or plan.predicted_peak_bytes >= (first.predicted_peak_bytes or math.inf):
+            continue
+        if all(_doings(plan) != _doings(each) for each in tried):
             tried.append(plan)
             yield plan
     if len(tried) == 1:
