@@ -19,9 +19,8 @@ from memscale.units import format_bytes
 
 __all__ = ["decide", "plain_point", "points", "room_of"]
 
-BUCKET_BYTES = (
-    64 * 2**20
-)  # of parameters, gradients and state in memory at once while an optimizer steps on disk
+MOST_BUCKET_BYTES = 64 * 2**20  # long enough runs to be read fast
+LEAST_BUCKET_BYTES = 2**20
 DIGITS = 6  # of ratios: a plan's text must not hang on the last bit of a float
 
 
@@ -73,7 +72,7 @@ def decide(
         ),
         precision=chosen.setting.precision,
         loss=chosen.setting.loss,
-        optimizer=_optimizer(chosen, hardware, verdict.rule),
+        optimizer=_optimizer(chosen, hardware, verdict.rule, _bucket_bytes(profile)),
         async_offload=chosen.ahead > 0,
     )
 
@@ -82,18 +81,23 @@ def _ratio(point: Point, plain: Point) -> float:
     return round(point.seconds / plain.seconds, DIGITS) if plain.seconds else 1.0
 
 
-def _optimizer(chosen: Point, hardware: Hardware, rule: str) -> OptimizerPlan | None:
+def _bucket_bytes(profile: ModelProfile) -> int:
+    """What is in memory at once of parameters, gradients and state while they are stepped; a small model's is small."""
+    return min(MOST_BUCKET_BYTES, max(LEAST_BUCKET_BYTES, profile.parameter_bytes // 8))
+
+
+def _optimizer(chosen: Point, hardware: Hardware, rule: str, bucket_bytes: int) -> OptimizerPlan | None:
     on_disk = hardware.device.kind == "cpu" and chosen.candidate.at_home > 0
     if not on_disk and not chosen.setting.eight_bit:
         return None
     reasons = []
     if on_disk:
-        reasons.append(f"stepped {format_bytes(BUCKET_BYTES)} at a time, parameters and gradients too")
+        reasons.append(f"stepped {format_bytes(bucket_bytes)} at a time, parameters and gradients too")
     if chosen.setting.eight_bit:
         reasons.append("moments of large parameters take 2.03 bytes a parameter instead of 8")
     return OptimizerPlan(
         state="disk" if on_disk else "device",
-        bucket_bytes=BUCKET_BYTES if on_disk else 0,
+        bucket_bytes=bucket_bytes if on_disk else 0,
         eight_bit=chosen.setting.eight_bit,
         rule=rule,
         reason="; ".join(reasons),
@@ -162,7 +166,7 @@ def _rows(profile: ModelProfile, hardware: Hardware, config: Config, setting: Se
             ahead=ahead,
             working_share=setting.working_share,
             state_share=setting.state_share,
-            bucket_bytes=BUCKET_BYTES,
+            bucket_bytes=_bucket_bytes(profile),
         ),
     )
 
