@@ -99,7 +99,11 @@ def _objection(head: nn.Module) -> str | None:
     # A tiled head can do without those of ours: it saves nothing, and fetches what it needs itself.
     while isinstance(forward, ReplacedForward):
         forward = forward._before
-    return None if forward is None else f"has a forward of its own ({type(forward).__name__}), put there by others"
+    return (
+        None
+        if forward is None
+        else f"has a forward of its own ({type(forward).__name__}), put there by others"
+    )
 
 
 class HeadForward(ReplacedForward):
