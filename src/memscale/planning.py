@@ -120,7 +120,10 @@ def _under_settings(
 
 
 def _attached(plan: Plan, config: Config, twin: nn.Module) -> None:
-    Executor(twin, plan, config).attach()
+    """Put a plan that has the same for all blocks on a twin that may lack some of them."""
+    there = {name for name, _ in twin.named_modules()}
+    layers = tuple(layer for layer in plan.layers if there.issuperset(layer.members))
+    Executor(twin, replace(plan, layers=layers), config).attach()
 
 
 def _plain_step(model: nn.Module, profile: ModelProfile, sample: Sample, hardware: Hardware) -> Step | None:

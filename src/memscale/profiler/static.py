@@ -45,7 +45,7 @@ def profile_static(
         sample: how it is called.
         place: the device to account for.
         with_cache: leave the cache for generation as the model has it; it is off while a plan is attached.
-        prepare: called with the fake copy before it runs, to change what its step needs.
+        prepare: called with the fake copy, shortened, before it runs, to change what its step needs.
         at_home: that sends its parameters to the tier below.
 
     Raises:
@@ -75,14 +75,14 @@ def _profile(
 ) -> ModelProfile:
     with place.simulate() as simulation:
         twin = simulation.copy_of(model).train(model.training)
-        if prepare is not None:
-            prepare(twin)
         named = {
             block.name: [twin.get_submodule(member) for member in block.members]
             for block in blocks
             if block.name not in short
         }
         _shorten(twin, short)
+        if prepare is not None:
+            prepare(twin)
         batch = Sample(simulation.batch_of(sample.args), simulation.batch_of(sample.kwargs))
         recorder = Recorder(simulation.tracker, simulation.device)
         cache = contextlib.nullcontext() if with_cache else without_cache(twin)
