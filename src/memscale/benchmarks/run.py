@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memscale.api import wrap
 from memscale.benchmarks.choices import unknown_name
@@ -363,15 +364,21 @@ def measured_steps(name: str, batch: int, seq: int, steps: int, mode: str) -> li
         torch.manual_seed(0)
         model = case.model.build()
     inputs = case.model.inputs(batch, seq)
-    on_disk = 0
+    on_disk = [0]
     if config is not None:
         torch.manual_seed(0)
         wrap(model, config, inputs)
-    seconds = _train(model, inputs, steps)
     executor = executor_of(model)
-    if executor is not None:
-        on_disk = executor.bytes_on_disk
-    return [*seconds, float(on_disk)]
+
+    def note(*_: object) -> None:  # neither gradients nor state have gone yet
+        on_disk.append(0 if executor is None else executor.bytes_on_disk)
+
+    watch = register_optimizer_step_post_hook(note)
+    try:
+        seconds = _train(model, inputs, steps)
+    finally:
+        watch.remove()
+    return [*seconds, float(max(on_disk))]
 
 
 def tracked_steps(name: str, batch: int, seq: int, steps: int, mode: str) -> int:
