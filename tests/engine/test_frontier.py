@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import optimize
 
 from memscale.engine.frontier import Option, Row, Trade, best_trades, trade_of
 
@@ -152,8 +154,6 @@ class Programme:
         self.seconds = [option.seconds for _, option in self.places]
 
     def solve(self, objective: list[float] | None, budget: int | None):
-        optimize = pytest.importorskip("scipy.optimize")
-        numpy = pytest.importorskip("numpy")
         n = len(self.places)
         lines, upper = [], []
         for position in range(self.count):
