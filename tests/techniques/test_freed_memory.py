@@ -114,9 +114,9 @@ def freed_bytes(wrapped: bool) -> int:
     tensors = []
     for _ in range(16):
         tensors.append(torch.ones(MIB))
-        tensors.append(torch.ones(10_000))
+        tensors.append(torch.ones(MIB // 4))  # too large for a hole that the heap had before
     del tensors[::2]
-    return rss_bytes() - before
+    return rss_bytes() - before - 16 * MIB  # the smaller ones are still there
 
 
 def test_tensors_that_are_freed_leave_the_process() -> None:
