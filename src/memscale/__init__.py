@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from memscale.version import __version__
 
 if TYPE_CHECKING:
-    from memscale.api import detach, optimize, plan, wrap
+    from memscale.api import detach, find_batch_size, optimize, plan, wrap
+    from memscale.batch_sizes import BatchSizes
     from memscale.config import AsyncOffloadConfig, Config, OptimizationMode
     from memscale.errors import MemScaleError
     from memscale.execution_plan import Plan
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
 # Where each public name lives. They are imported on first use, so that `import memscale` costs next to nothing.
 _HOMES = {
     "AsyncOffloadConfig": "memscale.config",
+    "BatchSizes": "memscale.batch_sizes",
     "Config": "memscale.config",
     "MemScaleError": "memscale.errors",
     "MemoryTracker": "memscale.memory.tracker",
     "OptimizationMode": "memscale.config",
     "Plan": "memscale.execution_plan",
     "detach": "memscale.api",
+    "find_batch_size": "memscale.api",
     "load_safetensors": "memscale.offload.loading",
     "optimize": "memscale.api",
     "plan": "memscale.api",
@@ -40,6 +43,7 @@ _HOMES = {
 
 __all__ = [
     "AsyncOffloadConfig",
+    "BatchSizes",
     "Config",
     "MemScaleError",
     "MemoryTracker",
@@ -47,6 +51,7 @@ __all__ = [
     "Plan",
     "__version__",
     "detach",
+    "find_batch_size",
     "load_safetensors",
     "optimize",
     "plan",

@@ -10,19 +10,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memscale.batch_sizes import BatchSizes, batch_sizes
 from memscale.batches import named_shapes
 from memscale.config import AsyncOffloadConfig, Config
-from memscale.errors import ProfileError, WrapError, WrapTypeError, shown
+from memscale.engine import room_of
+from memscale.errors import DoesNotFitError, ProfileError, WrapError, WrapTypeError, shown
 from memscale.execution_plan import Plan
 from memscale.executor import EXECUTOR, Executor, executor_of
 from memscale.hardware import Hardware, detect, virtual_hardware
 from memscale.offload.homes import training_device
-from memscale.planning import make_plan
+from memscale.planning import fits, make_plan
 from memscale.profiler import hinted_sample, sample_of
 from memscale.recovery import StepGuard
 from memscale.replanning import follow_batch
 from memscale.report.log import logger, speaking
 from memscale.report.wrapped import say_plan
+from memscale.units import format_bytes
 
 TargetT = TypeVar("TargetT")
 
@@ -132,6 +135,8 @@ def plan(
     sample_input: Any = None,
     config: Config | None = None,
     hardware: str | int | Hardware | None = None,
+    *,
+    strict: bool = False,
 ) -> Plan:
     """What ``wrap`` would do, with its predicted peak and step-time ratio; nothing is attached.
 
@@ -141,6 +146,10 @@ def plan(
         config: as for ``wrap``.
         hardware: a GPU that is not there (``"RTX 3090"``), a size in bytes, or a ``Hardware``; the machine's
             own device if not given.
+        strict: Raise if no plan fits, instead of returning the smallest one with a note that says so.
+
+    Raises:
+        DoesNotFitError: ``strict``, and no plan fits the device or the budget.
 
     Example:
         >>> with torch.device("meta"):
@@ -151,7 +160,47 @@ def plan(
     if not isinstance(model, nn.Module):
         raise WrapTypeError(f"memscale.plan takes an nn.Module, got {_kind(model)}.")
     settings = _settings(config, None, None)
-    return _plan(model, sample_input, settings, _hardware(model, hardware, settings))
+    there = _hardware(model, hardware, settings)
+    decided = _plan(model, sample_input, settings, there)
+    if strict and not fits(decided, there, settings):
+        raise DoesNotFitError(_what_is_missing(decided, there, settings))
+    return decided
+
+
+def find_batch_size(
+    model: nn.Module,
+    sample_input: Any,
+    config: Config | None = None,
+    hardware: str | int | Hardware | None = None,
+) -> BatchSizes:
+    """The largest batch that fits, the longest sequences, and the batch that trains the most samples a second.
+
+    By prediction, not by crashing: batches are profiled on fake tensors, and what is returned was simulated. Each of
+    the three has its plan and the Config to give to ``wrap``; the mode that is searched is that of ``config``.
+
+    Args:
+        model: the model; its weights may be on the meta device.
+        sample_input: a batch of any size, as for ``wrap``. Its first dimension is taken for that of samples.
+        config: as for ``wrap``.
+        hardware: as for ``plan``.
+
+    Raises:
+        ProfileError: the model does not run on ``sample_input``, or on fake tensors not at all.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024))
+        >>> found = find_batch_size(model, torch.ones(8, 1024), hardware="RTX 3090")
+        >>> found.batch_size > 8
+        True
+    """
+    if not isinstance(model, nn.Module):
+        raise WrapTypeError(f"memscale.find_batch_size takes an nn.Module, got {_kind(model)}.")
+    settings = _settings(config, None, None)
+    there = _hardware(model, hardware, settings)
+    executor = executor_of(model)
+    with executor.suspended() if executor is not None else contextlib.nullcontext():
+        return batch_sizes(model, sample_of(sample_input, model), settings, there)
 
 
 # ---------------------------------------------------------------------- the parts
@@ -204,6 +253,17 @@ def _plan(model: nn.Module, sample_input: Any, config: Config, hardware: Hardwar
         except ProfileError:
             # The model's hints were a guess of ours, and a wrong one.
             return make_plan(model, None, config, hardware)
+
+
+def _what_is_missing(plan: Plan, hardware: Hardware, config: Config) -> str:
+    """Of a plan that does not fit: the numbers, and what to do."""
+    needs, room = plan.predicted_peak_bytes + plan.allowance_bytes, room_of(hardware, config)
+    notes = "; ".join(plan.notes)
+    return (
+        f"no plan fits: the smallest needs {format_bytes(needs)} (peak {format_bytes(plan.predicted_peak_bytes)} "
+        f"{plan.prediction_source}, and its allowance), and there is {format_bytes(room)} on {plan.device} for "
+        f"{plan.batch or 'a batch that is not known'}. {notes or 'Give a smaller batch, or another mode.'}"
+    )
 
 
 def _hardware(model: nn.Module, hardware: str | int | Hardware | None, config: Config) -> Hardware:

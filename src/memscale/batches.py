@@ -22,7 +22,7 @@ from torch.utils import _pytree
 
 from memscale.profiler.sample import Sample
 
-__all__ = ["PlannedBatches", "call_key", "named_shapes", "resized", "roundings"]
+__all__ = ["PlannedBatches", "call_key", "named_shapes", "named_tensors", "resized", "roundings"]
 
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = dict[str, Shape]
@@ -59,10 +59,10 @@ def named_shapes(model: nn.Module, sample: Sample) -> Shapes:
         >>> named_shapes(layer, Sample((x,), {})) == named_shapes(layer, Sample((), {"input": x}))
         True
     """
-    return {name: tuple(tensor.shape) for name, tensor in _named_tensors(model, sample)}
+    return {name: tuple(tensor.shape) for name, tensor in named_tensors(model, sample)}
 
 
-def _named_tensors(model: nn.Module, sample: Sample) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(model: nn.Module, sample: Sample) -> Iterator[tuple[str, torch.Tensor]]:
     try:
         arguments = inspect.signature(model.forward).bind(*sample.args, **sample.kwargs).arguments
     except (TypeError, ValueError):  # forward has no signature, or will refuse this call by itself
@@ -171,7 +171,7 @@ def _up(size: int, steps: int) -> int:
 
 def resized(model: nn.Module, sample: Sample, shapes: Shapes) -> Sample:
     """The same call with tensors of other shapes, which have no values."""
-    wanted = {id(tensor): shapes[name] for name, tensor in _named_tensors(model, sample)}
+    wanted = {id(tensor): shapes[name] for name, tensor in named_tensors(model, sample)}
 
     def change(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor) or wanted.get(id(leaf), tuple(leaf.shape)) == tuple(leaf.shape):

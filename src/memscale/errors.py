@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = [
     "ConfigError",
     "ConfigTypeError",
+    "DoesNotFitError",
     "HardwareError",
     "MemScaleError",
     "PlanError",
@@ -34,6 +35,10 @@ class ConfigError(MemScaleError, ValueError):
 
 class ConfigTypeError(MemScaleError, TypeError):
     """A setting has the wrong type, or there is no setting of that name."""
+
+
+class DoesNotFitError(MemScaleError, RuntimeError):
+    """No plan makes a model and its batch fit the device or the budget."""
 
 
 class HardwareError(MemScaleError, ValueError):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from memscale.report import Terminal
 
 __all__ = [
+    "ALLOWANCES",
     "DECISION_SOURCES",
     "PREDICTION_SOURCES",
     "SCHEMA",
@@ -52,6 +53,9 @@ PredictionSource = Literal["simulated", "measured", "estimated"]
 PREDICTION_SOURCES: tuple[PredictionSource, ...] = get_args(PredictionSource)
 
 Tier = Literal["device", "host", "disk"]
+
+ALLOWANCES: dict[PredictionSource, float] = {"simulated": 0.01, "measured": 0.03, "estimated": 0.1}
+"""What a step may need beyond its predicted peak, as a share of that, by how the peak was predicted."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +212,11 @@ class Plan:
     optimizer: OptimizerPlan | None = None
     loss: LossTiling | None = None
     async_offload: bool = False
+
+    @property
+    def allowance_bytes(self) -> int:
+        """What a step may need beyond the predicted peak. A plan fits if both together do."""
+        return math.ceil(self.predicted_peak_bytes * ALLOWANCES[self.prediction_source])
 
     def layer(self, name: str) -> LayerPlan:
         """The entry of one block."""

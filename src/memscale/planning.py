@@ -6,53 +6,102 @@ import contextlib
 import functools
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.config import Config
-from memscale.engine import decide, plain_point, room_of
+from memscale.engine import decide, plain_point, room_of, usable
 from memscale.engine.rows import optimizer_transient
 from memscale.engine.settings import Batch, Setting, settings_for
 from memscale.engine.structure import decide_by_structure
+from memscale.errors import ProfileError
 from memscale.execution_plan import Plan, Tier
 from memscale.executor import Executor
+from memscale.fitting import largest_fitting
 from memscale.hardware import Hardware
 from memscale.prediction import Step, measure, predict
 from memscale.profiler import ModelProfile, Place, Sample, find_blocks, profile_model
 from memscale.profiler.cache import uses_cache
 from memscale.profiler.static import profile_static
 from memscale.recompute.rng import RngState
+from memscale.sizes import batch_size_of, length_of, with_batch_size, with_length
 from memscale.techniques.loss import find_head
+from memscale.units import format_bytes
 
 ATTEMPTS = 3  # at a plan that fits, if the simulation finds that the engine's does not
 DEEP = 24  # equal blocks beyond the two that the profile runs, from which on a plain step is not simulated
 
 
-def make_plan(model: nn.Module, sample: Sample | None, config: Config, hardware: Hardware) -> Plan:
+def make_plan(
+    model: nn.Module, sample: Sample | None, config: Config, hardware: Hardware, *, suggest: bool = True
+) -> Plan:
     """The plan for one model, batch, Config and device.
 
-    Without a sample the plan follows from structure alone, and says so.
+    Without a sample the plan follows from structure alone, and says so. Of a batch that no plan makes fit, it says what
+    would fit, unless it is not to suggest anything.
 
     Raises:
         ProfileError: the model does not run on the sample.
     """
     if sample is None:
         return decide_by_structure(model, find_blocks(model), hardware, config)
+    with rehearsal(model):
+        plan = _rehearsed(model, sample, config, hardware)
+        if not suggest or fits(plan, hardware, config) or plan.prediction_source != "simulated":
+            return plan
+        return replace(plan, notes=(*plan.notes, *_what_would_fit(model, sample, config, hardware)))
+
+
+@contextlib.contextmanager
+def rehearsal(model: nn.Module) -> Iterator[None]:
+    """Around looks at a model: they leave no trace on it, and nobody hears of them."""
     random = RngState(sorted({parameter.device.type for parameter in model.parameters()}))
     # A forward that its user has put on a module may refer to the model itself, and not to its copy.
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     # Whoever listens to the training loop (a FLOP counter, a profiler) must not hear the rehearsal.
     with _disable_current_modes(), _quiet_fake_tensors():
         try:
-            return _rehearsed(model, sample, config, hardware)
+            yield
         finally:
             random.restore()
             for parameter, gradient in gradients:
                 if parameter.grad is not gradient:
                     parameter.grad = gradient
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the engine makes of a batch, before that is simulated."""
+
+    profile: ModelProfile
+    under: Sequence[tuple[Setting, ModelProfile]]
+    plan: Plan
+
+    @property
+    def least_peak_bytes(self) -> int:
+        """The peak of the smallest plan there is."""
+        return self.plan.frontier[-1].peak_bytes
+
+
+def look_at(model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> Look:
+    """Profile a model and decide; to be called in a `rehearsal`."""
+    profile = profile_model(
+        model,
+        sample,
+        Place.of(hardware.device),
+        static=config.use_static_profiling,
+        empirical=config.use_empirical_fallback,
+    )
+    under = _under_settings(model, profile, sample, config, hardware)
+    return Look(profile, under, decide(profile, hardware, config, under=under))
+
+
+def fits(plan: Plan, hardware: Hardware, config: Config) -> bool:
+    """Whether a plan, with its allowance, has room on the device and in the budget."""
+    return plan.predicted_peak_bytes + plan.allowance_bytes <= room_of(hardware, config)
 
 
 @contextlib.contextmanager
@@ -67,26 +116,18 @@ def _quiet_fake_tensors() -> Iterator[None]:
 
 
 def _rehearsed(model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> Plan:
-    place = Place.of(hardware.device)
     try:
-        profile = profile_model(
-            model,
-            sample,
-            place,
-            static=config.use_static_profiling,
-            empirical=config.use_empirical_fallback,
-        )
+        look = look_at(model, sample, config, hardware)
     except torch.OutOfMemoryError:
         note = f"a step of the plain model on {sample.describe()} runs out of memory, so that it was not profiled"
         return decide_by_structure(model, find_blocks(model), hardware, config, notes=(note,))
-    under = _under_settings(model, profile, sample, config, hardware)
-    plan = decide(profile, hardware, config, under=under)
+    profile, plan = look.profile, look.plan
     try:
         if profile.source != "static":
             return _measured(model, plan, profile, sample, config, hardware)
         plain = _plain_step(model, profile, sample, hardware)
-        predicted = predict(model, plan, sample, place, config, plain)
-        return _within(model, plan, predicted, profile, under, sample, config, hardware)
+        predicted = predict(model, plan, sample, Place.of(hardware.device), config, plain)
+        return _within(model, look, predicted, sample, config, hardware)
     except Exception as error:
         how = "simulated" if profile.source == "static" else "run"
         note = f"the plan could not be {how} ({type(error).__name__}), its peak is an estimate"
@@ -137,34 +178,54 @@ def _plain_step(model: nn.Module, profile: ModelProfile, sample: Sample, hardwar
 
 
 def _within(
-    model: nn.Module,
-    plan: Plan,
-    predicted: Plan,
-    profile: ModelProfile,
-    under: Sequence[tuple[Setting, ModelProfile]],
-    sample: Sample,
-    config: Config,
-    hardware: Hardware,
+    model: nn.Module, look: Look, predicted: Plan, sample: Sample, config: Config, hardware: Hardware
 ) -> Plan:
     """The plan, made anew with a margin if the simulation shows that it needs more than the engine reckoned.
 
     Of a plan that the engine knows not to fit the user has been told already.
     """
-    capacity, budget = room_of(hardware, config)
-    room = capacity if budget is None else min(capacity, budget)
-    place = Place.of(hardware.device)
+    profile, plan = look.profile, look.plan
+    room = room_of(hardware, config)
     plain = Step(predicted.baseline_peak_bytes, predicted.baseline_saved_bytes)
     margin = 0
     for _ in range(ATTEMPTS):
-        if plan.predicted_peak_bytes > room or predicted.predicted_peak_bytes <= room:
+        if plan.predicted_peak_bytes > room or fits(predicted, hardware, config):
             break
-        margin += predicted.predicted_peak_bytes - plan.predicted_peak_bytes
-        plan = decide(profile, hardware, config, under=under, margin=margin)
-        predicted = predict(model, plan, sample, place, config, plain)
-    if profile.blocks_left_out < DEEP:
-        return predicted
-    note = f"the plain step was not simulated: its figures follow from {profile.reason}"
-    return replace(predicted, notes=(*predicted.notes, note))
+        margin += max(1, predicted.predicted_peak_bytes - plan.predicted_peak_bytes)
+        plan = decide(profile, hardware, config, under=look.under, margin=margin)
+        predicted = predict(model, plan, sample, Place.of(hardware.device), config, plain)
+    notes = list(predicted.notes)
+    if profile.blocks_left_out >= DEEP:
+        notes.append(f"the plain step was not simulated: its figures follow from {profile.reason}")
+    if plan.predicted_peak_bytes <= room < predicted.predicted_peak_bytes:
+        needs = format_bytes(predicted.predicted_peak_bytes)
+        notes.append(f"by simulation the plan needs {needs}, more than there is ({format_bytes(room)})")
+    return replace(predicted, notes=tuple(notes))
+
+
+def _what_would_fit(model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> tuple[str, ...]:
+    """In words, what could be trained instead of a batch that no plan makes fit."""
+
+    def needs(other: Sample) -> int | None:
+        try:
+            without_values = config.replace(use_empirical_fallback=False)
+            return look_at(model, other, without_values, hardware).least_peak_bytes
+        except ProfileError:
+            return None
+
+    room = usable(room_of(hardware, config))
+    for what, size in (("batch", batch_size_of(sample)), ("sequence", length_of(sample))):
+        if size > 1:
+            resized = with_batch_size if what == "batch" else with_length
+            most = largest_fitting(
+                lambda count, resized=resized: needs(resized(model, sample, count)),  # type: ignore[misc]
+                room,
+                start=size // 2,
+                most=size - 1,
+            )
+            if most:
+                return (f"a {what} of {most} instead of {size} would fit (estimated)",)
+    return ("no smaller batch and no shorter sequence would fit (estimated)",)
 
 
 def _measured(

@@ -7,12 +7,11 @@ from typing import Any
 
 from memscale.batches import call_key, named_shapes, resized, roundings
 from memscale.config import Config
-from memscale.engine import room_of
 from memscale.errors import ProfileError
 from memscale.execution_plan import Plan
 from memscale.executor import Executor
 from memscale.hardware import Hardware, detect
-from memscale.planning import make_plan
+from memscale.planning import fits, make_plan
 from memscale.profiler import Sample
 from memscale.report.log import speaking
 from memscale.report.wrapped import say_plan
@@ -75,7 +74,7 @@ def _planned(executor: Executor, sample: Sample, config: Config, hardware: Hardw
                 plan = make_plan(model, instead, config.replace(use_empirical_fallback=False), hardware)
             except ProfileError:
                 continue  # the model does not take as much; of the batch itself the user will hear
-            if _fits(plan, config, hardware):
+            if fits(plan, hardware, config):
                 return plan, instead
         return make_plan(model, sample, config, hardware), sample
 
@@ -86,11 +85,6 @@ def below(config: Config, ceiling: int | None) -> Config:
         return config
     budget = config.memory_budget_bytes
     return config.replace(memory_budget=ceiling if budget is None else min(budget, ceiling))
-
-
-def _fits(plan: Plan, config: Config, hardware: Hardware) -> bool:
-    capacity, budget = room_of(hardware, config)
-    return plan.predicted_peak_bytes <= (capacity if budget is None else min(capacity, budget))
 
 
 def _is_for_more(plan: Plan, before: Plan) -> bool:

@@ -12,12 +12,12 @@ from memscale.engine.frontier import Trade, best_trades
 from memscale.engine.rows import Choices, Rows, Terms
 from memscale.engine.rules import OWN_BYTES, Point, Verdict, choose, frontier
 from memscale.engine.settings import NOTHING, Setting
-from memscale.execution_plan import FrontierPoint, OptimizerPlan, Plan
+from memscale.execution_plan import ALLOWANCES, FrontierPoint, OptimizerPlan, Plan
 from memscale.hardware import Hardware
 from memscale.profiler.profile import ModelProfile
 from memscale.units import format_bytes
 
-__all__ = ["decide", "plain_point", "points", "room_of"]
+__all__ = ["decide", "plain_point", "points", "room_of", "usable"]
 
 MOST_BUCKET_BYTES = 64 * 2**20  # long enough runs to be read fast
 LEAST_BUCKET_BYTES = 2**20
@@ -199,8 +199,18 @@ def _room_below(hardware: Hardware, config: Config) -> int:
     return there if cap is None else cap
 
 
-def room_of(hardware: Hardware, config: Config) -> tuple[int, int | None]:
-    """What the device has, and the budget if there is one."""
+def room_of(hardware: Hardware, config: Config) -> int:
+    """What a plan and its allowance may take together: what the device has, or the budget if that is less."""
+    capacity, budget = _capacity_and_budget(hardware, config)
+    return capacity if budget is None else min(capacity, budget)
+
+
+def usable(room: int) -> int:
+    """The highest peak of a simulated plan that fits, with its allowance."""
+    return int(room / (1 + ALLOWANCES["simulated"]))
+
+
+def _capacity_and_budget(hardware: Hardware, config: Config) -> tuple[int, int | None]:
     capacity = hardware.device.total_bytes
     if config.memory_budget == "auto":
         return capacity, int(capacity * config.target_gpu_utilization)
@@ -208,10 +218,10 @@ def room_of(hardware: Hardware, config: Config) -> tuple[int, int | None]:
 
 
 def _verdict(points: list[Point], hardware: Hardware, config: Config, margin: int) -> Verdict:
-    capacity, budget = room_of(hardware, config)
-    capacity -= margin
+    capacity, budget = _capacity_and_budget(hardware, config)
+    capacity = usable(capacity) - margin
     if budget is not None:
-        budget -= margin
+        budget = usable(budget) - margin
     own = OWN_BYTES if hardware.device.kind == "cpu" else 0
     verdict = choose(points, config.mode, budget, capacity, own)
     if config.force_optimize and not any(choice.recompute for choice in verdict.point.candidate.choices):
