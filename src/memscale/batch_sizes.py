@@ -5,19 +5,19 @@ All by prediction: batches without values are profiled and planned for, and what
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from torch import nn
 
 from memscale.config import Config
-from memscale.engine import plain_point, room_of, usable
-from memscale.errors import ProfileError
+from memscale.engine import room_of
 from memscale.execution_plan import Plan
-from memscale.fitting import largest_fitting
+from memscale.fitting import Estimates
 from memscale.hardware import Hardware
-from memscale.planning import Look, fits, look_at, make_plan, rehearsal
+from memscale.planning import estimates_of, fits, make_plan, rehearsal
 from memscale.profiler import Sample
 from memscale.report import Terminal, table
 from memscale.sizes import batch_size_of, length_of, most_positions, with_batch_size, with_length
@@ -26,7 +26,9 @@ from memscale.units import format_bytes
 __all__ = ["BatchFit", "BatchSizes", "batch_sizes"]
 
 MOST_SAMPLES = 2**16
-ATTEMPTS = 3  # at a size whose plan the simulation finds to fit
+EXACT_TO = 64  # sizes above are found to within a sixty-fourth
+HALVINGS = 6  # of the largest size, to begin the search for the fastest one with
+ROUNDS = 3  # of looks for the fastest size, each between the last ones
 
 
 @dataclass(frozen=True)
@@ -36,16 +38,19 @@ class BatchFit:
     Attributes:
         batch_size: its samples.
         length: of its sequences; 1 if it has none.
-        samples_per_second: predicted from the device's rates.
         plan: what makes it fit, with its simulated peak.
         config: what `wrap` makes this plan from.
     """
 
     batch_size: int
     length: int
-    samples_per_second: float
     plan: Plan
     config: Config
+
+    @property
+    def samples_per_second(self) -> float:
+        """Estimated from the device's rates."""
+        return self.batch_size / self.plan.predicted_seconds
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,9 @@ class BatchSizes:
                         f"{fit.samples_per_second:.3g}",
                     )
                 )
-        title = f"Batches in {format_bytes(self.room_bytes)} of {self.device} (simulated; samples/s estimated)"
+        title = (
+            f"Batches in {format_bytes(self.room_bytes)} of {self.device} (simulated; samples/s estimated)"
+        )
         columns = ["batch", "samples", "length", "peak", "step time", "samples/s"]
         return table(title, columns, rows, terminal=terminal or Terminal.detect())
 
@@ -101,103 +108,87 @@ def batch_sizes(model: nn.Module, sample: Sample, config: Config, hardware: Hard
     Raises:
         ProfileError: the model does not run on the sample, or cannot be followed on fake tensors.
     """
+    search = _Search(model, config, hardware)
+    batch, length = batch_size_of(sample), length_of(sample)
+    longest = None
     with rehearsal(model):
-        search = _Search(model, sample, config, hardware)
-        search.look(sample)  # of a sample that does not run the user is to hear why
-        largest = search.most(
-            lambda size: with_batch_size(model, sample, size), batch_size_of(sample), MOST_SAMPLES
-        )
-        longest = None
-        if length_of(sample) > 1:
-            limit = max(most_positions(model), length_of(sample))
-            longest = search.most(lambda size: with_length(model, sample, size), length_of(sample), limit)
-        fastest = None if largest is None else search.fastest(largest.batch_size)
+        samples = _Sizes(functools.partial(with_batch_size, model, sample), (batch, 4 * batch), MOST_SAMPLES)
+        estimates = search.estimates(samples)
+        largest = search.most(samples, estimates)
+        fastest = None if largest is None else search.fastest(samples, estimates, largest.batch_size)
+        if length > 1:
+            limit = max(most_positions(model), length)
+            known = sorted({length, max(1, length // 2), min(limit, 2 * length)})
+            lengths = _Sizes(functools.partial(with_length, model, sample), known, limit)
+            longest = search.most(lengths, search.estimates(lengths))
     return BatchSizes(hardware.device.describe(), search.room, largest, longest, fastest)
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """Batches that differ in one size.
+
+    Attributes:
+        sample: the batch of a size.
+        known: sizes to estimate the others by.
+        most: the largest to look at.
+    """
+
+    sample: Callable[[int], Sample]
+    known: Sequence[int]
+    most: int
+
+
 class _Search:
-    def __init__(self, model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> None:
+    def __init__(self, model: nn.Module, config: Config, hardware: Hardware) -> None:
         self._model = model
-        self._sample = sample
         self._config = config
-        self._looking = config.replace(use_empirical_fallback=False)  # these batches have no values to run with
         self._hardware = hardware
         self.room = room_of(hardware, config)
-        self._looks: dict[tuple[object, ...], Look | ProfileError] = {}
 
-    def look(self, sample: Sample) -> Look:
-        key = sample.shapes()
-        if key not in self._looks:
-            try:
-                self._looks[key] = look_at(self._model, sample, self._looking, self._hardware)
-            except ProfileError as error:
-                self._looks[key] = error
-        found = self._looks[key]
-        if isinstance(found, ProfileError):
-            raise found
-        return found
+    def estimates(self, sizes: _Sizes) -> Estimates:
+        return estimates_of(self._model, sizes.sample, sizes.known, self._config, self._hardware)
 
-    def most(self, sized: Callable[[int], Sample], start: int, limit: int) -> BatchFit | None:
-        """The largest size that fits, by simulation."""
-        room = usable(self.room)
-        for _ in range(ATTEMPTS):
-            size = largest_fitting(
-                lambda size: self._least_peak(sized(size)), room, start=start, most=limit
-            )
-            if not size:
-                return None
-            fit = self._fit(sized(size), self._config)
-            if fit is not None:
-                return fit
-            limit = size - 1
-        return None
+    def most(self, sizes: _Sizes, estimates: Estimates) -> BatchFit | None:
+        """The largest size that fits, by simulation: around the estimated one, in steps that double."""
+        best: BatchFit | None = None
+        low, high = 0, sizes.most + 1  # the first fits, the second does not
+        size = max(1, estimates.largest(sizes.most))
+        step = max(1, size // EXACT_TO)
+        while high - low > max(1, low // EXACT_TO):
+            fit = self._fit(sizes.sample(size), self._config)
+            if fit is None:
+                high = size
+            else:
+                best, low = fit, size
+            if low and high <= sizes.most:
+                size = (low + high) // 2
+            else:
+                size = min(low + step, sizes.most) if low else max(1, high - step)
+                step *= 2
+        return best
 
-    def fastest(self, largest: int) -> BatchFit | None:
+    def fastest(self, sizes: _Sizes, estimates: Estimates, largest: int) -> BatchFit | None:
         """The batch with the most samples a second, of those up to the largest that fits."""
 
-        @cache
         def rate(size: int) -> float:
-            return self._samples_per_second(self._with(size))
+            seconds = estimates.seconds(size)
+            return 0.0 if seconds is None else size / seconds
 
-        sizes = sorted({max(1, largest >> shift) for shift in range(largest.bit_length())})
-        for _ in range(2):  # between the best and its neighbours
-            best = max(sizes, key=rate)
-            place = sizes.index(best)
-            around = sizes[max(0, place - 1) : place + 2]
-            sizes = sorted({*sizes, *((one + other) // 2 for one, other in zip(around, around[1:]))})
+        tried = sorted({max(1, largest >> shift) for shift in range(HALVINGS)})
+        for _ in range(ROUNDS):  # between the best and its neighbours
+            place = tried.index(max(tried, key=rate))
+            around = tried[max(0, place - 1) : place + 2]
+            tried = sorted({*tried, *((one + other) // 2 for one, other in itertools.pairwise(around))})
         quick = self._config.replace(memory_budget=self.room)
-        for size in sorted(sizes, key=rate, reverse=True)[:ATTEMPTS]:
-            fit = self._fit(self._with(size), quick)
-            if fit is not None:
-                return fit
-        return None
-
-    def _with(self, size: int) -> Sample:
-        return with_batch_size(self._model, self._sample, size)
-
-    def _least_peak(self, sample: Sample) -> int | None:
-        try:
-            return self.look(sample).least_peak_bytes
-        except ProfileError:
-            return None  # sequences longer than the model takes
-
-    def _samples_per_second(self, sample: Sample) -> float:
-        """Of the fastest plan that fits; 0 if none does."""
-        look = self.look(sample)
-        ratios = [
-            point.time_ratio for point in look.plan.frontier if point.peak_bytes <= usable(self.room)
-        ]
-        return self._rate(sample, min(ratios)) if ratios else 0.0
-
-    def _rate(self, sample: Sample, time_ratio: float) -> float:
-        plain = plain_point(self.look(sample).profile, self._hardware)
-        return batch_size_of(sample) / (plain.seconds * time_ratio)
+        fits_in_order = (
+            self._fit(sizes.sample(size), quick) for size in sorted(tried, key=rate, reverse=True)
+        )
+        return next((fit for fit in fits_in_order if fit is not None), None)
 
     def _fit(self, sample: Sample, config: Config) -> BatchFit | None:
-        plan = make_plan(
-            self._model, sample, config.replace(use_empirical_fallback=False), self._hardware, suggest=False
-        )
+        without_values = config.replace(use_empirical_fallback=False)
+        plan = make_plan(self._model, sample, without_values, self._hardware, suggest=False)
         if not fits(plan, self._hardware, config):
             return None
-        rate = self._rate(sample, plan.predicted_time_ratio)
-        return BatchFit(batch_size_of(sample), length_of(sample), rate, plan, config)
+        return BatchFit(batch_size_of(sample), length_of(sample), plan, config)

@@ -43,7 +43,7 @@ __all__ = [
     "Tiling",
 ]
 
-SCHEMA = 1
+SCHEMA = 2
 """The version of the JSON form; it changes with the fields."""
 
 DecisionSource = Literal["user_config", "ml", "rule", "rule_fallback"]
@@ -179,6 +179,7 @@ class Plan:
         baseline_peak_bytes: peak of device memory of a step without MemScale.
         predicted_peak_bytes: peak of a step with this plan.
         predicted_time_ratio: step time with the plan over step time without it.
+        baseline_seconds: step time without it, estimated from the device's rates.
         baseline_saved_bytes: what the plain forward leaves on the device for backward.
         predicted_saved_bytes: what forward leaves there with this plan.
         host_bytes: host memory that the plan uses beside the device.
@@ -200,6 +201,7 @@ class Plan:
     baseline_peak_bytes: int = 0
     predicted_peak_bytes: int = 0
     predicted_time_ratio: float = 1.0
+    baseline_seconds: float = 0.0
     baseline_saved_bytes: int = 0
     predicted_saved_bytes: int = 0
     host_bytes: int = 0
@@ -217,6 +219,11 @@ class Plan:
     def allowance_bytes(self) -> int:
         """What a step may need beyond the predicted peak. A plan fits if both together do."""
         return math.ceil(self.predicted_peak_bytes * ALLOWANCES[self.prediction_source])
+
+    @property
+    def predicted_seconds(self) -> float:
+        """The time of a step with this plan, estimated from the device's rates."""
+        return self.baseline_seconds * self.predicted_time_ratio
 
     def layer(self, name: str) -> LayerPlan:
         """The entry of one block."""

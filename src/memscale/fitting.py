@@ -1,62 +1,118 @@
-"""The search for the largest size that fits, in few looks: each one is a profile and a plan."""
+"""What other sizes of a batch need and take, from profiles of a few of them.
+
+Note [Sizes between]
+~~~~~~~~~~~~~~~~~~~~
+Everything in a profile grows with the number of samples along a line, and with the length of sequences at most along a
+parabola (attention). So two or three profiles say what any other would, and the fastest plan for any size follows
+without running it. Peaks, which are the most of several such numbers, may have a bend in between, and the allocator
+rounds: so what is found is an estimate, and whoever gives it to a user simulates it first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from typing import Any
 
-__all__ = ["largest_fitting"]
+from memscale.config import Config
+from memscale.engine import fastest_seconds, has_plan_within
+from memscale.engine.settings import Setting
+from memscale.errors import ProfileError
+from memscale.hardware import Hardware
+from memscale.profiler import ModelProfile
 
-EXACT_TO = 64  # sizes above are found to within a sixty-fourth
-FEW = 6  # looks that go by the line alone
+__all__ = ["Estimates", "Under", "profile_between"]
+
+Under = Sequence[tuple[Setting, ModelProfile]]
+"""The settings to choose from, each with what the model needs under it."""
 
 
-def largest_fitting(needs: Callable[[int], int | None], room: int, *, start: int, most: int) -> int:
-    """The largest size from 1 to `most` that needs no more than `room`; 0 if not even 1 does.
-
-    What is needed grows with the size, and nearly along a line: the next look is where the line through the last two
-    meets the room. Where it does not, sizes are doubled or halved, so that the search ends in any case.
+class Estimates:
+    """Batches of any size, by what a few sizes need. See Note [Sizes between].
 
     Args:
-        needs: the bytes that a size needs, None if it cannot be run.
-        room: what there is.
-        start: where to look first.
-        most: where to stop.
+        profiled: Profiles a size.
+        sizes: Which ones to profile; two, or three if something grows with their square.
+        hardware: Where.
+        config: With which settings.
+        room: The highest peak of a plan.
 
-    Example:
-        >>> largest_fitting(lambda size: 100 + 7 * size, 1000, start=4, most=10_000)
-        128
+    Raises:
+        ProfileError: The model cannot be profiled at one of the sizes, or is another at each of them.
     """
-    known: dict[int, int] = {}
-    low, high = 0, most + 1  # the first fits, the second does not
-    size, looks = min(max(1, start), most), 0
-    while high - low > max(1, low // EXACT_TO):
-        looks += 1
-        needed = needs(size)
-        if needed is not None:
-            known[size] = needed
-        if needed is not None and needed <= room:
-            low = size
-        else:
-            high = size
-        size = _next(known, room, low, high, most, by_line=looks % 2 == 1 or looks < FEW)
-    return low
+
+    def __init__(
+        self,
+        profiled: Callable[[int], Under],
+        sizes: Sequence[int],
+        hardware: Hardware,
+        config: Config,
+        room: int,
+    ) -> None:
+        self._hardware = hardware
+        self._config = config
+        self._room = room
+        self._known = [(size, profiled(size)) for size in sizes]
+        self.seconds = cache(self._seconds)
+
+    def _seconds(self, size: int) -> float | None:
+        """The step time of the fastest plan that has room; None if none has."""
+        return fastest_seconds(self._under(size), self._hardware, self._config, self._room)
+
+    def _under(self, size: int) -> Under:
+        _, first = self._known[0]
+        under = []
+        for index, (setting, _) in enumerate(first):
+            known = [(at, needs[index][1]) for at, needs in self._known]
+            under.append((setting, profile_between(known, size)))
+        return under
+
+    def largest(self, most: int) -> int:
+        """The largest size up to `most` that has room; 0 if not even 1 has."""
+        low, high = 0, most + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if has_plan_within(self._under(middle), self._hardware, self._config, self._room):
+                low = middle
+            else:
+                high = middle
+        return low
 
 
-def _next(known: dict[int, int], room: int, low: int, high: int, most: int, *, by_line: bool) -> int:
-    step = max(1, low // EXACT_TO)
-    middle = 2 * low if high > most and low else (low + high) // 2
-    wanted = _on_the_line(known, room) if by_line else None
-    if wanted is None or wanted >= high:
-        wanted = middle
-    # A look just beyond what fits closes the search.
-    return min(max(wanted, low + step), high - 1)
+def profile_between(known: Sequence[tuple[int, ModelProfile]], size: int) -> ModelProfile:
+    """The profile of a size, from those of others.
+
+    Raises:
+        ProfileError: They are not of the same operations.
+    """
+    weights = []
+    for one, _ in known:
+        weight = 1.0
+        for other, _ in known:
+            if other != one:
+                weight *= (size - other) / (one - other)
+        weights.append(weight)
+    profile: ModelProfile = _mixed([profile for _, profile in known], weights)
+    return profile
 
 
-def _on_the_line(known: dict[int, int], room: int) -> int | None:
-    """Where the line through the two sizes nearest to the room meets it."""
-    nearest = sorted(known, key=lambda size: abs(known[size] - room))[:2]
-    if len(nearest) < 2:
-        return None
-    one, other = nearest
-    slope = (known[one] - known[other]) / (one - other)
-    return int(one + (room - known[one]) / slope) if slope > 0 else None
+def _mixed(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Between values of one kind: numbers by their weights, and what consists of numbers part by part."""
+    first = values[0]
+    if all(value == first for value in values):
+        return first
+    if type(first) is int:
+        return round(sum(weight * value for weight, value in zip(weights, values, strict=True)))
+    if type(first) is str:
+        return first  # the batch in words
+    if is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in fields(first)]
+        return replace(
+            first, **{name: _mixed([getattr(value, name) for value in values], weights) for name in names}
+        )
+    if type(first) is tuple and len({len(value) for value in values}) == 1:
+        return tuple(_mixed(each, weights) for each in zip(*values, strict=True))
+    raise ProfileError(
+        "The model does other operations for other sizes of its batch, so that one cannot be told from another."
+    )

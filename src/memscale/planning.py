@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,14 +13,14 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.config import Config
-from memscale.engine import decide, plain_point, room_of, usable
+from memscale.engine import decide, plain_point, room_of
 from memscale.engine.rows import optimizer_transient
-from memscale.engine.settings import Batch, Setting, settings_for
+from memscale.engine.settings import Batch, settings_for
 from memscale.engine.structure import decide_by_structure
 from memscale.errors import ProfileError
-from memscale.execution_plan import Plan, Tier
+from memscale.execution_plan import ALLOWANCES, Plan, Tier
 from memscale.executor import Executor
-from memscale.fitting import largest_fitting
+from memscale.fitting import Estimates, Under
 from memscale.hardware import Hardware
 from memscale.prediction import Step, measure, predict
 from memscale.profiler import ModelProfile, Place, Sample, find_blocks, profile_model
@@ -77,13 +77,8 @@ class Look:
     """What the engine makes of a batch, before that is simulated."""
 
     profile: ModelProfile
-    under: Sequence[tuple[Setting, ModelProfile]]
+    under: Under
     plan: Plan
-
-    @property
-    def least_peak_bytes(self) -> int:
-        """The peak of the smallest plan there is."""
-        return self.plan.frontier[-1].peak_bytes
 
 
 def look_at(model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> Look:
@@ -96,7 +91,13 @@ def look_at(model: nn.Module, sample: Sample, config: Config, hardware: Hardware
         empirical=config.use_empirical_fallback,
     )
     under = _under_settings(model, profile, sample, config, hardware)
-    return Look(profile, under, decide(profile, hardware, config, under=under))
+    margin = room_of(hardware, config) - usable(room_of(hardware, config))
+    return Look(profile, under, decide(profile, hardware, config, under=under, margin=margin))
+
+
+def usable(room: int) -> int:
+    """The highest simulated peak that fits, with its allowance."""
+    return int(room / (1 + ALLOWANCES["simulated"]))
 
 
 def fits(plan: Plan, hardware: Hardware, config: Config) -> bool:
@@ -136,7 +137,7 @@ def _rehearsed(model: nn.Module, sample: Sample, config: Config, hardware: Hardw
 
 def _under_settings(
     model: nn.Module, profile: ModelProfile, sample: Sample, config: Config, hardware: Hardware
-) -> list[tuple[Setting, ModelProfile]]:
+) -> Under:
     """The settings that the engine may choose from, each with what the model needs under it."""
     head = find_head(model)[1]
     batch = Batch(*sample.positions_and_tokens(), 0 if head is None else head.out_features)
@@ -187,9 +188,9 @@ def _within(
     profile, plan = look.profile, look.plan
     room = room_of(hardware, config)
     plain = Step(predicted.baseline_peak_bytes, predicted.baseline_saved_bytes)
-    margin = 0
+    margin = room - usable(room)
     for _ in range(ATTEMPTS):
-        if plan.predicted_peak_bytes > room or fits(predicted, hardware, config):
+        if plan.predicted_peak_bytes > usable(room) or fits(predicted, hardware, config):
             break
         margin += max(1, predicted.predicted_peak_bytes - plan.predicted_peak_bytes)
         plan = decide(profile, hardware, config, under=look.under, margin=margin)
@@ -197,32 +198,44 @@ def _within(
     notes = list(predicted.notes)
     if profile.blocks_left_out >= DEEP:
         notes.append(f"the plain step was not simulated: its figures follow from {profile.reason}")
-    if plan.predicted_peak_bytes <= room < predicted.predicted_peak_bytes:
+    if plan.predicted_peak_bytes <= usable(room) < predicted.predicted_peak_bytes:
         needs = format_bytes(predicted.predicted_peak_bytes)
         notes.append(f"by simulation the plan needs {needs}, more than there is ({format_bytes(room)})")
     return replace(predicted, notes=tuple(notes))
 
 
+def estimates_of(
+    model: nn.Module,
+    sized: Callable[[int], Sample],
+    sizes: Sequence[int],
+    config: Config,
+    hardware: Hardware,
+) -> Estimates:
+    """What sizes of a batch need and take, by profiles of a few; to be used in a `rehearsal`."""
+
+    def profiled(size: int) -> Under:
+        sample = sized(size)
+        place = Place.of(hardware.device)
+        # These batches have no values to run with.
+        profile = profile_model(model, sample, place, static=config.use_static_profiling, empirical=False)
+        return _under_settings(model, profile, sample, config, hardware)
+
+    return Estimates(profiled, sizes, hardware, config, usable(room_of(hardware, config)))
+
+
 def _what_would_fit(model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> tuple[str, ...]:
     """In words, what could be trained instead of a batch that no plan makes fit."""
-
-    def needs(other: Sample) -> int | None:
-        try:
-            without_values = config.replace(use_empirical_fallback=False)
-            return look_at(model, other, without_values, hardware).least_peak_bytes
-        except ProfileError:
-            return None
-
-    room = usable(room_of(hardware, config))
-    for what, size in (("batch", batch_size_of(sample)), ("sequence", length_of(sample))):
+    for what, size, resized in (
+        ("batch", batch_size_of(sample), with_batch_size),
+        ("sequence", length_of(sample), with_length),
+    ):
         if size > 1:
-            resized = with_batch_size if what == "batch" else with_length
-            most = largest_fitting(
-                lambda count, resized=resized: needs(resized(model, sample, count)),  # type: ignore[misc]
-                room,
-                start=size // 2,
-                most=size - 1,
-            )
+            sizes = sorted({size, max(1, size // 2), max(1, size // 4)})
+            sized = functools.partial(resized, model, sample)
+            try:
+                most = estimates_of(model, sized, sizes, config, hardware).largest(size - 1)
+            except ProfileError:
+                continue  # of another size it is another model
             if most:
                 return (f"a {what} of {most} instead of {size} would fit (estimated)",)
     return ("no smaller batch and no shorter sequence would fit (estimated)",)

@@ -51,9 +51,7 @@ def with_length(model: nn.Module, sample: Sample, length: int) -> Sample:
     shapes = {}
     for name, tensor in named_tensors(model, sample):
         changed = _sequence_dimensions(tensor, before)
-        shapes[name] = tuple(
-            length if index in changed else size for index, size in enumerate(tensor.shape)
-        )
+        shapes[name] = tuple(length if index in changed else size for index, size in enumerate(tensor.shape))
     return resized(model, sample, shapes)
 
 

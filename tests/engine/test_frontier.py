@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize
 
-from memscale.engine.frontier import Option, Row, Trade, best_trades, trade_of
+from memscale.engine.frontier import Option, Row, Trade, best_trades, fastest_within, trade_of
 
 EXACT = 10**6  # partial plans: more than these rows have
 
@@ -82,6 +82,20 @@ def by_trying_everything(row: Row[int]) -> list[tuple[float, int]]:
 def test_equal_to_trying_everything_at_every_budget(row):
     found = best_trades(row, EXACT)
     assert [(trade.seconds, trade.peak) for trade in found] == by_trying_everything(row)
+
+
+@settings(max_examples=150, deadline=None)
+@given(row=rows(), share=st.floats(-0.1, 1.1))
+def test_fastest_within_a_peak_is_what_trying_everything_finds(row, share):
+    exact = by_trying_everything(row)
+    low, high = exact[-1][1], exact[0][1]
+    peak = int(low + share * (high - low))
+    fastest = min((seconds for seconds, needed in exact if needed <= peak), default=None)
+    found = fastest_within(row, peak)
+    assert (None if found is None else found.seconds) == fastest
+    if found is not None:
+        assert trade_of(row, found.options) == found
+        assert found.peak <= peak
 
 
 @settings(max_examples=100, deadline=None)
@@ -188,6 +202,22 @@ class Programme:
         if k == position:
             return option.resident + getattr(option, moment)
         return option.resident + (option.gradient if moment == "backward" else 0)
+
+
+@pytest.mark.parametrize(("count", "choices", "loss"), CASES)
+def test_closer_look_at_a_peak_is_faster_than_a_thinned_frontier(count, choices, loss):
+    row = deep(count, choices, loss)
+    found = best_trades(row, 20)
+    better = 0
+    for share in (0.02, 0.1, 0.25, 0.5, 0.75, 0.95):
+        budget = int(found[-1].peak + share * (found[0].peak - found[-1].peak))
+        ours = next(trade for trade in found if trade.peak <= budget)
+        closer = fastest_within(row, budget)
+        assert closer is not None
+        assert closer.peak <= budget
+        assert closer.seconds <= ours.seconds + 1e-9
+        better += closer.seconds < ours.seconds - 1e-9
+    assert better
 
 
 def test_more_memory_is_never_slower():

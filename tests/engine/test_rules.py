@@ -254,7 +254,7 @@ def test_a_budget_takes_the_fastest_plan_that_fits(offloading, profile, share):
     plan = decide(profile, LARGE, config.replace(memory_budget=budget))
     within = [point.time_ratio for point in found.frontier if point.peak_bytes <= budget]
     assert plan.predicted_peak_bytes <= budget
-    assert plan.predicted_time_ratio == min(within)
+    assert plan.predicted_time_ratio <= min(within)  # looked at closer than the whole frontier is
     assert not plan.notes
     assert rules_of(plan) <= {"budget-fastest"}
     if not offloading:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from memscale.config import AsyncOffloadConfig, Config
 from memscale.engine.choices import Candidate, uniform
 from memscale.engine.cost import Clock
 from memscale.engine.entries import Entries
-from memscale.engine.frontier import Trade, best_trades
+from memscale.engine.frontier import Row, Trade, best_trades, fastest_within
 from memscale.engine.rows import Choices, Rows, Terms
 from memscale.engine.rules import OWN_BYTES, Point, Verdict, choose, frontier
 from memscale.engine.settings import NOTHING, Setting
-from memscale.execution_plan import ALLOWANCES, FrontierPoint, OptimizerPlan, Plan
+from memscale.execution_plan import FrontierPoint, OptimizerPlan, Plan
 from memscale.hardware import Hardware
 from memscale.profiler.profile import ModelProfile
 from memscale.units import format_bytes
 
-__all__ = ["decide", "plain_point", "points", "room_of", "usable"]
+__all__ = ["decide", "fastest_seconds", "has_plan_within", "plain_point", "points", "room_of"]
 
 MOST_BUCKET_BYTES = 64 * 2**20  # long enough runs to be read fast
 LEAST_BUCKET_BYTES = 2**20
+ROUGHLY = 40  # partial plans kept where a step time within a hundredth will do
 DIGITS = 6  # of ratios: a plan's text must not hang on the last bit of a float
 
 
@@ -47,7 +49,9 @@ def decide(
     found: list[Point] = []
     for setting, needs in under or ((NOTHING, profile),):
         found += points(needs, hardware, config, setting)
-    verdict = _verdict(found, hardware, config, margin)
+    verdict = _sharpened(
+        _verdict(found, hardware, config, margin), under or ((NOTHING, profile),), hardware, config
+    )
     chosen = verdict.point
     needs = next((needs for setting, needs in under if setting is chosen.setting), profile)
     return Plan(
@@ -60,6 +64,7 @@ def decide(
         baseline_peak_bytes=plain.peak_bytes,
         predicted_peak_bytes=chosen.peak_bytes,
         predicted_time_ratio=_ratio(chosen, plain),
+        baseline_seconds=float(f"{plain.seconds:.{DIGITS}g}"),
         baseline_saved_bytes=plain.saved_bytes,
         predicted_saved_bytes=chosen.saved_bytes,
         host_bytes=0 if hardware.device.kind == "cpu" else chosen.home_bytes,
@@ -137,6 +142,53 @@ def points(
     return [found[0], *(point for point in found[1:] if point.home_bytes <= room)]
 
 
+def _sharpened(
+    verdict: Verdict, under: Sequence[tuple[Setting, ModelProfile]], hardware: Hardware, config: Config
+) -> Verdict:
+    """Where the fastest plan up to a peak was asked for: the frontier looked at closer there.
+
+    The whole of it is thinned out, so that there may be a faster plan between two of its points.
+    """
+    chosen = verdict.point
+    if verdict.within is None:
+        return verdict
+    profile = next(needs for setting, needs in under if setting is chosen.setting)
+    rows = _rows(profile, hardware, config, chosen.setting, chosen.ahead)
+    best = chosen
+    for row in rows.rows():
+        trade = fastest_within(row, verdict.within)
+        if trade is not None and trade.seconds < best.seconds:
+            point = _point(rows, trade, Candidate(_choices(trade)), chosen.setting)
+            if point.home_bytes <= _room_below(hardware, config):
+                best = point
+    return replace(verdict, point=best)
+
+
+def fastest_seconds(
+    under: Sequence[tuple[Setting, ModelProfile]], hardware: Hardware, config: Config, peak: int
+) -> float | None:
+    """About the step time of the fastest plan up to a peak; None if there is none."""
+    rows = _every_row(under, hardware, config)
+    trades = [fastest_within(row, peak, ROUGHLY) for row in rows]
+    return min((trade.seconds for trade in trades if trade is not None), default=None)
+
+
+def has_plan_within(
+    under: Sequence[tuple[Setting, ModelProfile]], hardware: Hardware, config: Config, peak: int
+) -> bool:
+    """Whether there is a plan up to a peak."""
+    rows = reversed(list(_every_row(under, hardware, config)))  # at home is what needs the least
+    return any(fastest_within(row, peak, ROUGHLY) is not None for row in rows)
+
+
+def _every_row(
+    under: Sequence[tuple[Setting, ModelProfile]], hardware: Hardware, config: Config
+) -> Iterator[Row[Choices]]:
+    for depth in reversed(_depths(hardware, config)):
+        for setting, needs in under:
+            yield from _rows(needs, hardware, config, setting, depth).rows()
+
+
 def plain_point(profile: ModelProfile, hardware: Hardware) -> Point:
     """The model as it is."""
     rows = Rows(profile, Terms(Clock.of(hardware), hardware.device.kind))
@@ -205,11 +257,6 @@ def room_of(hardware: Hardware, config: Config) -> int:
     return capacity if budget is None else min(capacity, budget)
 
 
-def usable(room: int) -> int:
-    """The highest peak of a simulated plan that fits, with its allowance."""
-    return int(room / (1 + ALLOWANCES["simulated"]))
-
-
 def _capacity_and_budget(hardware: Hardware, config: Config) -> tuple[int, int | None]:
     capacity = hardware.device.total_bytes
     if config.memory_budget == "auto":
@@ -219,11 +266,8 @@ def _capacity_and_budget(hardware: Hardware, config: Config) -> tuple[int, int |
 
 def _verdict(points: list[Point], hardware: Hardware, config: Config, margin: int) -> Verdict:
     capacity, budget = _capacity_and_budget(hardware, config)
-    capacity = usable(capacity) - margin
-    if budget is not None:
-        budget = usable(budget) - margin
     own = OWN_BYTES if hardware.device.kind == "cpu" else 0
-    verdict = choose(points, config.mode, budget, capacity, own)
+    verdict = choose(points, config.mode, budget, capacity, own, margin)
     if config.force_optimize and not any(choice.recompute for choice in verdict.point.candidate.choices):
         forced = [p for p in points if any(choice.recompute for choice in p.candidate.choices)]
         if forced:

@@ -24,6 +24,9 @@ the longest. There is one row for all numbers of them, and little to compare.
 
 If more partial plans stay than are wanted (`most`), those in the same cell of a grid count as one, the
 fastest; the grid is as coarse as it must be.
+
+For one peak alone (`fastest_within`) less is to be compared: partial plans that will exceed it are dropped, and of
+those that will not, how far below they stay is of no account.
 """
 
 from __future__ import annotations
@@ -37,12 +40,13 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["Option", "Row", "Trade", "best_trades", "trade_of"]
+__all__ = ["Option", "Row", "Trade", "best_trades", "fastest_within", "trade_of"]
 
 What = TypeVar("What")
 
 MOST = 6000  # partial plans kept, shared out among the positions
 LEAST = 150  # partial plans kept at a position, however many positions there are
+WITHIN = 300  # partial plans kept at a position if the peak is given
 CELLS = 512  # along each side of a grid that thins out what is too much to compare
 CHUNK = 512  # partial plans that are compared with the others at a time
 
@@ -154,6 +158,22 @@ def best_trades(row: Row[What], most: int | None = None) -> list[Trade[What]]:
         return _frontier(row, _partial_plans(row, most))
 
 
+def fastest_within(row: Row[What], peak: int, most: int | None = None) -> Trade[What] | None:
+    """The fastest trade that needs no more than a given peak; None if there is none.
+
+    Args:
+        row: the model.
+        peak: what may be needed.
+        most: partial plans kept at a position. Below it the trade is the fastest there is.
+    """
+    fastest = _fastest(row)
+    if fastest.peak <= peak:
+        return fastest
+    with _one_thread():
+        found = _frontier(row, _partial_plans(row, most or WITHIN, peak - row.constant))
+    return next((trade for trade in found if trade.peak <= peak), None)
+
+
 def _fastest(row: Row[What]) -> Trade[What]:
     """The least time, regardless of memory; of equal ones the options that stand first."""
     count = len(row.options)
@@ -189,16 +209,27 @@ def _phases(row: Row[What]) -> range:
     return range(1 + max((option.phase or 0 for here in row.options for option in here), default=0))
 
 
-def _partial_plans(row: Row[What], most: int) -> dict[State, _Labels]:
+def _partial_plans(row: Row[What], most: int, limit: int | None = None) -> dict[State, _Labels]:
+    """Those worth going on from, at each state.
+
+    Args:
+        row: the model.
+        most: how many to keep.
+        limit: the most bytes above the constants that are of interest.
+    """
     count = len(row.options)
     rests = _rests(row)
+    least = _least_live(row) if limit is not None else {}
     reached: dict[State, list[_Labels]] = {(0, 0): [_Labels.first(row.seconds)]}
     kept: dict[State, _Labels] = {}
     for position in range(count + 1):
         dropped = row.dropped_before(position)
         for phase in _phases(row):
             state = (position, phase)
-            labels = kept[state] = _Labels.together(reached.pop(state, ())).thinned(most, rests[state])
+            labels = _Labels.together(reached.pop(state, ()))
+            if limit is not None:
+                labels = labels.within(limit, row, rests[state], least[state])
+            labels = kept[state] = labels.thinned(most, rests[state], limited=limit is not None)
             if position == count or not len(labels):
                 continue
             groups: dict[State, list[tuple[int, Option[What]]]] = {}
@@ -245,6 +276,22 @@ def _rests(row: Row[What]) -> dict[State, _Rest | None]:
                     )
                 )
             found[position, phase] = ways.pop() if len(ways) == 1 else None
+    return found
+
+
+def _least_live(row: Row[What]) -> dict[State, int]:
+    """From each state on, the least that the rest of the row adds to what is live when forward ends."""
+    count = len(row.options)
+    found = {(count, phase): 0 for phase in _phases(row)}
+    for position in reversed(range(count)):
+        for phase in _phases(row):
+            ways = [
+                option.resident + option.held + found[after]
+                for _, option, after in _following(row, (position, phase))
+                if after in found
+            ]
+            if ways:
+                found[position, phase] = min(ways)
     return found
 
 
@@ -315,14 +362,36 @@ class _Labels:
             torch.stack([column.reshape(-1) for column in trail], dim=1),
         )
 
-    def thinned(self, most: int, rest: _Rest | None) -> _Labels:
-        """Without those that cannot win; about `most` of them, if need be by a grid."""
+    def within(self, limit: int, row: Row[What], rest: _Rest | None, least_live: int) -> _Labels:
+        """Those that may still end below a limit."""
+        live, forward, backward, stepping = self.bytes.unbind(1)
+        known = rest or _Rest(0, 0, row.stepping)
+        loss = max(row.loss + row.dropped_before(len(row.options)), row.tail)
+        ends = (
+            live + (least_live + loss),
+            forward + known.resident,
+            backward + (known.resident + known.gradient),
+            stepping + (known.resident + known.stepping),
+        )
+        return self._those(torch.nonzero(torch.stack(ends).amax(dim=0) <= limit).squeeze(1))
+
+    def thinned(self, most: int, rest: _Rest | None, *, limited: bool = False) -> _Labels:
+        """Without those that cannot win; about `most` of them, if need be by a grid.
+
+        Args:
+            most: how many.
+            rest: what is known of the rest of the row.
+            limited: they are those within a limit, and so equal in all but what is live, as far as the rest is known.
+        """
         if len(self) < 2:
             return self
         labels = self._those(torch.sort(self.seconds, stable=True).indices)
-        if len(labels) > 8 * most:  # comparing each with each would take long
+        if limited and rest is not None:
+            labels = labels._those(_falling(labels.bytes[:, 0]))
+        elif len(labels) > 8 * most:  # comparing each with each would take long
             labels = labels._on_grid(rest, CELLS)
-        labels = labels._undominated(rest)
+        if not limited or rest is None:
+            labels = labels._undominated(rest)
         cells = most // 2
         while len(labels) > most and cells > 1:
             labels = labels._on_grid(rest, cells)
@@ -374,6 +443,14 @@ class _Labels:
 
     def _those(self, indices: Tensor) -> _Labels:
         return _Labels(self.bytes[indices], self.seconds[indices], self.trail[indices])
+
+
+def _falling(numbers: Tensor) -> Tensor:
+    """Where a number is smaller than all before it."""
+    before = torch.cummin(numbers, 0).values[:-1]
+    smaller = torch.ones(len(numbers), dtype=torch.bool)
+    smaller[1:] = numbers[1:] < before
+    return torch.nonzero(smaller).squeeze(1)
 
 
 def _first_in_each(cell_of: Tensor, order: Tensor) -> Tensor:

@@ -85,11 +85,19 @@ class Point:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The point taken, the rule that took it, and what the user should know of it."""
+    """The point taken, the rule that took it, and what the user should know of it.
+
+    Attributes:
+        point: the point.
+        rule: the rule's name.
+        notes: in words.
+        within: where the rule was to take the fastest plan up to a peak, that peak.
+    """
 
     point: Point
     rule: str
     notes: tuple[str, ...] = ()
+    within: int | None = None
 
 
 def frontier(points: Sequence[Point]) -> tuple[Point, ...]:
@@ -102,7 +110,12 @@ def frontier(points: Sequence[Point]) -> tuple[Point, ...]:
 
 
 def choose(
-    points: Sequence[Point], mode: OptimizationMode, budget: int | None, capacity: int, own_bytes: int = 0
+    points: Sequence[Point],
+    mode: OptimizationMode,
+    budget: int | None,
+    capacity: int,
+    own_bytes: int = 0,
+    margin: int = 0,
 ) -> Verdict:
     """Take a point.
 
@@ -112,27 +125,31 @@ def choose(
         budget: the memory that may be used, if the user has set one.
         capacity: what the device has.
         own_bytes: what MemScale itself takes of the same memory.
+        margin: what is to stay free of either.
     """
+    room = capacity - margin
     curve = frontier(points)
-    fitting = [point for point in curve if point.peak_bytes <= capacity]
+    fitting = [point for point in curve if point.peak_bytes <= room]
     smallest = min(points, key=_size)
     if not fitting:
-        note = f"nothing fits: {_shortage(smallest, capacity)} than the device has ({format_bytes(capacity)})"
+        note = f"nothing fits: {_shortage(smallest, room)} than the device has ({format_bytes(capacity)})"
         return Verdict(smallest, "smallest-plan", (note,))
     if budget is not None:
-        within = [point for point in fitting if point.peak_bytes <= budget]
+        most = min(budget, capacity) - margin
+        within = [point for point in fitting if point.peak_bytes <= most]
         if within:
-            return Verdict(within[0], "budget-fastest")
-        note = f"no plan fits the budget of {format_bytes(budget)}: {_shortage(smallest, budget)}"
+            return Verdict(within[0], "budget-fastest", within=most)
+        note = f"no plan fits the budget of {format_bytes(budget)}: {_shortage(smallest, budget - margin)}"
         return Verdict(smallest, "smallest-plan", (note,))
-    wanted, rule = _by_mode(points, curve, fitting, mode, own_bytes)
-    if wanted.peak_bytes <= capacity:
-        return Verdict(wanted, rule)
+    verdict = _by_mode(points, curve, fitting, mode, own_bytes)
+    wanted = verdict.point
+    if wanted.peak_bytes <= room:
+        return verdict
     note = (
         f"the {mode.value} point needs {format_bytes(wanted.peak_bytes)} and does not fit "
         f"{format_bytes(capacity)}: the fastest plan that fits was taken"
     )
-    return Verdict(fitting[0], "fastest-that-fits", (note,))
+    return Verdict(fitting[0], "fastest-that-fits", (note,), within=room)
 
 
 def _shortage(smallest: Point, room: int) -> str:
@@ -150,18 +167,19 @@ def _by_mode(
     fitting: Sequence[Point],
     mode: OptimizationMode,
     own_bytes: int,
-) -> tuple[Point, str]:
+) -> Verdict:
     if mode is OptimizationMode.AGGRESSIVE:
-        return min(points, key=_size), "least-peak"
+        return Verdict(min(points, key=_size), "least-peak")
     if mode is OptimizationMode.BALANCED:
         product = min(curve, key=lambda point: point.peak_bytes * point.seconds)
-        return product, "least-peak-times-time"
+        return Verdict(product, "least-peak-times-time")
     limit = CONSERVATIVE_TIME * fitting[0].seconds
     within = [point for point in fitting if point.seconds <= limit]
     wanted = min(within, key=lambda point: point.peak_bytes)
     full = next((point for point in points if point.candidate.is_full_checkpointing), None)
     if full is not None and wanted.peak_bytes > full.peak_bytes - own_bytes:
-        below = [point for point in curve if point.peak_bytes <= full.peak_bytes - own_bytes]
-        below = below or [point for point in curve if point.peak_bytes <= full.peak_bytes]
-        return below[0], "fastest-at-full-checkpointing"
-    return wanted, "least-peak-within-1.15x"
+        for most in (full.peak_bytes - own_bytes, full.peak_bytes):
+            below = [point for point in curve if point.peak_bytes <= most]
+            if below:
+                return Verdict(below[0], "fastest-at-full-checkpointing", within=most)
+    return Verdict(wanted, "least-peak-within-1.15x")

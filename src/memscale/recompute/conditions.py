@@ -44,6 +44,10 @@ class ModuleFlags:
         self.device_types = {parameter.device.type for parameter, _ in self._parameters}
         self._versions = [parameter._version for parameter, _ in self._parameters]
 
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters; one that is shared, as often as it has owners."""
+        return [parameter for parameter, _ in self._parameters]
+
     def check_parameters(self) -> None:
         """To be called before the first recomputation of a backward pass.
 
@@ -105,6 +109,14 @@ class Conditions:
     def check_parameters(self) -> None:
         """Raise a `RecomputeError` if a parameter was changed since. See `ModuleFlags`."""
         self._flags.check_parameters()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of the modules."""
+        return self._flags.parameters()
+
+    def restore_random(self) -> None:
+        """The random state as it was at forward."""
+        self._rng.restore()
 
     @contextlib.contextmanager
     def replay(self) -> Iterator[None]:

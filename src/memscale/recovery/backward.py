@@ -264,10 +264,7 @@ def _differs(now: tuple[torch.Tensor | None, int], before: tuple[torch.Tensor | 
 
 def _leaves_inside(call: Call) -> Iterable[torch.Tensor]:
     """What gets a gradient by a call: the model's parameters, and leaves below its arguments."""
-    reference = _calls.get(call)
-    executor = None if reference is None else reference()
-    if executor is not None:
-        yield from (each for each in executor.model.parameters() if each.requires_grad)
+    yield from (each for each in call.parameters() if each.requires_grad)
     yield from leaves_of(call.sample.tensors())
 
 

@@ -24,7 +24,6 @@ from torch import nn
 from memscale.profiler.sample import Sample
 from memscale.recompute.buffers import Buffers
 from memscale.recompute.conditions import Conditions, ModuleFlags, submodules
-from memscale.recompute.rng import RngState
 from memscale.recompute.trees import Tree
 
 __all__ = ["Call", "call_of"]
@@ -39,7 +38,7 @@ class Call:
         model: the model.
         args: what it is called with.
         kwargs: the same, by name.
-        device: where the model computes.
+        device: where the model computes, if its parameters are elsewhere.
 
     Attributes:
         gradients: of its outputs, once backward has brought them.
@@ -47,26 +46,30 @@ class Call:
     """
 
     def __init__(
-        self, model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device
+        self, model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device | None
     ) -> None:
         inside = submodules([model])
         self.sample = Sample(tuple(args), dict(kwargs))
         self.gradients: tuple[torch.Tensor | None, ...] | None = None
         self.awaits_backward = False
-        types = {device.type, *(tensor.device.type for tensor in self.sample.tensors())}
-        flags = ModuleFlags(inside)
-        self._random = RngState(sorted(types | flags.device_types))
-        self._conditions = Conditions(flags, types)
+        types = {tensor.device.type for tensor in self.sample.tensors()}
+        if device is not None:
+            types.add(device.type)
+        self._conditions = Conditions(ModuleFlags(inside), types)
         self._buffers = Buffers(inside)
 
     def take_back(self) -> None:
         """Forward has failed: random state and buffers as it found them."""
-        self._random.restore()
+        self._conditions.restore_random()
         self._buffers.take_back()
 
     def settle(self) -> None:
         """Forward has run."""
         self._buffers.settle()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's."""
+        return self._conditions.parameters()
 
     def check_parameters(self) -> None:
         """Raise a ``RecomputeError`` if the model's parameters have been changed since."""

@@ -45,7 +45,7 @@ class RecoveringForward(ReplacedForward):
         executor = executor_of(module)
         if executor is None or not hooks_are_allowed() or cast(Any, torch.jit).is_tracing():
             return forward(*args, **kwargs)
-        call = Call(module, args, dict(kwargs), executor.device)
+        call = Call(module, args, dict(kwargs), executor.homes.device)
         try:
             output = forward(*args, **kwargs)
         except Exception as error:

@@ -59,6 +59,7 @@ class CaughtSteps:
         self._model = model
         self._ran_out = False
         self._running: set[int] = set()
+        self._ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._surroundings = _weakly_around(self)
         self._surroundings.attach()
 
@@ -80,10 +81,12 @@ class CaughtSteps:
 
     def _steps_ours(self, optimizer: Optimizer) -> bool:
         model = self._model()
-        if model is None:
-            return False
+        if model is None or optimizer in self._ours:
+            return model is not None
         ours = {id(parameter) for parameter in model.parameters()}
-        return any(id(member.parameter) in ours for member in members_of(optimizer))
+        if any(id(member.parameter) in ours for member in members_of(optimizer)):
+            self._ours.add(optimizer)
+        return optimizer in self._ours
 
     def around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Stands in the place of an optimizer class's own step."""

@@ -1,0 +1,94 @@
+"""What hooks cost where nothing is to be done: `python -m memscale.benchmarks.hook_overhead`.
+
+A small model that the plan leaves as it is, trained plain and wrapped, step by step in turns in one process, so that
+whatever else the machine does falls on both alike. What is compared is the time of one processor: hooks run in the
+training thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import quantiles
+
+import torch
+from torch import nn
+
+from memscale.api import plan, wrap
+from memscale.benchmarks.registry import find_model, quiet_transformers
+from memscale.benchmarks.results import write_atomically
+from memscale.config import Config
+
+__all__ = ["main"]
+
+UNLIMITED = Config(enable_logging=False, memory_budget="1TB")  # the fastest plan is to do nothing
+
+
+def _ratios(model: str, batch: int, seq: int, rounds: int) -> list[float]:
+    case = find_model(model)
+    inputs = case.inputs(batch, seq)
+    runs = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        built = case.build().train()
+        if wrapped:
+            decided = plan(built, inputs, UNLIMITED)
+            if any(layer.techniques for layer in decided.layers):
+                raise SystemExit(f"The plan is not to do nothing: {decided}")
+            wrap(built, UNLIMITED, inputs)
+        runs.append((built, torch.optim.AdamW(built.parameters(), lr=1e-4), inputs))
+    ratios = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with quiet_transformers():
+        for number in range(rounds + 5):
+            order = (0, 1) if number % 2 else (1, 0)
+            seconds = {which: _step(*runs[which]) for which in order}
+            if number >= 5:  # the first rounds warm up
+                ratios.append(seconds[1] / seconds[0])
+    torch.set_num_threads(threads)
+    return ratios
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, torch.Tensor]) -> float:
+    start = time.process_time()
+    model(**inputs).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return time.process_time() - start
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m memscale.benchmarks.hook_overhead")
+    parser.add_argument("--model", default="gpt2-small")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--seq", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=40, help="pairs of timed steps")
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    options = parser.parse_args(arguments)
+    ratios = _ratios(options.model, options.batch, options.seq, options.rounds)
+    low, middle, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    print(
+        f"step time, wrapped with nothing to do over plain: {middle:.4f} (measured in {len(ratios)} pairs of steps, "
+        f"middle half {low:.4f} to {high:.4f})"
+    )
+    if options.json:
+        result = {
+            "schema": 1,
+            "command": f"python -m memscale.benchmarks.hook_overhead --model {options.model} "
+            f"--batch {options.batch} --seq {options.seq} --rounds {options.rounds}",
+            "source": "measured",
+            "torch": torch.__version__,
+            "time_ratio_median": round(middle, 5),
+            "time_ratio_quartiles": [round(low, 5), round(high, 5)],
+        }
+        write_atomically(options.json, json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
