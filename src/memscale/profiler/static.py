@@ -74,7 +74,8 @@ def _profile(
     at_home: bool,
 ) -> ModelProfile:
     with place.simulate() as simulation:
-        twin = simulation.copy_of(model).train(model.training)
+        left_out = [model.get_submodule(block.members[0]) for block in blocks if block.name in short]
+        twin = simulation.copy_of(model, without=left_out).train(model.training)
         named = {
             block.name: [twin.get_submodule(member) for member in block.members]
             for block in blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -19,14 +20,19 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 PLAIN_KINDS: set[type] = {torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor}
 
 
-def fake_copy(model: ModuleT, device: torch.device) -> ModuleT:
+def fake_copy(model: ModuleT, device: torch.device, without: Iterable[nn.Module] = ()) -> ModuleT:
     """Deep copy ``model`` with every tensor replaced by an empty one on ``device``.
 
     Must run inside a fake mode. Storage shared by several tensors (views, ties by ``.data``) stays shared.
+
+    Args:
+        model: The model.
+        device: Where its copy is.
+        without: Modules in whose places the copy has empty ones.
     """
     storages: dict[int, torch.Tensor] = {}
-    memo: dict[int, Any] = {}
-    for tensor in _tensors_of(model):
+    memo: dict[int, Any] = {id(module): nn.Module() for module in without}
+    for tensor in _tensors_of(model, memo.keys()):
         memo[id(tensor)] = _fake_twin(tensor, device, storages)
     twin = copy.deepcopy(model, memo)
     if type(twin) is not type(model):
@@ -50,10 +56,10 @@ def fake_tree(tree: Any, device: torch.device) -> Any:
     return _pytree.tree_map(twin, tree)
 
 
-def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
-    """Every tensor the model holds: parameters, buffers, and those kept as plain attributes."""
+def _tensors_of(model: nn.Module, without: Collection[int]) -> list[torch.Tensor]:
+    """Every tensor the model holds outside of some modules: parameters, buffers, and those kept as plain attributes."""
     found: dict[int, torch.Tensor] = {}
-    for module in model.modules():
+    for module in _modules_of(model, without):
         for value in (*module._parameters.values(), *module._buffers.values()):
             if value is not None:
                 found[id(value)] = value
@@ -62,6 +68,17 @@ def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
                 if isinstance(leaf, torch.Tensor):
                     found[id(leaf)] = leaf
     return list(found.values())
+
+
+def _modules_of(model: nn.Module, without: Collection[int]) -> list[nn.Module]:
+    found: dict[nn.Module, None] = {}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if module not in found and id(module) not in without:
+            found[module] = None
+            waiting.extend(child for child in reversed(module._modules.values()) if child is not None)
+    return list(found)
 
 
 def _fake_twin(tensor: torch.Tensor, device: torch.device, storages: dict[int, torch.Tensor]) -> torch.Tensor:

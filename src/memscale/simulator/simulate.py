@@ -14,7 +14,7 @@ the end.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -69,9 +69,14 @@ class Simulation:
         """The most host memory in use at once."""
         return self.tracker.peak_bytes("cpu")
 
-    def copy_of(self, model: ModuleT) -> ModuleT:
-        """A copy of a real model for this device: same structure, no data; the model is not touched."""
-        return fake_copy(model, self.device)
+    def copy_of(self, model: ModuleT, without: Iterable[nn.Module] = ()) -> ModuleT:
+        """A copy of a real model for this device: same structure, no data; the model is not touched.
+
+        Args:
+            model: The model.
+            without: Modules of it in whose places the copy has empty ones.
+        """
+        return fake_copy(model, self.device, without)
 
     def batch_of(self, batch: Any) -> Any:
         """A copy of a real batch (nested containers of tensors) for this device, without data."""
