@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils.data import Dataset
 
 import memscale
 from memscale import MemoryTracker
+from memscale.execution_plan import Precision
 from memscale.memory.record import Category
 from wrapping import lossless
 
@@ -151,3 +153,19 @@ def test_gradient_checkpointing_of_its_own_is_recognised(tmp_path: Path) -> None
     assert len(forwards) == 2 * 2 * 2  # steps, accumulated batches, forward and once again in backward
     plan = trainer.model._memscale_executor.plan
     assert plan.layer("transformer.h.1").rule == "already-checkpointed"
+
+
+def test_precision_of_its_own_wins(tmp_path: Path) -> None:
+    """A Trainer with `bf16=True` computes in that, whatever the plan says."""
+    plain = make_trainer("gpt2", tmp_path / "plain", bf16=True, max_steps=4)
+    plain.train()
+    wrapped = make_trainer("gpt2", tmp_path / "wrapped", bf16=True, max_steps=4)
+    memscale.wrap(wrapped, QUIET)
+    executor = wrapped.model._memscale_executor
+    executor.on_training_batch = None  # the plan stays as it is now
+    executor.replan(dataclasses.replace(executor.plan, precision=Precision("float16")))
+    wrapped.train()
+    assert losses(wrapped) == losses(plain)
+    exact = make_trainer("gpt2", tmp_path / "exact", max_steps=4)
+    exact.train()
+    assert losses(plain) != losses(exact)
