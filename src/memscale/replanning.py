@@ -71,7 +71,8 @@ def _planned(executor: Executor, sample: Sample, config: Config, hardware: Hardw
         for rounded in larger if config.use_static_profiling else ():
             instead = resized(model, sample, rounded)
             try:
-                plan = make_plan(model, instead, config.replace(use_empirical_fallback=False), hardware)
+                on_fake_tensors = config.replace(use_empirical_fallback=False)
+                plan = make_plan(model, instead, on_fake_tensors, hardware, suggest=False)
             except ProfileError:
                 continue  # the model does not take as much; of the batch itself the user will hear
             if fits(plan, hardware, config):
