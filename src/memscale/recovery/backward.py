@@ -154,12 +154,12 @@ class _Pass:
         executors = self._executors()
         why = self._objection(executors)
         tried: list[Plan] = []
+        came_from = ""
         if not why:
             self._note_arrived()
             _let_go(roots, [tensor for call in self.calls for tensor in call.sample.tensors()])
             roots.clear()
-            for executor in executors:
-                free_memory(executor.device, failure)
+            came_from = "".join([free_memory(executor.device, failure) for executor in executors])
             if self._repeated(executors, tried, backward):
                 for executor in executors:
                     executor.batches.ceiling = executor.plan.predicted_peak_bytes or None
@@ -168,7 +168,7 @@ class _Pass:
                 return
         for executor in executors[:1]:
             sample = self.calls[0].sample
-            add_note(failure, explain(executor, "backward", sample, tried, why))
+            add_note(failure, explain(executor, "backward", sample, tried, why), came_from)
         raise failure
 
     def _executors(self) -> list[Executor]:

@@ -67,7 +67,7 @@ class RecoveringForward(ReplacedForward):
 def _again(executor: Executor, call: Call, failure: Exception) -> Any:
     tried: list[Plan] = []
     why = ""
-    free_memory(executor.device, failure)
+    came_from = free_memory(executor.device, failure)
     try:
         call.take_back()
         for plan in heavier_plans(executor, call.sample):
@@ -79,7 +79,7 @@ def _again(executor: Executor, call: Call, failure: Exception) -> Any:
                 return output
     except RecomputeError as error:
         why = str(error)
-    add_note(failure, explain(executor, "forward", call.sample, tried, why))
+    add_note(failure, explain(executor, "forward", call.sample, tried, why), came_from)
     raise failure
 
 

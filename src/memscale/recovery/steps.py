@@ -127,10 +127,9 @@ class CaughtSteps:
                 raise
             failure = error
         self._ran_out = True
-        for device in _devices(optimizer):
-            free_memory(device, failure)
+        came_from = _free(optimizer, failure)
         if not watch.put_back():
-            self._explain(failure, _CHANGED)
+            self._explain(failure, _CHANGED, came_from)
             raise failure
         result = self._in_buckets(optimizer, call, split)
         self._say(failure)
@@ -158,13 +157,14 @@ class CaughtSteps:
                         done.append(operands)  # on the host, where there is room
                     continue
                 operands.put_back()
-                for device in _devices(optimizer):
-                    free_memory(device, failure)
+                came_from = _free(optimizer, failure)
                 if len(bucket) == 1:
                     for earlier in done:
                         earlier.put_back()
                     split.show(everyone)  # with their counters as they were
-                    self._explain(failure, "one parameter alone does not fit; all is as before the step")
+                    self._explain(
+                        failure, "one parameter alone does not fit; all is as before the step", came_from
+                    )
                     raise failure
                 pending += bucket[::-1]
                 limit = max(1, sum(map(_bytes_of, bucket)) // 2)
@@ -184,11 +184,11 @@ class CaughtSteps:
 
     # ------------------------------------------------------------------ words
 
-    def _explain(self, error: Exception, why: str) -> None:
+    def _explain(self, error: Exception, why: str, came_from: str = "") -> None:
         model = self._model()
         executor = None if model is None else executor_of(model)
         if executor is not None:
-            add_note(error, explain(executor, "the optimizer's step", None, (), why))
+            add_note(error, explain(executor, "the optimizer's step", None, (), why), came_from)
 
     def _say(self, error: Exception) -> None:
         model = self._model()
@@ -343,8 +343,10 @@ def _bytes_of(member: Member) -> int:
     return member.parameter.nbytes if member.parameter.grad is not None else 0
 
 
-def _devices(optimizer: Optimizer) -> set[torch.device]:
-    return {member.parameter.device for member in members_of(optimizer)}
+def _free(optimizer: Optimizer, failure: Exception) -> str:
+    """Let go of what an error holds; where it came from."""
+    devices = {member.parameter.device for member in members_of(optimizer)}
+    return "".join([free_memory(device, failure) for device in devices])
 
 
 def _free_bytes(device: torch.device, wanted: int) -> int:
