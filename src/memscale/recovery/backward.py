@@ -298,9 +298,29 @@ def _reached(roots: Sequence[torch.Tensor]) -> tuple[list[Call], list[torch.Tens
 def _let_go(roots: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> None:
     """Detach every tensor that has the failed graph behind it; what the models were called with stays."""
     failed = _nodes_of(roots) - _nodes_of(arguments)
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor) and not each._is_view() and each.grad_fn in failed:
+    held = [
+        each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.grad_fn in failed
+    ]
+    views = [each for each in held if each._is_view()]
+    for each in held:
+        if not each._is_view():
             each.detach_()
+    # A view refuses that, and is exchanged for one without history. What was made last comes first: if an operation
+    # after a view has saved it, that is gone by then. What is still saved is the graph's own, and goes with it.
+    failed.clear()
+    for each in sorted(views, key=_when_made, reverse=True):
+        if _use_count(each) == 1 and not weakref.getweakrefcount(each):
+            torch.utils.swap_tensors(each, each.detach())  # type: ignore[no-untyped-call]
+
+
+def _when_made(tensor: torch.Tensor) -> int:
+    node: Any = tensor.grad_fn
+    return int(node._sequence_nr())
+
+
+def _use_count(tensor: Any) -> int:
+    # Private in torch (tried on 2.13), which asks this itself before it exchanges tensors.
+    return int(tensor._use_count())
 
 
 def _nodes_of(tensors: Iterable[torch.Tensor]) -> set[Any]:
