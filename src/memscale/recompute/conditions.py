@@ -57,6 +57,10 @@ class ModuleFlags:
             if parameter._version != version and not _is_stepped_in_backward(parameter):
                 raise changed_parameter(parameter, version)
 
+    def parameters_moved(self) -> None:
+        """Parameters have gone elsewhere, with their values: count versions from here."""
+        self._versions = [parameter._version for parameter, _ in self._parameters]
+
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
         """Set the flags as they were, and leave them as they are now."""
@@ -105,6 +109,10 @@ class Conditions:
     def check_parameters(self) -> None:
         """Raise a `RecomputeError` if a parameter was changed since. See `ModuleFlags`."""
         self._flags.check_parameters()
+
+    def parameters_moved(self) -> None:
+        """Parameters have gone elsewhere, with their values."""
+        self._flags.parameters_moved()
 
     @contextlib.contextmanager
     def replay(self) -> Iterator[None]:

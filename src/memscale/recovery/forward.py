@@ -89,6 +89,7 @@ _FAILED = object()
 def _tried(executor: Executor, call: Call, plan: Plan) -> Any:
     try:
         executor.replan(plan)
+        call.parameters_moved()
         return planned_forward(executor.model)(*call.sample.args, **call.sample.kwargs)
     except Exception as error:
         if not is_out_of_memory(error):

@@ -47,6 +47,10 @@ BUCKET_BYTES = 64 * 2**20
 _TEMPORARIES = 2  # bytes that a step may need in between, for each byte of parameters
 _NEW_STATE = 2  # the same for state that is not there yet: as for Adam
 _CHANGED = "the update had begun, and parameters or moments were changed: load them from a checkpoint before going on"
+_NO_ROOM = (
+    "its state and temporaries have no room: beside what was stepped before it, one parameter alone does not fit; all is "
+    "as before the step. Optimizer state waits on the host under a plan for less (a memory_budget, mode='aggressive')"
+)
 
 
 class CaughtSteps:
@@ -162,9 +166,7 @@ class CaughtSteps:
                     for earlier in done:
                         earlier.put_back()
                     split.show(everyone)  # with their counters as they were
-                    self._explain(
-                        failure, "one parameter alone does not fit; all is as before the step", came_from
-                    )
+                    self._explain(failure, _NO_ROOM, came_from)
                     raise failure
                 pending += bucket[::-1]
                 limit = max(1, sum(map(_bytes_of, bucket)) // 2)
