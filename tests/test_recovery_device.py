@@ -218,7 +218,7 @@ FORWARD = [
     pytest.param({"rooms": {0: 28 * MIB}}, id="first forward"),
     pytest.param({"build": lambda: Model("batch"), "rooms": {1: 10 * MIB}}, id="batch norm"),
     pytest.param({"rooms": {1: 10 * MIB}, "accumulate": 2, "steps": 6}, id="accumulation"),
-    pytest.param({"build": Attention, "rooms": {1: 6 * MIB}}, id="attention"),
+    pytest.param({"build": Attention, "rooms": {1: 8 * MIB}}, id="attention"),
 ]
 
 

@@ -10,8 +10,9 @@ there. If memory runs out, then
 - a parameter's gradient has arrived, wholly, or not at all: autograd adds it in one operation when all of its parts
   are there. So accumulation over several steps needs no copies: the parameters that have theirs are left out.
 
-The failed graph is freed, whoever holds on to it: the pass was not to keep it, so it is of no use any more. Then the
-calls are made again under a heavier plan, and one backward pass brings what is missing.
+The failed graph is freed, whoever holds on to it: the pass was not to keep it, so it is of no use any more. A loop has
+its loss and its logits, and views of them, each with the whole graph behind it: they are detached. Then the calls are
+made again under a heavier plan, and one backward pass brings what is missing.
 
 A pass is not repeated if something it did would be lost: a graph that is to be kept or differentiated again, leaves
 outside of the models that have not got their gradients, parameters that were changed in between.

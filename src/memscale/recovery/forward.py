@@ -1,4 +1,8 @@
-"""Out of memory in forward: the call is made again under a heavier plan."""
+"""Out of memory in forward: the call is made again under a heavier plan.
+
+What held the memory of a call that failed was its error (Note [What an error holds]): without its traceback the graph
+and the activations are gone, and parameters may be moved, which torch refuses for those that a graph refers to.
+"""
 
 from __future__ import annotations
 

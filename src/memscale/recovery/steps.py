@@ -13,8 +13,9 @@ everything at every step would cost more than they are worth. Hence:
 - If something was changed, the user is told so: there is nothing to put it back from. On a CPU, whose free memory
   says little, this is also what is done; after the first time its steps are run in buckets.
 
-A parameter that does not fit by itself is the end: everything is put back, and the error is the user's. Optimizers that
-look at all parameters at once (``optimizer_kinds.py``) are left alone.
+A parameter that does not fit by itself is the end: everything is put back, and the error is the user's. So it is in a
+first step if there is no room for the state of all parameters: the plan is not changed in the middle of a step. Optimizers
+that look at all parameters at once (``optimizer_kinds.py``) are left alone.
 """
 
 from __future__ import annotations
