@@ -61,6 +61,10 @@ class ModuleFlags:
             if parameter._version != version and not _is_stepped_in_backward(parameter):
                 raise changed_parameter(parameter, version)
 
+    def parameters_moved(self) -> None:
+        """Parameters have gone elsewhere, with their values: count versions from here."""
+        self._versions = [parameter._version for parameter, _ in self._parameters]
+
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
         """Set the flags as they were, and leave them as they are now."""
@@ -117,6 +121,10 @@ class Conditions:
     def restore_random(self) -> None:
         """The random state as it was at forward."""
         self._rng.restore()
+
+    def parameters_moved(self) -> None:
+        """Parameters have gone elsewhere, with their values."""
+        self._flags.parameters_moved()
 
     @contextlib.contextmanager
     def replay(self) -> Iterator[None]:

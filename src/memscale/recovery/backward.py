@@ -10,8 +10,9 @@ there. If memory runs out, then
 - a parameter's gradient has arrived, wholly, or not at all: autograd adds it in one operation when all of its parts
   are there. So accumulation over several steps needs no copies: the parameters that have theirs are left out.
 
-The failed graph is freed, whoever holds on to it: the pass was not to keep it, so it is of no use any more. Then the
-calls are made again under a heavier plan, and one backward pass brings what is missing.
+The failed graph is freed, whoever holds on to it: the pass was not to keep it, so it is of no use any more. A loop has
+its loss and its logits, and views of them, each with the whole graph behind it: they are detached. Then the calls are
+made again under a heavier plan, and one backward pass brings what is missing.
 
 A pass is not repeated if something it did would be lost: a graph that is to be kept or differentiated again, leaves
 outside of the models that have not got their gradients, parameters that were changed in between.
@@ -154,12 +155,12 @@ class _Pass:
         executors = self._executors()
         why = self._objection(executors)
         tried: list[Plan] = []
+        came_from = ""
         if not why:
             self._note_arrived()
             _let_go(roots, [tensor for call in self.calls for tensor in call.sample.tensors()])
             roots.clear()
-            for executor in executors:
-                free_memory(executor.device, failure)
+            came_from = "".join([free_memory(executor.device, failure) for executor in executors])
             if self._repeated(executors, tried, backward):
                 for executor in executors:
                     executor.batches.ceiling = executor.plan.predicted_peak_bytes or None
@@ -168,7 +169,7 @@ class _Pass:
                 return
         for executor in executors[:1]:
             sample = self.calls[0].sample
-            add_note(failure, explain(executor, "backward", sample, tried, why))
+            add_note(failure, explain(executor, "backward", sample, tried, why), came_from)
         raise failure
 
     def _executors(self) -> list[Executor]:
@@ -295,9 +296,29 @@ def _reached(roots: Sequence[torch.Tensor]) -> tuple[list[Call], list[torch.Tens
 def _let_go(roots: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> None:
     """Detach every tensor that has the failed graph behind it; what the models were called with stays."""
     failed = _nodes_of(roots) - _nodes_of(arguments)
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor) and not each._is_view() and each.grad_fn in failed:
+    held = [
+        each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.grad_fn in failed
+    ]
+    views = [each for each in held if each._is_view()]
+    for each in held:
+        if not each._is_view():
             each.detach_()
+    # A view refuses that, and is exchanged for one without history. What was made last comes first: if an operation
+    # after a view has saved it, that is gone by then. What is still saved is the graph's own, and goes with it.
+    failed.clear()
+    for each in sorted(views, key=_when_made, reverse=True):
+        if _use_count(each) == 1 and not weakref.getweakrefcount(each):
+            torch.utils.swap_tensors(each, each.detach())  # type: ignore[no-untyped-call]
+
+
+def _when_made(tensor: torch.Tensor) -> int:
+    node: Any = tensor.grad_fn
+    return int(node._sequence_nr())
+
+
+def _use_count(tensor: Any) -> int:
+    # Private in torch (tried on 2.13), which asks this itself before it exchanges tensors.
+    return int(tensor._use_count())
 
 
 def _nodes_of(tensors: Iterable[torch.Tensor]) -> set[Any]:

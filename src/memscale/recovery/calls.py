@@ -75,6 +75,10 @@ class Call:
         """Raise a ``RecomputeError`` if the model's parameters have been changed since."""
         self._conditions.check_parameters()
 
+    def parameters_moved(self) -> None:
+        """Another plan has them elsewhere, with the same values."""
+        self._conditions.parameters_moved()
+
     @contextlib.contextmanager
     def as_it_was(self) -> Iterator[None]:
         """Inside the block everything is as forward found it; afterwards it is as now."""

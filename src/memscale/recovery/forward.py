@@ -1,4 +1,8 @@
-"""Out of memory in forward: the call is made again under a heavier plan."""
+"""Out of memory in forward: the call is made again under a heavier plan.
+
+What held the memory of a call that failed was its error (Note [What an error holds]): without its traceback the graph
+and the activations are gone, and parameters may be moved, which torch refuses for those that a graph refers to.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +71,7 @@ class RecoveringForward(ReplacedForward):
 def _again(executor: Executor, call: Call, failure: Exception) -> Any:
     tried: list[Plan] = []
     why = ""
-    free_memory(executor.device, failure)
+    came_from = free_memory(executor.device, failure)
     try:
         call.take_back()
         for plan in heavier_plans(executor, call.sample):
@@ -79,7 +83,7 @@ def _again(executor: Executor, call: Call, failure: Exception) -> Any:
                 return output
     except RecomputeError as error:
         why = str(error)
-    add_note(failure, explain(executor, "forward", call.sample, tried, why))
+    add_note(failure, explain(executor, "forward", call.sample, tried, why), came_from)
     raise failure
 
 
@@ -89,6 +93,7 @@ _FAILED = object()
 def _tried(executor: Executor, call: Call, plan: Plan) -> Any:
     try:
         executor.replan(plan)
+        call.parameters_moved()
         return planned_forward(executor.model)(*call.sample.args, **call.sample.kwargs)
     except Exception as error:
         if not is_out_of_memory(error):

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.config import Config, OptimizationMode
 from memscale.errors import ProfileError
-from memscale.execution_plan import Plan
+from memscale.execution_plan import Plan, Tier
 from memscale.executor import Executor
 from memscale.hardware import Hardware, detect
 from memscale.memory.record import Snapshot
@@ -32,8 +32,14 @@ def heavier_plans(executor: Executor, sample: Sample) -> Iterator[Plan]:
 
     Precision, tiling and the optimizer's bits stay as they are: a repeated step must give the same numbers. If the
     plan that is on is the heaviest already, it is tried once more: what was in the way may have been freed.
+
+    While the graph of an earlier call waits for its backward, parameters stay where they are: that graph has them as
+    they were, and brings their gradients there.
     """
     config = executor.config or Config()
+    stays = _homes(executor.plan) if executor.awaits_backward else None
+    if stays == {}:
+        config = config.replace(enable_offloading=False)
     hardware = detect(executor.device, offload_dir=config.offload_dir)
     same_numbers = config.replace(
         use_mixed_precision=config.use_mixed_precision,
@@ -47,6 +53,8 @@ def heavier_plans(executor: Executor, sample: Sample) -> Iterator[Plan]:
     for settings in (*((same_numbers.replace(memory_budget=budget),) if budget else ()), least):
         plan = _plan(executor, sample, settings, hardware)
         if plan is None or plan.predicted_peak_bytes >= (first.predicted_peak_bytes or math.inf):
+            continue
+        if stays is not None and _homes(plan) != stays:
             continue
         if all(_doings(plan) != _doings(each) for each in tried):
             tried.append(plan)
@@ -65,6 +73,13 @@ def _plan(executor: Executor, sample: Sample, config: Config, hardware: Hardware
         if not is_out_of_memory(error):
             raise
         return None
+
+
+def _homes(plan: Plan) -> dict[str, Tier]:
+    """The layers whose parameters are at home, and where."""
+    at_home = (layer for layer in plan.layers if "offloading" in layer.techniques)
+    tiers = {layer.name: "host" if layer.offloading is None else layer.offloading.to for layer in at_home}
+    return {name: tier for name, tier in tiers.items() if tier != "device"}
 
 
 def _doings(plan: Plan) -> tuple[object, ...]:

@@ -13,8 +13,9 @@ everything at every step would cost more than they are worth. Hence:
 - If something was changed, the user is told so: there is nothing to put it back from. On a CPU, whose free memory
   says little, this is also what is done; after the first time its steps are run in buckets.
 
-A parameter that does not fit by itself is the end: everything is put back, and the error is the user's. Optimizers that
-look at all parameters at once (``optimizer_kinds.py``) are left alone.
+A parameter that does not fit by itself is the end: everything is put back, and the error is the user's. So it is in a
+first step if there is no room for the state of all parameters: the plan is not changed in the middle of a step. Optimizers
+that look at all parameters at once (``optimizer_kinds.py``) are left alone.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ BUCKET_BYTES = 64 * 2**20
 _TEMPORARIES = 2  # bytes that a step may need in between, for each byte of parameters
 _NEW_STATE = 2  # the same for state that is not there yet: as for Adam
 _CHANGED = "the update had begun, and parameters or moments were changed: load them from a checkpoint before going on"
+_NO_ROOM = (
+    "its state and temporaries have no room: beside what was stepped before it, one parameter alone does not fit; all is "
+    "as before the step. Optimizer state waits on the host under a plan for less (a memory_budget, mode='aggressive')"
+)
 
 
 class CaughtSteps:
@@ -130,10 +135,9 @@ class CaughtSteps:
                 raise
             failure = error
         self._ran_out = True
-        for device in _devices(optimizer):
-            free_memory(device, failure)
+        came_from = _free(optimizer, failure)
         if not watch.put_back():
-            self._explain(failure, _CHANGED)
+            self._explain(failure, _CHANGED, came_from)
             raise failure
         result = self._in_buckets(optimizer, call, split)
         self._say(failure)
@@ -161,13 +165,12 @@ class CaughtSteps:
                         done.append(operands)  # on the host, where there is room
                     continue
                 operands.put_back()
-                for device in _devices(optimizer):
-                    free_memory(device, failure)
+                came_from = _free(optimizer, failure)
                 if len(bucket) == 1:
                     for earlier in done:
                         earlier.put_back()
                     split.show(everyone)  # with their counters as they were
-                    self._explain(failure, "one parameter alone does not fit; all is as before the step")
+                    self._explain(failure, _NO_ROOM, came_from)
                     raise failure
                 pending += bucket[::-1]
                 limit = max(1, sum(map(_bytes_of, bucket)) // 2)
@@ -187,11 +190,11 @@ class CaughtSteps:
 
     # ------------------------------------------------------------------ words
 
-    def _explain(self, error: Exception, why: str) -> None:
+    def _explain(self, error: Exception, why: str, came_from: str = "") -> None:
         model = self._model()
         executor = None if model is None else executor_of(model)
         if executor is not None:
-            add_note(error, explain(executor, "the optimizer's step", None, (), why))
+            add_note(error, explain(executor, "the optimizer's step", None, (), why), came_from)
 
     def _say(self, error: Exception) -> None:
         model = self._model()
@@ -346,8 +349,10 @@ def _bytes_of(member: Member) -> int:
     return member.parameter.nbytes if member.parameter.grad is not None else 0
 
 
-def _devices(optimizer: Optimizer) -> set[torch.device]:
-    return {member.parameter.device for member in members_of(optimizer)}
+def _free(optimizer: Optimizer, failure: Exception) -> str:
+    """Let go of what an error holds; where it came from."""
+    devices = {member.parameter.device for member in members_of(optimizer)}
+    return "".join([free_memory(device, failure) for device in devices])
 
 
 def _free_bytes(device: torch.device, wanted: int) -> int:
