@@ -1,0 +1,129 @@
+"""Clocks for the time that techniques cost: of the host where it waits for its work, of the stream on CUDA."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["Clock", "CudaClock", "HostClock", "NoClock", "clock_for"]
+
+_MOST_PENDING = 512  # pairs of events that wait to be read
+
+
+class Clock(Protocol):
+    """Adds up intervals under names. What is inside an interval of another name is not counted there as well."""
+
+    def now(self) -> Any:
+        """A moment."""
+
+    def add(self, name: str, start: Any, end: Any, outer: str | None) -> None:
+        """An interval, and the name of the one that it is inside of."""
+
+    def seconds(self) -> dict[str, float | None]:
+        """The sum of each name so far; None where it cannot be known."""
+
+
+class HostClock:
+    """For work that is done when its call returns.
+
+    Example:
+        >>> clock = HostClock()
+        >>> clock.add("outer", 0.0, 5.0, None)
+        >>> clock.add("inner", 1.0, 3.0, "outer")
+        >>> clock.seconds()
+        {'outer': 3.0, 'inner': 2.0}
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds: dict[str, float] = {}
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def add(self, name: str, start: float, end: float, outer: str | None) -> None:
+        with self._lock:
+            _add(self._seconds, name, end - start, outer)
+
+    def seconds(self) -> dict[str, float | None]:
+        with self._lock:
+            return dict(self._seconds)
+
+
+class CudaClock:
+    """For work that is put on a CUDA stream: pairs of events, which are read late and never waited for in a step.
+
+    (Not run yet: the project has no such machine.)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._seconds: dict[str, float] = {}
+        self._pending: list[tuple[str, Any, Any, str | None]] = []
+
+    def now(self) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            return None  # what is captured in a graph has no time of its own
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def add(self, name: str, start: Any, end: Any, outer: str | None) -> None:
+        if start is None or end is None:
+            return
+        with self._lock:
+            self._pending.append((name, start, end, outer))
+            pending = self._pending if len(self._pending) >= _MOST_PENDING else ()
+            if pending:
+                self._pending = []
+        self._settle(pending)
+
+    def seconds(self) -> dict[str, float | None]:
+        with self._lock:
+            pending, self._pending = self._pending, []
+        self._settle(pending)
+        with self._lock:
+            return dict(self._seconds)
+
+    def _settle(self, pending: Any) -> None:
+        # Not under the lock: whoever waits for the device must not hold up a step.
+        measured = []
+        for name, start, end, outer in pending:
+            end.synchronize()
+            measured.append((name, start.elapsed_time(end) / 1e3, outer))
+        with self._lock:
+            for name, seconds, outer in measured:
+                _add(self._seconds, name, seconds, outer)
+
+
+class NoClock:
+    """For devices whose time is not known here: that names were used, and nothing else."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float | None] = {}
+
+    def now(self) -> None:
+        return None
+
+    def add(self, name: str, start: None, end: None, outer: str | None) -> None:
+        self._seconds[name] = None
+
+    def seconds(self) -> dict[str, float | None]:
+        return dict(self._seconds)
+
+
+def clock_for(device: torch.device, *, simulated: bool = False) -> Clock:
+    """The clock for a model that computes there; on a virtual device all work is the host's."""
+    if simulated or device.type in ("cpu", "vgpu"):
+        return HostClock()
+    return CudaClock(device) if device.type == "cuda" else NoClock()
+
+
+def _add(sums: dict[str, float], name: str, seconds: float, outer: str | None) -> None:
+    sums[name] = sums.get(name, 0.0) + seconds
+    if outer is not None:
+        sums[outer] = sums.get(outer, 0.0) - seconds
