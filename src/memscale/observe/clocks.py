@@ -10,7 +10,7 @@ import torch
 
 __all__ = ["Clock", "CudaClock", "HostClock", "NoClock", "clock_for"]
 
-_MOST_PENDING = 512  # pairs of events that wait to be read
+_AT_ONCE = 512  # pairs of events, after which those that are over are read
 
 
 class Clock(Protocol):
@@ -64,6 +64,7 @@ class CudaClock:
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}
         self._pending: list[tuple[str, Any, Any, str | None]] = []
+        self._next_look = _AT_ONCE
 
     def now(self) -> Any:
         if torch.cuda.is_current_stream_capturing():
@@ -77,25 +78,30 @@ class CudaClock:
             return
         with self._lock:
             self._pending.append((name, start, end, outer))
-            pending = self._pending if len(self._pending) >= _MOST_PENDING else ()
-            if pending:
-                self._pending = []
-        self._settle(pending)
+            is_time = len(self._pending) >= self._next_look
+        if is_time:
+            self._settle(wait=False)
 
     def seconds(self) -> dict[str, float | None]:
-        with self._lock:
-            pending, self._pending = self._pending, []
-        self._settle(pending)
+        self._settle(wait=True)
         with self._lock:
             return dict(self._seconds)
 
-    def _settle(self, pending: Any) -> None:
+    def _settle(self, *, wait: bool) -> None:
+        with self._lock:
+            pending, self._pending = self._pending, []
         # Not under the lock: whoever waits for the device must not hold up a step.
-        measured = []
+        left, measured = [], []
         for name, start, end, outer in pending:
-            end.synchronize()
+            if wait:
+                end.synchronize()
+            elif not end.query():
+                left.append((name, start, end, outer))
+                continue
             measured.append((name, start.elapsed_time(end) / 1e3, outer))
         with self._lock:
+            self._pending = left + self._pending
+            self._next_look = len(self._pending) + _AT_ONCE
             for name, seconds, outer in measured:
                 _add(self._seconds, name, seconds, outer)
 

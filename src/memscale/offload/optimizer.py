@@ -172,6 +172,7 @@ class StreamedSteps:
             result = step(*args, **kwargs)
             for member in members_of(optimizer):
                 if self._is_ours(member):
+                    self._stepped(member)
                     self._rest(member.parameter)
             return result
         self._running.add(id(optimizer))
@@ -256,6 +257,7 @@ class StreamedSteps:
 
         result = sliced.run(step)
         self._keep(split.optimizer)
+        self._stepped(member)
         self.buckets_run += len(sliced)
         return result
 
@@ -278,6 +280,8 @@ class StreamedSteps:
             with contextlib.suppress(Exception):
                 take_down()
             raise
+        for member in bucket:
+            self._stepped(member)
         take_down()
         self.buckets_run += 1
         return result
@@ -288,6 +292,10 @@ class StreamedSteps:
         with torch.no_grad():
             self._state.down(optimizer.state.get(parameter), parameter, origins)
         self._rest(parameter)
+
+    def _stepped(self, member: Member) -> None:
+        if member.parameter.grad is not None:
+            self._state.watched.stepped(member.parameter)
 
     def _rest(self, parameter: Tensor) -> None:
         for tensor in (parameter, parameter.grad):

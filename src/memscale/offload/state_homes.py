@@ -94,7 +94,7 @@ class StateHomes:
         # With no state that is large enough to go down, parameters and gradients still come and go in buckets.
         least = sys.maxsize if settings.tier == "device" else PAGE
         logger = None if settings.logs else _SILENT
-        watched = WatchedState(self._meter, "disk" if on_disk else "host")
+        watched = WatchedState(self._meter, "disk" if on_disk else "host", on_disk=self._store.holds)
         return StreamedSteps(
             self._parameters,
             place,
