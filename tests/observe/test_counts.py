@@ -19,6 +19,7 @@ from memscale import Config
 from memscale.execution_plan import Checkpointing, Offloading, OptimizerPlan, Plan
 from memscale.executor import Executor
 from memscale.observe.report import Moved
+from memscale.recompute._torch_private import OUTSIDE_BACKWARD, LightDispatchMode, graph_task_id
 from memscale.simulator import executing
 from observe.models import (
     LAYERS,
@@ -309,6 +310,34 @@ def test_passes_of_a_model_with_lazy_logits() -> None:
         nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
     report = model._memscale_executor.report()
     assert (report.forward_passes, report.backward_passes) == (2, 2)
+
+
+class OutOfMemoryOnce(LightDispatchMode):
+    """The first product of a forward, or of a backward, is out of memory."""
+
+    def __init__(self, *, backward: bool) -> None:
+        super().__init__()
+        self._backward = backward
+        self.raised = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        product = func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        in_backward = graph_task_id() != OUTSIDE_BACKWARD
+        if product and in_backward == self._backward and not self.raised:
+            self.raised += 1
+            raise torch.OutOfMemoryError("out of memory (injected)")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_pass_that_was_repeated_after_an_error_counts_once(backward: bool) -> None:
+    model = memscale.wrap(Stack(), Config(enable_logging=False, enable_offloading=False), batch())
+    with OutOfMemoryOnce(backward=backward) as trouble:
+        model(batch()).backward()
+    report = model._memscale_executor.report()
+    assert trouble.raised == 1
+    assert (report.forward_passes, report.backward_passes) == (1, 1)
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_nobody_counts_the_passes_of_an_executor_without_its_watch() -> None:
