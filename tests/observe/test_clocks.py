@@ -79,6 +79,29 @@ def test_counts_of_many_threads_are_all_there() -> None:
     assert meter.recomputations() == {"layer": (8 * 500, 8 * 500 * 2)}
 
 
+def test_whoever_counts_never_waits() -> None:
+    """See Note [Finalizers]: who holds the lock may be waiting for the one that counts."""
+    meter = Meter()
+
+    def count() -> None:
+        meter.up("parameters", "host", 3)
+        meter.recomputed("layer", 2)
+        meter.forward_pass()
+        meter.backward_pass(1)
+        with meter.timing("offloading"):
+            pass
+
+    thread = threading.Thread(target=count, daemon=True)
+    with meter._lock, meter._clock._lock:
+        thread.start()
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    assert meter.moved() == {("parameters", "host"): (3, 0)}
+    assert meter.recomputations() == {"layer": (1, 2)}
+    assert (meter.forward_passes, meter.backward_passes) == (1, 1)
+    assert meter.seconds_lost().keys() == {"offloading"}
+
+
 class FakeEvent:
     """A CUDA event that is recorded at a known moment and can be read once it was waited for."""
 
@@ -136,7 +159,7 @@ def test_events_do_not_pile_up_and_are_not_waited_for(cuda: CudaClock, behind: i
     assert FakeEvent.waits == 0
     assert len(cuda._pending) < (600 if behind < 1000 else 2001)
     assert cuda.seconds() == {"recomputing": 2000.0}
-    assert cuda._pending == []
+    assert not cuda._pending
 
 
 def test_what_is_captured_in_a_graph_has_no_time(cuda: CudaClock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from typing import Any, Protocol
 
 import torch
 
+from memscale.offload.locks import LateLock
+
 __all__ = ["Clock", "CudaClock", "HostClock", "NoClock", "clock_for"]
 
 _AT_ONCE = 512  # pairs of events, after which those that are over are read
+
+_Interval = tuple[str, float, str | None]  # its name, its length, and what it is inside of
 
 
 class Clock(Protocol):
@@ -38,15 +43,15 @@ class HostClock:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}
+        seconds = self._seconds
+        self._lock: LateLock[_Interval] = LateLock(lambda one: _add(seconds, *one))  # without a cycle
 
     def now(self) -> float:
         return time.perf_counter()
 
     def add(self, name: str, start: float, end: float, outer: str | None) -> None:
-        with self._lock:
-            _add(self._seconds, name, end - start, outer)
+        self._lock.leave((name, end - start, outer))
 
     def seconds(self) -> dict[str, float | None]:
         with self._lock:
@@ -61,9 +66,9 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of those who read
         self._seconds: dict[str, float] = {}
-        self._pending: list[tuple[str, Any, Any, str | None]] = []
+        self._pending: deque[tuple[str, Any, Any, str | None]] = deque()  # its append and popleft are atomic
         self._next_look = _AT_ONCE
 
     def now(self) -> Any:
@@ -76,34 +81,28 @@ class CudaClock:
     def add(self, name: str, start: Any, end: Any, outer: str | None) -> None:
         if start is None or end is None:
             return
-        with self._lock:
-            self._pending.append((name, start, end, outer))
-            is_time = len(self._pending) >= self._next_look
-        if is_time:
-            self._settle(wait=False)
+        self._pending.append((name, start, end, outer))
+        if len(self._pending) >= self._next_look and self._lock.acquire(blocking=False):
+            try:
+                self._settle(wait=False)
+                self._next_look = len(self._pending) + _AT_ONCE
+            finally:
+                self._lock.release()
 
     def seconds(self) -> dict[str, float | None]:
-        self._settle(wait=True)
         with self._lock:
+            self._settle(wait=True)
             return dict(self._seconds)
 
     def _settle(self, *, wait: bool) -> None:
-        with self._lock:
-            pending, self._pending = self._pending, []
-        # Not under the lock: whoever waits for the device must not hold up a step.
-        left, measured = [], []
-        for name, start, end, outer in pending:
+        for _ in range(len(self._pending)):
+            name, start, end, outer = self._pending.popleft()
             if wait:
                 end.synchronize()
             elif not end.query():
-                left.append((name, start, end, outer))
+                self._pending.append((name, start, end, outer))  # for the next time; their order is no matter
                 continue
-            measured.append((name, start.elapsed_time(end) / 1e3, outer))
-        with self._lock:
-            self._pending = left + self._pending
-            self._next_look = len(self._pending) + _AT_ONCE
-            for name, seconds, outer in measured:
-                _add(self._seconds, name, seconds, outer)
+            _add(self._seconds, name, start.elapsed_time(end) / 1e3, outer)
 
 
 class NoClock:

@@ -1,21 +1,26 @@
 """The meter: what a plan does while a model trains, counted.
 
-It is owned by the executor, and handed to techniques. Counting costs a lock and an addition, timing two looks at a
-clock; a technique that is not on a model counts nothing. Backward runs in threads of its own, and metrics are read
-from another: everything here may be called from any thread.
+It is owned by the executor, and handed to techniques. Counting costs an addition, timing two looks at a clock; a
+technique that is not on a model counts nothing.
+
+Backward runs in threads of its own, transfers in others, and metrics are read from one more: everything here may be
+called from any thread. Whoever counts never waits (Note [Finalizers]): a thread that holds the lock may just be
+collecting garbage, and that may wait for a transfer which counts.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from memscale.observe.clocks import Clock, HostClock, clock_for
 from memscale.observe.peaks import NOT_WATCHED, ObservedPeak, PeakWatch
+from memscale.offload.locks import LateLock
 
 __all__ = ["Below", "Cost", "Meter", "What"]
 
@@ -30,6 +35,8 @@ Cost = Literal["recomputing", "offloading", "optimizer state", "8-bit optimizer"
 
 _RECENT = 64  # backward passes that may be under way at once
 
+_Key = TypeVar("_Key")
+
 
 class Meter:
     """Counts of one executor, over all of its plans. A copy, by ``deepcopy`` or pickle, begins at nothing.
@@ -43,7 +50,7 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock: LateLock[Callable[[], None]] = LateLock(_do)
         self._open = _Open()
         self._clock: Clock = HostClock()
         self._device: torch.device | None = None
@@ -82,15 +89,11 @@ class Meter:
 
     def forward_pass(self) -> None:
         """A forward pass in training begins."""
-        with self._lock:
-            self.forward_passes += 1
+        self._lock.leave(self._count_forward)
 
     def backward_pass(self, task: int) -> None:
         """Backward has come to the model; a pass is counted once, by its graph task id."""
-        with self._lock:
-            if task not in self._passes:
-                self._passes.append(task)
-                self.backward_passes += 1
+        self._lock.leave(lambda: self._count_backward(task))
 
     def up(self, what: What, below: Below, nbytes: int) -> None:
         """Bytes came up from the tier below."""
@@ -103,15 +106,19 @@ class Meter:
     def _move(self, what: What, below: Below, up: int, down: int) -> None:
         if torch.compiler.is_compiling() or not (up or down):
             return  # the compiler runs through it once, and not for real
-        with self._lock:
-            before = self._moved.get((what, below), (0, 0))
-            self._moved[what, below] = (before[0] + up, before[1] + down)
+        self._lock.leave(lambda: _add(self._moved, (what, below), (up, down)))
 
     def recomputed(self, layer: str, flops: int) -> None:
         """A layer was computed again."""
-        with self._lock:
-            times, sum_of_flops = self._recomputed.get(layer, (0, 0))
-            self._recomputed[layer] = (times + 1, sum_of_flops + flops)
+        self._lock.leave(lambda: _add(self._recomputed, layer, (1, flops)))
+
+    def _count_forward(self) -> None:
+        self.forward_passes += 1
+
+    def _count_backward(self, task: int) -> None:
+        if task not in self._passes:
+            self._passes.append(task)
+            self.backward_passes += 1
 
     def moved(self) -> dict[tuple[What, Below], tuple[int, int]]:
         """Bytes up and down so far."""
@@ -151,6 +158,15 @@ class Meter:
         self.__init__()  # type: ignore[misc]
         if state["device"] is not None:
             self.begin(state["device"], simulated=state["simulated"])
+
+
+def _do(note: Callable[[], None]) -> None:
+    note()
+
+
+def _add(sums: dict[_Key, tuple[int, int]], key: _Key, more: tuple[int, int]) -> None:
+    before = sums.get(key, (0, 0))
+    sums[key] = (before[0] + more[0], before[1] + more[1])
 
 
 class _Open(threading.local):
