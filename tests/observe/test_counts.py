@@ -93,17 +93,20 @@ def test_evaluation_counts_nothing() -> None:
     assert (report.forward_passes, report.recomputations, report.lost) == (0, 0, ())
 
 
-def test_operations_of_recomputing_are_those_that_torch_counts() -> None:
-    """For GPT-2, whose blocks end in a dropout, so that backward needs all of their products."""
-    family = FAMILIES["gpt2"]
+@pytest.mark.parametrize("mode", ["conservative", "balanced", "aggressive"])
+@pytest.mark.parametrize("name", ["gpt2", "t5", "vit"])
+def test_operations_of_recomputing_are_those_that_torch_counts(name: str, mode: str) -> None:
+    """For models whose blocks end in a dropout, so that backward needs all of their products."""
     pytest.importorskip("transformers")
-    planned = memscale.plan(family.build(), family.batch(), lossless("aggressive", enable_offloading=False))
-    assert sum(layer.recompute_flops > 0 for layer in planned.layers) >= 3
+    family = FAMILIES[name]
+    config = lossless(mode, enable_offloading=False, force_optimize=True)
+    planned = memscale.plan(family.build(), family.batch(), config)
     plain, model = family.build(), family.build()
     executor = Executor(model, planned)
     executor.attach()
     extra = work_of(family, model).flops - work_of(family, plain).flops
-    assert executor.report().recompute_flops == extra > 0
+    assert executor.report().recompute_flops == extra
+    assert extra > 0 or mode != "aggressive"  # the others may find nothing that is worth it
 
 
 def test_full_checkpointing_of_gpt2_recomputes_all_that_its_blocks_compute() -> None:
