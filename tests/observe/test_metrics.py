@@ -170,9 +170,12 @@ def test_the_log_says_which_port(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_no_port_no_thread() -> None:
-    before = set(threading.enumerate())
     model = wrapped(SERVED.replace(observability_port=None))
-    assert set(threading.enumerate()) == before
+    assert not any(thread.name.startswith("memscale-metrics") for thread in threading.enumerate())
+    other = wrapped()
+    assert any(thread.name.startswith("memscale-metrics") for thread in threading.enumerate())
+    memscale.detach(other)
+    assert not any(thread.name.startswith("memscale-metrics") for thread in threading.enumerate())
     assert model._memscale_executor.metrics.url is None
     memscale.detach(model)
 
