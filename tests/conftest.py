@@ -13,6 +13,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 import random
+import tempfile
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -40,3 +42,11 @@ def seeds() -> None:
     """Every test starts from the same random state, whatever ran before it."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What the tests leave in the system's directory for temporary files, such as dumps, goes with their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("system")))
+        yield

@@ -187,7 +187,7 @@ def edited(change: Callable[[dict[str, Any]], object]) -> str:
         ("[" * 100_000, "not JSON"),
         ("[]", "must be a JSON object"),
         ("{}", rf"schema None, and this version of MemScale reads {SCHEMA}"),
-        (edited(lambda d: d.update(schema=99)), "schema 99"),
+        (edited(lambda d: d.update(schema=SCHEMA + 1)), f"schema {SCHEMA + 1}"),
         (edited(lambda d: d.update(schema=True)), "schema True"),
         (edited(lambda d: d.update(extra=1)), r"plan has the unknown field 'extra'; it has layers, device"),
         (edited(lambda d: d.pop("notes")), "plan lacks the field 'notes'"),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from memscale.errors import MemScaleError
     from memscale.execution_plan import Plan
     from memscale.memory.tracker import MemoryTracker
+    from memscale.observe.scalars import log_scalars
     from memscale.offload.loading import load_safetensors
     from memscale.simulator import simulate
 
@@ -35,6 +36,7 @@ _HOMES = {
     "detach": "memscale.api",
     "find_batch_size": "memscale.api",
     "load_safetensors": "memscale.offload.loading",
+    "log_scalars": "memscale.observe.scalars",
     "optimize": "memscale.api",
     "plan": "memscale.api",
     "simulate": "memscale.simulator",
@@ -53,6 +55,7 @@ __all__ = [
     "detach",
     "find_batch_size",
     "load_safetensors",
+    "log_scalars",
     "optimize",
     "plan",
     "simulate",

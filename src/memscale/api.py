@@ -18,6 +18,7 @@ from memscale.errors import DoesNotFitError, ProfileError, WrapError, WrapTypeEr
 from memscale.execution_plan import Plan
 from memscale.executor import EXECUTOR, Executor, executor_of
 from memscale.hardware import Hardware, detect, virtual_hardware
+from memscale.observe.metrics import Metrics
 from memscale.offload.homes import training_device
 from memscale.planning import fits, make_plan
 from memscale.profiler import hinted_sample, sample_of
@@ -221,6 +222,7 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
         device=_new_home(model, hardware),
         on_training_batch=follow_batch,
         guard=StepGuard(),
+        metrics=Metrics(config.observability_port),
     )
     if sample_input is not None:
         executor.batches.add(named_shapes(model, sample_of(sample_input, model)))

@@ -156,7 +156,7 @@ class Config:
         warmup_steps: Training steps to watch before what was measured is trusted.
         enable_logging: Log the hardware and the plan.
         log_file: A file to log to as well.
-        observability_port: Serve metrics for Prometheus on this port, 1 to 65535.
+        observability_port: Serve metrics for Prometheus on this port of 127.0.0.1; 0 for any that is free.
         verify_correctness: Compare loss and gradients with those of the plain model.
         async_offload: Overlap transfers with compute.
         async_config: How; see :class:`AsyncOffloadConfig`.
@@ -464,7 +464,10 @@ _CHECKS: dict[str, _Check] = {
     "enable_logging": _boolean,
     "log_file": _optional(_path),
     "observability_port": _optional(
-        _integer("a port from 1 to 65535, or None for no metrics", lambda port: 1 <= port <= 65535)
+        _integer(
+            "a port from 0 (any that is free) to 65535, or None for no metrics",
+            lambda port: 0 <= port <= 65535,
+        )
     ),
     "verify_correctness": _boolean,
     "async_offload": _boolean,

@@ -141,6 +141,7 @@ class LayerPlan:
         reason: that rule, applied to this block, in words and numbers.
         saved_bytes: device memory that it no longer holds at the end of forward (predicted).
         extra_seconds: predicted time that this adds to a step.
+        recompute_flops: floating-point operations of computing it again once, by the profile; 0 if it is not.
         checkpointing: settings of the technique ``"checkpointing"``.
         offloading: settings of the technique ``"offloading"``.
         tiling: settings of the technique ``"tiling"``.
@@ -156,6 +157,7 @@ class LayerPlan:
     checkpointing: Checkpointing | None = None
     offloading: Offloading | None = None
     tiling: Tiling | None = None
+    recompute_flops: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import nn
 
 from memscale.eight_bit.quantizer import Quantizer, Unavailable, find_quantizer
 from memscale.eight_bit.steps import EightBitSteps
+from memscale.observe.meter import Meter
 
 __all__ = ["EightBitSettings", "EightBitStates"]
 
@@ -29,9 +30,14 @@ class EightBitSettings:
 
 
 class EightBitStates:
-    """The steps of one model's optimizers. Between two plans moments stay as they are."""
+    """The steps of one model's optimizers. Between two plans moments stay as they are.
 
-    def __init__(self) -> None:
+    Args:
+        meter: Takes the time of it.
+    """
+
+    def __init__(self, meter: Meter | None = None) -> None:
+        self._meter = meter
         self._settings: EightBitSettings | None = None
         self._parameters: list[nn.Parameter] = []
         self._running = False
@@ -51,7 +57,9 @@ class EightBitStates:
         if self._steps is None or settings != self._settings or not same:
             self.restore()
             self._settings, self._parameters = settings, wanted
-            self._steps = EightBitSteps(wanted, quantizer, settings.bucket_bytes, logger=_logger(settings))
+            self._steps = EightBitSteps(
+                wanted, quantizer, settings.bucket_bytes, logger=_logger(settings), meter=self._meter
+            )
         self._steps.attach()
         self._running = True
 
@@ -69,10 +77,15 @@ class EightBitStates:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has parameters of its own; no optimizer has stepped them yet.
-        return {"settings": self._settings, "parameters": self._parameters, "running": self._running}
+        return {
+            "meter": self._meter,
+            "settings": self._settings,
+            "parameters": self._parameters,
+            "running": self._running,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
+        self.__init__(state["meter"])  # type: ignore[misc]
         if not state["running"]:
             return
         try:

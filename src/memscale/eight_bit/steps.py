@@ -16,6 +16,8 @@ from memscale.eight_bit.kinds import holds_moments, why_in_full
 from memscale.eight_bit.moments import EightBitMoments
 from memscale.eight_bit.quantizer import Quantizer
 from memscale.eight_bit.slices import EightBitSlices
+from memscale.observe.meter import Meter
+from memscale.observe.state import WatchedState
 from memscale.offload.optimizer import StreamedSteps
 from memscale.offload.optimizer_groups import Member
 from memscale.offload.optimizer_slices import INSIDE, SlicedParameter, length_of_slices
@@ -37,6 +39,7 @@ class EightBitSteps(StreamedSteps):
         bucket_bytes: the most that parameters, gradients and 32-bit moments of one bucket may take; a
             parameter that needs more has a bucket to itself, or comes in slices.
         logger: told which optimizers are left alone, and why.
+        meter: takes the time of it.
 
     Example:
         >>> from memscale.eight_bit import find_quantizer
@@ -64,11 +67,13 @@ class EightBitSteps(StreamedSteps):
         bucket_bytes: int,
         *,
         logger: logging.Logger | None = None,
+        meter: Meter | None = None,
     ) -> None:
         logger = logger or logging.getLogger("memscale")
         self._moments = EightBitMoments(quantizer, logger)
         super().__init__(parameters, self._moments.place, bucket_bytes, logger=logger)
         self._state = self._moments
+        self._state.watched = WatchedState(meter, cost="8-bit optimizer")
         self._saving: MutableMapping[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 
     def attach(self) -> None:

@@ -73,6 +73,7 @@ class Entries:
             saved_bytes=freed,
             extra_seconds=round(self.rows.terms.clock.recompute(block, choice.kept_flops), DIGITS),
             checkpointing=Checkpointing(tuple(sorted(op.key for op in choice.keep)), choice.chained),
+            recompute_flops=max(0, block.forward_flops // max(1, block.calls) - choice.kept_flops),
         )
 
     def _kept(self, block: BlockProfile) -> LayerPlan:

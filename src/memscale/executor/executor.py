@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memscale.batches import PlannedBatches
 from memscale.config import Config
@@ -17,6 +18,9 @@ from memscale.errors import WrapError
 from memscale.execution_plan import LayerPlan, Plan, Tier
 from memscale.executor.record import Record, WeakModule
 from memscale.executor.use_cache import no_cache_hooks
+from memscale.observe.meter import Meter
+from memscale.observe.metrics import Metrics
+from memscale.observe.report import Report
 from memscale.offload.homes import HOST, Homes, training_device
 from memscale.offload.loading import pending_is_done
 from memscale.offload.materialise import materialise
@@ -72,6 +76,7 @@ class Executor:
             goes by the new plan. It is not called for passes that it makes itself. A copied or unpickled
             executor keeps it only if it is a function of a module: others may hold on to the original model.
         guard: Who catches out-of-memory errors in a step; nobody, if it is not given.
+        metrics: Where its numbers are served while it is attached; nowhere, if it is not given.
 
     Attributes:
         batches: What the model's plans were made for so far.
@@ -98,6 +103,7 @@ class Executor:
         device: torch.device | None = None,
         on_training_batch: TrainingBatch | None = None,
         guard: Guard | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         self._model = WeakModule(model)
         self._device = device
@@ -110,7 +116,9 @@ class Executor:
         self._attached = False
         self._surroundings = Record()
         self._watch = Record()
-        self._homes = Homes(_disk_of(config))
+        self._meter = Meter()
+        self.metrics = metrics
+        self._homes = Homes(_disk_of(config), self._meter)
         self._techniques = Record()
         self._materialised: Materialised | None = None  # while a plan is being attached
 
@@ -141,6 +149,30 @@ class Executor:
     def bytes_on_disk(self) -> int:
         """Bytes of the model's tensors, optimizer state and activations that are on disk now."""
         return self._homes.store.bytes_used
+
+    @property
+    def meter(self) -> Meter:
+        """Counts what the plans do."""
+        return self._meter
+
+    def report(self) -> Report:
+        """What the plans have done so far: predicted and observed peak, bytes moved, recomputations, time lost.
+
+        Example:
+            >>> from memscale.execution_plan import Plan
+            >>> Executor(nn.Linear(2, 2), Plan(())).report().bytes_up
+            0
+        """
+        model = self._model()
+        return Report.of(
+            self._plan,
+            self._meter,
+            model="a model that is gone" if model is None else type(model).__name__,
+            device="" if model is None else str(self.device),
+            counts_forward=self._on_training_batch is not None,
+            counts_backward=self._guard is not None,
+            disk_bytes=self.bytes_on_disk,
+        )
 
     @property
     def attached(self) -> bool:
@@ -192,10 +224,21 @@ class Executor:
             self._materialised = None
         pending_is_done(model)
         self._attached = True
+        self._meter.begin(
+            self.device, simulated=any(isinstance(each, FakeTensor) for each in model.parameters())
+        )
+        if self.metrics is not None:
+            self.metrics.begin(self, logs=self._logs)
 
     def detach(self) -> None:
         """Undo every change, in reverse; does nothing if the plan is not attached."""
+        if self.metrics is not None:
+            self.metrics.end(self)
+        self._take_off()
+
+    def _take_off(self) -> None:
         if self._attached:
+            self._meter.end()
             self._attached = False
             self._undo(self.model)
 
@@ -226,7 +269,7 @@ class Executor:
         model = self.model
         # Parameters stay at home: the device may have no room for all of them.
         homes, self._homes = self._homes, Homes()
-        self.detach()
+        self._take_off()
         try:
             yield model
         finally:
@@ -252,7 +295,7 @@ class Executor:
         self._arrange_homes(model, plan, device)
         for layer in plan.layers:
             modules = tuple(_find(model, layer, member) for member in layer.members)
-            site = Site(model, layer, modules, device, self._homes)
+            site = Site(model, layer, modules, device, self._homes, self._meter)
             for name in layer.techniques:
                 technique = TECHNIQUES.get(name)
                 if technique is None:
@@ -265,7 +308,7 @@ class Executor:
                     technique.attach(site, record)
                 else:
                     objections.setdefault((name, objection), []).append(layer.name or "the model")
-        scene = Scene(model, plan, device, self.config, self._homes)
+        scene = Scene(model, plan, device, self.config, self._homes, self._meter)
         for whole in WHOLE:
             whole.attach(scene, record)
         if self._on_training_batch is not None:
@@ -285,7 +328,7 @@ class Executor:
             if "offloading" not in layer.techniques:
                 continue
             modules = tuple(_find(model, layer, member) for member in layer.members)
-            site = Site(model, layer, modules, device, self._homes)
+            site = Site(model, layer, modules, device, self._homes, self._meter)
             if TECHNIQUES["offloading"].objection(site) is None:
                 tier = "host" if layer.offloading is None else layer.offloading.to
                 homes[tier].extend(each for module in modules for each in module.parameters())
@@ -330,6 +373,7 @@ class Executor:
     def _call_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._on_training_batch is None or self._is_calling_back:
             return
+        self._meter.forward_pass()
         self._is_calling_back = True
         try:
             self._on_training_batch(self, args, kwargs)

@@ -11,6 +11,7 @@ from transformers import Trainer, TrainerCallback
 
 from memscale.errors import WrapTypeError
 from memscale.execution_plan import Plan
+from memscale.executor import Executor, executor_of
 from memscale.memory.process import peak_rss_bytes
 
 GIB = 2**30
@@ -49,20 +50,35 @@ class PlanInLog(TrainerCallback):
             state.log_history[-1].update(values)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._plan() is None:
+        trainer, executor = self._trainer(), self._executor()
+        if trainer is None or executor is None:
             return
         if args.device.type == "cuda":
             measured = _named(measured_peak_gib=torch.cuda.max_memory_allocated(args.device) / GIB)
         else:
             measured = _named(measured_process_peak_gib=peak_rss_bytes() / GIB)
-        trainer = self._trainer()
-        if trainer is not None:
-            trainer.log(measured)
+        report = executor.report()
+        counted = _named(
+            moved_up_gib=report.bytes_up / GIB,
+            moved_down_gib=report.bytes_down / GIB,
+            recomputations=report.recomputations,
+            recompute_tflops=report.recompute_flops / 1e12,
+        )
+        lost = {
+            name.replace("/", "_"): value
+            for name, value in report.scalars().items()
+            if name.startswith("seconds_lost/")
+        }
+        trainer.log({**measured, **counted, **_named(**lost)})
 
     def _plan(self) -> Plan | None:
-        trainer = self._trainer()
-        executor = None if trainer is None else vars(trainer.model).get("_memscale_executor")
+        executor = self._executor()
         return None if executor is None else executor.plan
+
+    def _executor(self) -> Executor | None:
+        trainer = self._trainer()
+        model = None if trainer is None else trainer.model
+        return executor_of(model) if isinstance(model, torch.nn.Module) else None
 
 
 def _named(**values: float) -> dict[str, float]:

@@ -43,6 +43,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memscale.errors import TierFullError
+from memscale.observe.meter import Below, Meter
 from memscale.offload.host import HostTier
 from memscale.offload.layout import View, rebuild
 from memscale.offload.shared import SharedEngine
@@ -71,6 +72,7 @@ class Activations:
         store: The disk, if that is where it goes; else it goes to host memory.
         capacity: The most host memory to take, a hard cap; None for what is free.
         logs: Whether to log that the cap was reached.
+        meter: Counts what is moved.
 
     Example:
         >>> activations = Activations(SharedEngine(None), torch.device("cpu"), capacity=2**20)
@@ -92,12 +94,14 @@ class Activations:
         store: DiskStore | None = None,
         capacity: int | None = None,
         logs: bool = True,
+        meter: Meter | None = None,
     ) -> None:
         self._engine = engine
         self._device = device
         self._store = store
         self._capacity = capacity
         self._logs = logs
+        self._meter = meter or Meter()
         self._below: _Below | None = None
         self._known: weakref.WeakValueDictionary[tuple[object, ...], _Stored] = weakref.WeakValueDictionary()
         self._calls = _Calls()
@@ -148,7 +152,7 @@ class Activations:
         if home is not None:
             return Refetch(home, tensor, None)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._meter.timing("offloading"):
                 stored, view = self._stored(tensor, call)
         except TierFullError as error:
             if self._logs:
@@ -180,6 +184,7 @@ class Activations:
             stored = self._known[key] = _Stored(below, ticket, weakref.ref(storage), version)
             call.stored.append(weakref.ref(stored))
             self.bytes_sent += ticket.nbytes
+            self._meter.down("activations", below.name, ticket.nbytes)
         if not whole:
             return stored, None
         offset, shape, stride = geometry
@@ -190,7 +195,7 @@ class Activations:
             engine = self._engine.engine
             store, capacity = self._store, self._capacity
             tier: Tier[Any] = HostTier(capacity, engine=engine) if store is None else store.tier_of(engine)
-            self._below = _Below(tier, self._engine)
+            self._below = _Below(tier, self._engine, "host" if store is None else "disk", self._meter)
         return self._below
 
     def __getstate__(self) -> dict[str, object]:
@@ -200,6 +205,7 @@ class Activations:
             "store": self._store,
             "capacity": self._capacity,
             "logs": self._logs,
+            "meter": self._meter,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -216,8 +222,10 @@ def unpack(saved: torch.Tensor | _Saved | Refetch) -> torch.Tensor:
 class _Below:
     """The tier, for as long as anyone has something there or may come with more."""
 
-    def __init__(self, tier: Tier[Any], engine: SharedEngine) -> None:
+    def __init__(self, tier: Tier[Any], engine: SharedEngine, name: Below, meter: Meter) -> None:
         self.tier = tier
+        self.name: Below = name
+        self.meter = meter
         self.is_async = engine.is_async
         self._engine = engine  # lives as long as its tier
 
@@ -287,7 +295,8 @@ class _Saved:
         task = graph_task_id()
         self._call.reached(task, self._stored)
         with torch.no_grad():
-            memory = self._stored.bring_up(task, self)
+            with self._stored.below.meter.timing("offloading"):
+                memory = self._stored.bring_up(task, self)
             return memory.detach() if self._view is None else rebuild(memory, self._view)
 
 
@@ -328,7 +337,9 @@ class _Stored:
         if memory is None:
             tier = self.below.tier
             memory = tier.borrow(self.ticket)
-            memory = tier.load(self.ticket) if memory is None else memory
+            if memory is None:
+                memory = tier.load(self.ticket)
+                self.below.meter.up("activations", self.below.name, self.ticket.nbytes)
             if task == OUTSIDE_BACKWARD:
                 return memory
             self._task = task

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memscale.observe.meter import Meter
 from memscale.offload.engine import Lane
 from memscale.offload.layout import is_fake
 from memscale.offload.pinned import Block
@@ -29,7 +30,9 @@ from memscale.recompute._torch_private import hooks_are_allowed
 __all__ = ["Journey", "arrived"]
 
 
-def arrived(parameter: nn.Parameter, values: torch.Tensor, engine: SharedEngine) -> torch.Tensor:
+def arrived(
+    parameter: nn.Parameter, values: torch.Tensor, engine: SharedEngine, meter: Meter | None = None
+) -> torch.Tensor:
     """A parameter's values on the device as a differentiable copy of it. See Note [The way home].
 
     Example:
@@ -43,7 +46,7 @@ def arrived(parameter: nn.Parameter, values: torch.Tensor, engine: SharedEngine)
         return values
     if not hooks_are_allowed():  # under torch.func, which has rules of its own for such nodes
         return parameter.to(values.device, values.dtype)
-    journey = Journey(engine, parameter.device)
+    journey = Journey(engine, parameter.device, meter)
     at_home = _AtHome.apply(parameter, journey, values.dtype)  # type: ignore[no-untyped-call]
     copy: torch.Tensor = _OnDevice.apply(at_home, journey, [values])  # type: ignore[no-untyped-call]
     return copy
@@ -55,10 +58,12 @@ class Journey:
     Args:
         engine: Who moves it.
         home: Where to.
+        meter: Counts it.
     """
 
-    def __init__(self, engine: SharedEngine, home: torch.device) -> None:
+    def __init__(self, engine: SharedEngine, home: torch.device, meter: Meter | None = None) -> None:
         self._engine = engine
+        self._meter = meter
         self.home = home
         self._source: torch.Tensor | None = None
         self._transfer: Transfer[torch.Tensor] | None = None
@@ -68,6 +73,8 @@ class Journey:
         """Start; returns the tensor that the gradient lands in, which may be read after :meth:`land`."""
         if gradient.layout is not torch.strided:
             return gradient.to(self.home)
+        if self._meter is not None:
+            self._meter.down("gradients", "host", gradient.nbytes)
         beside = gradient.device.type == "cuda" and not is_fake(gradient)
         landing = self._pinned(gradient) if beside else None
         if landing is None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale.eight_bit.states import EightBitStates
+from memscale.observe.meter import Meter
 from memscale.offload.data import exchange_data
 from memscale.offload.mapped_parameters import MappedParameters
 from memscale.offload.optimizer_hooks import Surroundings
@@ -41,6 +42,7 @@ class Homes:
 
     Args:
         store: The disk below the model; one with default settings if it is not given.
+        meter: Counts what is moved, if anyone asks.
 
     Attributes:
         device: Where the model computes; None while nothing is arranged.
@@ -56,12 +58,12 @@ class Homes:
         >>> homes.restore()
     """
 
-    def __init__(self, store: DiskStore | None = None) -> None:
+    def __init__(self, store: DiskStore | None = None, meter: Meter | None = None) -> None:
         self.device: torch.device | None = None
         self.store = store or DiskStore()
-        self.mapped = MappedParameters(self.store)
-        self.states = StateHomes(self.store)
-        self.moments = EightBitStates()
+        self.mapped = MappedParameters(self.store, meter)
+        self.states = StateHomes(self.store, meter)
+        self.moments = EightBitStates(meter)
         self._parameters: dict[int, tuple[nn.Parameter, torch.device]] = {}
         self._on_disk: dict[int, nn.Parameter] = {}
         self._buffers: list[tuple[nn.Module, str, torch.device]] = []

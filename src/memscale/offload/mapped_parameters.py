@@ -22,6 +22,7 @@ gradient stays as it is: a sparse one, a view of a bucket, one with a graph of i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Iterable, Sequence
@@ -30,6 +31,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from memscale.observe.meter import Meter
 from memscale.offload._libc import PAGE
 from memscale.offload.data import exchange_data
 from memscale.offload.layout import is_fake
@@ -44,6 +46,7 @@ class MappedParameters:
 
     Args:
         store: The disk.
+        meter: Counts what is used of it.
 
     Example:
         >>> layer = nn.Linear(64, 64)
@@ -59,8 +62,9 @@ class MappedParameters:
         >>> mapped.store.close()
     """
 
-    def __init__(self, store: DiskStore) -> None:
+    def __init__(self, store: DiskStore, meter: Meter | None = None) -> None:
         self.store = store
+        self._meter = meter or Meter()
         self._handles: dict[
             int, RemovableHandle
         ] = {}  # by the parameter's id; whoever sends it keeps it alive
@@ -129,13 +133,16 @@ class MappedParameters:
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
         """A layer is about to compute with these, in forward or in backward."""
         task = graph_task_id()
-        self._read_ahead(parameters, in_backward=task != OUTSIDE_BACKWARD)
-        if task != OUTSIDE_BACKWARD:
-            if task != self._task:
-                self._task = task
-                at_end_of_backward(functools.partial(_after_backward, weakref.ref(self)))
-            self._rest_after_backward()
-            self._in_backward.append(parameters)
+        used = sum(each.nbytes for each in parameters if self.store.holds(each))
+        with self._timed(used):
+            self._read_ahead(parameters, in_backward=task != OUTSIDE_BACKWARD)
+            if task != OUTSIDE_BACKWARD:
+                if task != self._task:
+                    self._task = task
+                    at_end_of_backward(functools.partial(_after_backward, weakref.ref(self)))
+                self._rest_after_backward()
+                self._in_backward.append(parameters)
+        self._meter.up("parameters", "disk", used)
         for parameter in parameters:
             if is_fake(parameter) and self.store.holds(parameter):
                 self._pages[id(parameter)] = torch.empty(parameter.nbytes, dtype=torch.uint8)
@@ -143,7 +150,8 @@ class MappedParameters:
     def end(self, parameters: Sequence[nn.Parameter]) -> None:
         """A layer's forward pass is over. If backward runs it again, it will need them in a moment."""
         if graph_task_id() == OUTSIDE_BACKWARD:
-            self.rest(parameters)
+            with self._timed(any(map(self.store.holds, parameters))):
+                self.rest(parameters)
 
     def rest(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give back the pages of these and of their gradients."""
@@ -168,13 +176,23 @@ class MappedParameters:
         while self._in_backward:
             self.rest(self._in_backward.pop())
 
+    def _timed(self, anything: object) -> contextlib.AbstractContextManager[None]:
+        return self._meter.timing("offloading") if anything else contextlib.nullcontext()
+
+    def _gradient_arrived(self, parameter: nn.Parameter) -> None:
+        with self._meter.timing("offloading"):
+            self._take_gradient(parameter)
+            self.rest([parameter])
+        if parameter.grad is not None and self.store.holds(parameter.grad):
+            self._meter.down("gradients", "disk", parameter.grad.nbytes)
+
     def _take_gradient(self, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
         if gradient is not None and not self.store.holds(gradient) and _can_be_mapped(gradient):
             parameter.grad = self.store.copy_of(gradient)
 
     def __getstate__(self) -> dict[str, object]:
-        return {"store": self.store}  # a copy's parameters are ordinary ones
+        return {"store": self.store, "meter": self._meter}  # a copy's parameters are ordinary ones
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -191,8 +209,7 @@ class _GradientGoesHome:
     def __call__(self, parameter: nn.Parameter) -> None:
         mapped = self._mapped()
         if mapped is not None and mapped.store.holds(parameter):
-            mapped._take_gradient(parameter)
-            mapped.rest([parameter])
+            mapped._gradient_arrived(parameter)
 
 
 def _after_backward(reference: weakref.ref[MappedParameters]) -> None:

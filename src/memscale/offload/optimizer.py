@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memscale.errors import ConfigError, ConfigTypeError
+from memscale.observe.state import WatchedState
 from memscale.offload.optimizer_buckets import Buckets
 from memscale.offload.optimizer_closure import answered, takes_a_closure_at_most
 from memscale.offload.optimizer_copies import copy_with_state, copy_without
@@ -60,6 +61,7 @@ class StreamedSteps:
         least_bytes: state tensors smaller than this stay where they are.
         slices: whether a parameter that needs more than a bucket may be stepped in slices, see Note [Slices].
         logger: told which optimizers are left alone, and why.
+        watched: told of what is moved.
 
     Attributes:
         bytes_moved: bytes of state taken up or down so far.
@@ -94,6 +96,7 @@ class StreamedSteps:
         least_bytes: int = PAGE,
         slices: bool = True,
         logger: logging.Logger | None = None,
+        watched: WatchedState | None = None,
     ) -> None:
         if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
             raise ConfigTypeError(f"bucket_bytes takes a number of bytes, got {bucket_bytes!r}.")
@@ -104,7 +107,7 @@ class StreamedSteps:
         self._slices = slices
         self.skipped: MutableMapping[Optimizer, str] = weakref.WeakKeyDictionary()
         self._logger = logger or logging.getLogger("memscale")
-        self._state = MovingState(place, least_bytes)
+        self._state = MovingState(place, least_bytes, watched)
         # Not weakly: torch.utils.swap_tensors, which moves parameters, takes none that are referred to so.
         self._parameters = {id(each): each for each in parameters}
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -169,6 +172,7 @@ class StreamedSteps:
             result = step(*args, **kwargs)
             for member in members_of(optimizer):
                 if self._is_ours(member):
+                    self._stepped(member)
                     self._rest(member.parameter)
             return result
         self._running.add(id(optimizer))
@@ -253,6 +257,7 @@ class StreamedSteps:
 
         result = sliced.run(step)
         self._keep(split.optimizer)
+        self._stepped(member)
         self.buckets_run += len(sliced)
         return result
 
@@ -261,11 +266,12 @@ class StreamedSteps:
         origins: list[Origins] = [{} for _ in bucket]
 
         def take_down() -> None:
-            for member, origin in zip(bucket, origins, strict=True):
-                self._take_down(optimizer, member, origin)
+            with self._state.watched.timed():
+                for member, origin in zip(bucket, origins, strict=True):
+                    self._take_down(optimizer, member, origin)
 
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._state.watched.timed():
                 for member, origin in zip(bucket, origins, strict=True):
                     self._state.up(optimizer.state.get(member.parameter), member.parameter, origin)
             result = call()
@@ -274,6 +280,8 @@ class StreamedSteps:
             with contextlib.suppress(Exception):
                 take_down()
             raise
+        for member in bucket:
+            self._stepped(member)
         take_down()
         self.buckets_run += 1
         return result
@@ -284,6 +292,10 @@ class StreamedSteps:
         with torch.no_grad():
             self._state.down(optimizer.state.get(parameter), parameter, origins)
         self._rest(parameter)
+
+    def _stepped(self, member: Member) -> None:
+        if member.parameter.grad is not None:
+            self._state.watched.stepped(member.parameter)
 
     def _rest(self, parameter: Tensor) -> None:
         for tensor in (parameter, parameter.grad):

@@ -126,13 +126,13 @@ class SlicedParameter:
         piece = nn.Parameter(parameter.detach().view(-1)[part], requires_grad=parameter.requires_grad)
         assert parameter.grad is not None
         piece.grad = parameter.grad.detach().view(-1)[part]
-        with torch.no_grad():
+        with torch.no_grad(), self._state.watched.timed():
             values = {name: self._up(value, part, piece) for name, value in self._before.items()}
         if values:
             state[piece] = values
         try:
             result = call(piece)
-            with torch.no_grad():
+            with torch.no_grad(), self._state.watched.timed():
                 counters = dict(self._down(state.get(piece, {}), part, piece))
         finally:
             state.pop(piece, None)
@@ -148,7 +148,7 @@ class SlicedParameter:
         flat = value.view(-1)[part]
         if not self._state.is_home(value):
             return flat
-        self._state.bytes_moved += flat.nbytes
+        self._state.moved_up(flat, piece)
         return self._state.place.up(flat, piece)
 
     def _down(self, values: dict[str, Any], part: slice, piece: Tensor) -> Iterator[tuple[str, Any]]:
@@ -162,7 +162,7 @@ class SlicedParameter:
             if flat.data_ptr() != value.data_ptr() or flat.device != value.device:
                 flat.copy_(value)
             if self._state.is_home(home):
-                self._state.bytes_moved += flat.nbytes
+                self._state.moved_down(flat, piece)
                 self._state.place.rest(flat)
 
     def _home_of(self, name: str, value: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
+from memscale.observe.state import WatchedState
+
 __all__ = ["PAGE", "MovingState", "Origins", "StatePlace"]
 
 PAGE = 4096
@@ -60,10 +62,14 @@ class MovingState:
     Args:
         place: where it waits.
         least_bytes: smaller tensors stay where they are.
+        watched: told of what is moved.
     """
 
-    def __init__(self, place: StatePlace, least_bytes: int = PAGE) -> None:
+    def __init__(
+        self, place: StatePlace, least_bytes: int = PAGE, watched: WatchedState | None = None
+    ) -> None:
         self.place = place
+        self.watched = watched or WatchedState()
         self.least_bytes = least_bytes
         self.bytes_moved = 0
         # By id: tensors can't be members of a WeakSet, which compares them by value.
@@ -80,6 +86,16 @@ class MovingState:
         home = self.place.new(like)
         self._homes[id(home)] = home
         return home
+
+    def moved_up(self, home: Tensor, parameter: Tensor) -> None:
+        """Note that this, or a slice of such, came up."""
+        self.bytes_moved += home.nbytes
+        self.watched.up(home, parameter)
+
+    def moved_down(self, home: Tensor, parameter: Tensor) -> None:
+        """Note that it went down."""
+        self.bytes_moved += home.nbytes
+        self.watched.down(home, parameter)
 
     def bytes_of(self, state: Any, parameter: Tensor) -> int:
         """How much of this state is down, or would go."""
@@ -100,7 +116,8 @@ class MovingState:
 
         def bring(path: Path, tensor: Tensor) -> Tensor:
             if self.is_home(tensor):
-                self.bytes_moved += 0 if id(tensor) in beside else tensor.nbytes
+                if id(tensor) not in beside:
+                    self.moved_up(tensor, parameter)
                 origins[path] = tensor
             return self._beside(tensor, parameter, beside)
 
@@ -118,6 +135,7 @@ class MovingState:
             if id(tensor) in seen:
                 return seen[id(tensor)][1]
             home = origins.get(path)
+            at_rest = home is None and self.is_home(tensor)  # it was never up
             if self.is_home(tensor):
                 home = tensor
             elif home is not None and id(home) not in taken and _fits(home, tensor):
@@ -129,6 +147,8 @@ class MovingState:
                 return tensor
             seen[id(tensor)] = (tensor, home)
             self.bytes_moved += home.nbytes
+            if not at_rest:
+                self.watched.down(home, parameter)
             self.place.rest(home)
             return home
 
@@ -141,7 +161,7 @@ class MovingState:
             if self.is_home(tensor) or not self._goes_down(tensor, parameter):
                 return tensor
             home = self._new(tensor)
-            self.bytes_moved += home.nbytes
+            self.moved_down(home, parameter)
             self.place.rest(home)
             return home
 

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from memscale.execution_plan import Tier
+from memscale.observe.meter import Meter
+from memscale.observe.state import WatchedState
 from memscale.offload.optimizer import StreamedSteps
 from memscale.offload.optimizer_state import PAGE
 from memscale.offload.state_places import HostPlace, MappedPlace
@@ -43,10 +45,12 @@ class StateHomes:
 
     Args:
         store: The disk.
+        meter: Counts what is moved.
     """
 
-    def __init__(self, store: DiskStore) -> None:
+    def __init__(self, store: DiskStore, meter: Meter | None = None) -> None:
         self._store = store
+        self._meter = meter
         self._settings: StateSettings | None = None
         self._parameters: list[nn.Parameter] = []
         self._steps: StreamedSteps | None = None
@@ -90,19 +94,28 @@ class StateHomes:
         # With no state that is large enough to go down, parameters and gradients still come and go in buckets.
         least = sys.maxsize if settings.tier == "device" else PAGE
         logger = None if settings.logs else _SILENT
-        return StreamedSteps(self._parameters, place, settings.bucket_bytes, least_bytes=least, logger=logger)
+        watched = WatchedState(self._meter, "disk" if on_disk else "host", on_disk=self._store.holds)
+        return StreamedSteps(
+            self._parameters,
+            place,
+            settings.bucket_bytes,
+            least_bytes=least,
+            logger=logger,
+            watched=watched,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has parameters of its own; no optimizer has stepped them yet.
         return {
             "store": self._store,
+            "meter": self._meter,
             "settings": self._settings,
             "parameters": self._parameters,
             "running": self._running,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["store"])  # type: ignore[misc]
+        self.__init__(state["store"], state["meter"])  # type: ignore[misc]
         if state["running"]:
             self.arrange(state["parameters"], state["settings"])
 

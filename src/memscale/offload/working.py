@@ -24,8 +24,14 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memscale.errors import RecomputeError
+from memscale.observe.meter import Meter
 from memscale.precision.weights import autocast_dtype, cast_by_autocast
-from memscale.recompute._torch_private import surrounding_hooks
+from memscale.recompute._torch_private import (
+    OUTSIDE_BACKWARD,
+    graph_task_id,
+    hooks_are_allowed,
+    surrounding_hooks,
+)
 
 
 class Source(Protocol):
@@ -45,16 +51,22 @@ class WorkingCopies:
         modules: Whose.
         device: Where.
         source: Where copies come from; None for straight from home.
+        meter: Counts what is moved; not what comes from a source, which counts by itself.
 
     Attributes:
         refetched: The parameters that backward will ask for, by their ids, and in which type.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], device: torch.device, source: Source | None = None
+        self,
+        modules: Sequence[nn.Module],
+        device: torch.device,
+        source: Source | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self._device = device
         self._source = source
+        self._meter = meter
         self._owners = [
             (module, name, parameter)
             for module in modules
@@ -88,13 +100,21 @@ class WorkingCopies:
         key = id(parameter)  # a tied parameter has one copy
         if key not in self._copies:
             dtype, source = self._dtype_of(parameter), self._source
-            if source is None:
-                copy = parameter.to(self._device, dtype, non_blocking=True)
-            else:
-                copy = source.copy_of(parameter, dtype)
+            copy = self._fetched(parameter, dtype) if source is None else source.copy_of(parameter, dtype)
             self._copies[key] = copy
             self._homes[copy.untyped_storage()._cdata] = parameter
         return self._copies[key]
+
+    def _fetched(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        meter = self._meter
+        if meter is None:
+            return parameter.to(self._device, dtype, non_blocking=True)
+        with meter.timing("offloading"):
+            copy = parameter.to(self._device, dtype, non_blocking=True)
+        meter.up("parameters", "host", copy.nbytes)
+        if copy.grad_fn is not None and graph_task_id() == OUTSIDE_BACKWARD and hooks_are_allowed():
+            GradientGoesHome(meter).watch(copy.grad_fn)
+        return copy
 
     def _dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
         return self._dtype if self._dtype is not None and id(parameter) in self._cast else parameter.dtype
@@ -110,7 +130,7 @@ class WorkingCopies:
             if home is None:
                 return outer_pack(tensor)
             self.refetched[id(home)] = tensor.dtype
-            return Refetch(home, tensor, source)
+            return Refetch(home, tensor, source, self._meter)
 
         def unpack(saved: Any) -> torch.Tensor:
             return saved.fetch() if isinstance(saved, Refetch) else outer_unpack(saved)
@@ -137,11 +157,24 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 class Refetch:
     """A working copy, or a view of one, that backward will ask for again."""
 
-    __slots__ = ("_device", "_dtype", "_home", "_offset", "_shape", "_source", "_stride", "_version")
+    __slots__ = (
+        "_device",
+        "_dtype",
+        "_home",
+        "_meter",
+        "_offset",
+        "_shape",
+        "_source",
+        "_stride",
+        "_version",
+    )
 
-    def __init__(self, home: nn.Parameter, tensor: torch.Tensor, source: Source | None) -> None:
+    def __init__(
+        self, home: nn.Parameter, tensor: torch.Tensor, source: Source | None, meter: Meter | None = None
+    ) -> None:
         self._home = home
         self._source = source
+        self._meter = meter
         self._version = home._version
         self._device = tensor.device
         self._dtype = tensor.dtype
@@ -156,8 +189,34 @@ class Refetch:
                 f"and backward: version {self._version} then, {self._home._version} now. Call backward before "
                 "optimizer.step(), or run forward again after it."
             )
-        if self._source is None:
+        if self._source is not None:
+            copy = self._source.again(self._home, self._dtype)
+        elif self._meter is None:
             copy = brought(self._home.detach(), self._device, self._dtype)
         else:
-            copy = self._source.again(self._home, self._dtype)
+            with self._meter.timing("offloading"):
+                copy = brought(self._home.detach(), self._device, self._dtype)
+            self._meter.up("parameters", "host", copy.nbytes)
         return copy.as_strided(self._shape, self._stride, self._offset)
+
+
+class GradientGoesHome:
+    """Sees the node of autograd that brings a gradient home, before and after it runs."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._start: Any = None
+
+    def watch(self, node: Any) -> None:
+        """Look at a node from now on."""
+        node.register_prehook(self._before)
+        node.register_hook(self._after)
+
+    def _before(self, gradients: Any) -> None:
+        self._start = self._meter.now()
+
+    def _after(self, at_home: Any, gradients: Any) -> None:
+        self._meter.lost("offloading", self._start)
+        # As they arrive: they were converted on the device.
+        strided = (each for each in at_home if each is not None and each.layout is torch.strided)
+        self._meter.down("gradients", "host", sum(each.nbytes for each in strided))

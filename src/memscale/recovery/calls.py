@@ -15,13 +15,14 @@ have their gradients before the backward of either begins.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from memscale.profiler.sample import Sample
+from memscale.recompute._torch_private import graph_task_id
 from memscale.recompute.buffers import Buffers
 from memscale.recompute.conditions import Conditions, ModuleFlags, submodules
 from memscale.recompute.trees import Tree
@@ -43,6 +44,7 @@ class Call:
     Attributes:
         gradients: of its outputs, once backward has brought them.
         awaits_backward: whether a graph of it is there that backward has not been through.
+        on_backward: called when backward comes to it, with the graph task id.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Call:
         self.sample = Sample(tuple(args), dict(kwargs))
         self.gradients: tuple[torch.Tensor | None, ...] | None = None
         self.awaits_backward = False
+        self.on_backward: Callable[[int], None] | None = None
         types = {tensor.device.type for tensor in self.sample.tensors()}
         if device is not None:
             types.add(device.type)
@@ -135,6 +138,8 @@ class _Boundary(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.memscale_call
         call.awaits_backward = False
+        if call.on_backward is not None:
+            call.on_backward(graph_task_id())
         if not torch.is_grad_enabled():  # else they are to be differentiated themselves
             call.gradients = gradients
         return None, *gradients

@@ -43,6 +43,7 @@ class StepGuard:
         executor = executor_of(model)
         if executor is not None:
             executor_for(call, executor)
+            call.on_backward = executor.meter.backward_pass
             self._calls.add(call)
 
     def __getstate__(self) -> dict[str, Any]:

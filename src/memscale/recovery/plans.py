@@ -14,6 +14,7 @@ from memscale.execution_plan import Plan, Tier
 from memscale.executor import Executor
 from memscale.hardware import Hardware, detect
 from memscale.memory.record import Snapshot
+from memscale.observe.dump import dump_out_of_memory
 from memscale.planning import make_plan
 from memscale.profiler import Place, Sample
 from memscale.profiler.build import backward_targets, loss_of
@@ -125,6 +126,7 @@ def explain(
         lines.append(f"  at its peak forward and backward hold (simulated): {parts}")
         for top in peak.top:
             lines.append(f"    {format_bytes(top.nbytes)} {top.category}: {top.description}")
+    lines.append(f"  {dump_out_of_memory(executor, where, tried, why, peak)}")
     lines.append(
         "  What helps: a smaller batch, a shorter sequence, another mode; see memscale.plan(model, batch)."
     )

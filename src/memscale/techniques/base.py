@@ -10,6 +10,7 @@ from torch import nn
 
 from memscale.config import Config
 from memscale.execution_plan import LayerPlan, Plan
+from memscale.observe.meter import Meter
 from memscale.offload.homes import Homes
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class Site:
         modules: The block's modules, in the order of `layer.members`.
         device: Where the model trains.
         homes: Where the model's tensors are, and the disk below it.
+        meter: Counts what a technique does.
     """
 
     model: nn.Module
@@ -35,6 +37,7 @@ class Site:
     modules: tuple[nn.Module, ...]
     device: torch.device
     homes: Homes
+    meter: Meter
 
 
 class Technique(Protocol):
@@ -69,6 +72,7 @@ class Scene:
         device: Where the model trains.
         config: The user's settings; None if the plan was attached without any.
         homes: Where the model's tensors are, and the disk below it.
+        meter: Counts what a technique does.
     """
 
     model: nn.Module
@@ -76,6 +80,7 @@ class Scene:
     device: torch.device
     config: Config | None
     homes: Homes
+    meter: Meter
 
 
 class WholeTechnique(Protocol):

@@ -18,6 +18,7 @@ from torch import nn
 
 from memscale.errors import WrapError
 from memscale.execution_plan import Checkpointing
+from memscale.observe.recomputing import WatchedLayer
 from memscale.recompute import KeepPolicy, run_region
 from memscale.techniques.base import Site
 from memscale.techniques.forwards import ReplacedForward
@@ -51,33 +52,25 @@ class GradientCheckpointing:
         return None
 
     def attach(self, site: Site, record: Record) -> None:
-        settings = site.layer.checkpointing or Checkpointing()
+        watched = WatchedLayer(site.meter, site.layer.name, site.layer.recompute_flops)
+        region = _Region(site.layer.checkpointing or Checkpointing(), watched)
         if len(site.modules) == 1:
-            forward: ReplacedForward = CheckpointedForward(site.modules[0], settings)
+            forward: ReplacedForward = CheckpointedForward(site.modules[0], region)
             name = site.layer.members[0]
         else:
             name, start = _place(site)
             container = site.model.get_submodule(name)
-            slices = [Slice(start, start + len(site.modules), settings)]
-            forward = SlicedForward(container, slices)
+            forward = SlicedForward(container, [Slice(start, start + len(site.modules), region)])
         record.set_attribute(forward.module, "forward", forward, name=name)
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Children `start` to `stop` (exclusive) of an `nn.Sequential`, to be run as one region."""
-
-    start: int
-    stop: int
-    settings: Checkpointing
 
 
 class _Region:
     """How a block is run as a region; made once, not at every call."""
 
-    def __init__(self, settings: Checkpointing) -> None:
+    def __init__(self, settings: Checkpointing, layer: WatchedLayer) -> None:
         self.keep = KeepPolicy(settings.keep) if settings.keep else None
         self.chain = settings.chained
+        self.layer = layer
 
     def run(
         self,
@@ -86,15 +79,25 @@ class _Region:
         kwargs: Mapping[str, Any],
         modules: Sequence[nn.Module],
     ) -> Any:
+        function = self.layer.watched(function)
         return run_region(function, args, kwargs, modules=modules, keep=self.keep, chain=self.chain)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Children `start` to `stop` (exclusive) of an `nn.Sequential`, to be run as one region."""
+
+    start: int
+    stop: int
+    region: _Region
 
 
 class CheckpointedForward(ReplacedForward):
     """The forward of a block that is recomputed in backward."""
 
-    def __init__(self, module: nn.Module, settings: Checkpointing) -> None:
+    def __init__(self, module: nn.Module, region: _Region) -> None:
         super().__init__(module)
-        self._region = _Region(settings)
+        self._region = region
 
     def run(
         self,
@@ -122,7 +125,6 @@ class SlicedForward(ReplacedForward):
             slices = slices if before._is_released else [*before._slices, *slices]
             self._before = before._before
         self._slices: list[Slice] = sorted(slices, key=lambda one: one.start)
-        self._regions = [_Region(one.settings) for one in self._slices]
 
     def run(
         self,
@@ -136,14 +138,14 @@ class SlicedForward(ReplacedForward):
         (value,) = args
         children = list(module._modules.values())
         done = 0
-        for one, region in zip(self._slices, self._regions, strict=True):
+        for one in self._slices:
             value = _in_order(children[done : one.start], value)
             inside = [child for child in children[max(done, one.start) : one.stop] if child is not None]
             done = max(done, one.stop)
             if is_cache(value) or any(map(_checkpoints_itself, inside)):
                 value = _in_order(inside, value)
             elif inside:
-                value = region.run(functools.partial(_in_order, inside), (value,), {}, inside)
+                value = one.region.run(functools.partial(_in_order, inside), (value,), {}, inside)
         return _in_order(children[done:], value)
 
 

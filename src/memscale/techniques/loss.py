@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from memscale.observe.meter import Meter
 from memscale.offload.mapped_parameters import MappedParameters
 from memscale.profiler.blocks import find_blocks
-from memscale.recompute._torch_private import hooks_are_allowed
+from memscale.recompute._torch_private import graph_task_id, hooks_are_allowed
 from memscale.techniques.base import Scene
 from memscale.techniques.forwards import ReplacedForward
 from memscale.tiling import Head, LazyLogits, lazy_logits
@@ -43,7 +44,7 @@ class TiledLoss:
                 logger.warning("Head and loss are not tiled: %s.", objection)
             return
         device = scene.device if scene.homes.device is not None else None
-        forward = HeadForward(head, settings.rows, device, scene.homes.mapped)
+        forward = HeadForward(head, settings.rows, device, scene.homes.mapped, scene.meter)
         record.set_attribute(head, "forward", forward, name=name)
 
 
@@ -114,15 +115,22 @@ class HeadForward(ReplacedForward):
         rows: How many tokens make a tile.
         device: Where it computes, if its parameters may be at home elsewhere.
         mapped: The parameters of the model that are at home on disk.
+        meter: Told when backward comes by. Lazy logits do not pass the boundary by which others are seen.
     """
 
     def __init__(
-        self, module: nn.Linear, rows: int, device: torch.device | None, mapped: MappedParameters
+        self,
+        module: nn.Linear,
+        rows: int,
+        device: torch.device | None,
+        mapped: MappedParameters,
+        meter: Meter,
     ) -> None:
         super().__init__(module)
         self._rows = rows
         self._device = device
         self._mapped = mapped
+        self._meter = meter
         # Inside an offloaded block the module has working copies when it runs, which must not be held on to.
         self._homes = dict(module._parameters)
 
@@ -143,7 +151,12 @@ class HeadForward(ReplacedForward):
         tensors = [each for each in (hidden, weight, bias) if each is not None]
         if dtype is None or hidden.dim() < 2 or not any(each.requires_grad for each in tensors):
             return forward(*args, **kwargs)
+        if hidden.requires_grad and not hidden.is_leaf:
+            hidden.register_hook(self._seen_backward)  # type: ignore[no-untyped-call]
         return lazy_logits(hidden, Head(weight, bias, dtype, self._rows, self._borrowed))
+
+    def _seen_backward(self, gradient: torch.Tensor) -> None:
+        self._meter.backward_pass(graph_task_id())
 
     def _home(self, module: nn.Module, name: str) -> Any:
         parameter = module._parameters.get(name)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from memscale.execution_plan import Tier
+from memscale.observe.meter import Meter
 from memscale.offload.arrival import arrived
 from memscale.offload.prefetch import Prefetcher
 from memscale.offload.working import WorkingCopies, brought
@@ -45,7 +46,7 @@ class Offloading:
             return  # what it saves goes down: see `transfers.py`
         for name, module in zip(site.layer.members, site.modules, strict=True):
             if site.device.type != "cpu":
-                streamed = StreamedForward(module, site.device, recomputed=recomputed)
+                streamed = StreamedForward(module, site.device, site.meter, recomputed=recomputed)
                 record.set_attribute(module, "forward", streamed, name=name)
             if home == "disk":
                 mapped = MappedForward(module, site.homes.mapped, recomputed=recomputed)
@@ -62,14 +63,16 @@ class StreamedForward(ReplacedForward):
     Args:
         module: The module that this goes on.
         device: Where it computes.
+        meter: Counts what is moved.
         recomputed: Whether it runs inside a recomputed region, which saves nothing.
     """
 
     _prefetcher: Prefetcher | None = None
 
-    def __init__(self, module: nn.Module, device: torch.device, *, recomputed: bool) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, meter: Meter, *, recomputed: bool) -> None:
         super().__init__(module)
         self._device = device
+        self.meter = meter
         self._recomputed = recomputed
         # By the parameters' ids: what the last pass had them in, and what backward asks for.
         self._types: dict[int, torch.dtype] = {}
@@ -92,7 +95,7 @@ class StreamedForward(ReplacedForward):
         args, kwargs = bring_inputs(args, kwargs, self._device)
         prefetcher = self._prefetcher
         source = None if prefetcher is None else _Ahead(prefetcher, self)
-        copies = WorkingCopies(list(module.modules()), self._device, source)
+        copies = WorkingCopies(list(module.modules()), self._device, source, self.meter)
         self._types = {id(parameter): dtype for parameter, dtype in copies.wanted()}
         try:
             with copies.in_place():
@@ -125,7 +128,9 @@ class StreamedForward(ReplacedForward):
 
     def bring(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A parameter's values on the device."""
-        return brought(values, self._device, dtype)
+        copy = brought(values, self._device, dtype)
+        self.meter.up("parameters", "host", copy.nbytes)
+        return copy
 
 
 class _Ahead:
@@ -136,7 +141,9 @@ class _Ahead:
         self._layer = layer
 
     def copy_of(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        return arrived(parameter, self._values_of(parameter, dtype), self._prefetcher.engine)
+        return arrived(
+            parameter, self._values_of(parameter, dtype), self._prefetcher.engine, self._layer.meter
+        )
 
     def again(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         values = self._values_of(parameter, dtype)
@@ -144,8 +151,9 @@ class _Ahead:
         return values
 
     def _values_of(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        values = self._prefetcher.take(self._layer, parameter, dtype)
-        return self._layer.bring(parameter.detach(), dtype) if values is None else values
+        with self._layer.meter.timing("offloading"):
+            values = self._prefetcher.take(self._layer, parameter, dtype)
+            return self._layer.bring(parameter.detach(), dtype) if values is None else values
 
 
 def bring_inputs(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> tuple[Any, Any]:

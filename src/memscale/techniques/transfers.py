@@ -111,11 +111,15 @@ def _attach_activations(scene: Scene, record: Record, engine: SharedEngine) -> N
         if layer.offloading is None or not layer.offloading.activations:
             continue
         if scene.device.type == "cpu" or layer.offloading.to == "disk":
-            on_disk = on_disk or Activations(engine, scene.device, store=scene.homes.store, logs=logs)
+            on_disk = on_disk or Activations(
+                engine, scene.device, store=scene.homes.store, logs=logs, meter=scene.meter
+            )
             activations = on_disk
         else:
             capacity = _room_on_host(scene)
-            on_host = on_host or Activations(engine, scene.device, capacity=capacity, logs=logs)
+            on_host = on_host or Activations(
+                engine, scene.device, capacity=capacity, logs=logs, meter=scene.meter
+            )
             activations = on_host
         _attach_to(layer, scene, record, activations)
 
