@@ -7,6 +7,9 @@ Note [The step that is predicted]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 The second step of training or a later one, with Adam: its two moments are there, libraries have taken their
 workspaces, no gradient is left over when forward begins, and the outputs are let go of before backward.
+
+What `wrap` keeps to repeat a step from (`memscale.recovery.calls`) is there too, until backward ends: copies of buffers
+that forward changes, and the gradients of the outputs.
 """
 
 from __future__ import annotations
@@ -134,13 +137,20 @@ def _step(
     device: torch.device,
     backward: Callable[[torch.Tensor], object],
 ) -> Step:
+    from memscale.recovery.calls import Call  # which plans anew, and so imports this module
+
     before = tracker.live_bytes(device) - tracker.workspace_bytes(device)
-    targets = backward_targets(model(*batch.args, **batch.kwargs))
+    call = Call(model, batch.args, batch.kwargs, device)
+    output = model(*batch.args, **batch.kwargs)
+    call.settle()
+    targets = backward_targets(call.through_boundary(output))
+    del output
     saved = tracker.live_bytes(device) - tracker.workspace_bytes(device) - before
     # In a first step the workspace of backward is not there yet; in the one that is predicted it is.
     forward_peak = tracker.peak_bytes(device) - tracker.workspace_bytes(device)
     if targets:
         backward(loss_of(targets))
+    call.release()
     return Step(max(tracker.peak_bytes(device), forward_peak + tracker.workspace_bytes(device)), saved)
 
 
