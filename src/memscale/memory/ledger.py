@@ -33,6 +33,7 @@ from memscale.memory.record import (
     snapshot,
     timeline,
 )
+from memscale.memory.replay import StepLog
 
 AllocatorFactory = Callable[[], Allocator]
 
@@ -81,6 +82,7 @@ class Ledger:
         self._busy = False
         self._died_meanwhile: list[Entry] = []
         self._on_death = self._died  # bound once
+        self.log: StepLog | None = None
 
     # ------------------------------------------------------------------ devices
 
@@ -153,6 +155,8 @@ class Ledger:
         entry.device = memory
         entry.allocation = piece
         self.live[entry.key] = entry
+        if self.log is not None:
+            self.log.born(piece, size)
         return entry
 
     def reserve(self, nbytes: int, device: torch.device, what: str) -> None:
@@ -182,6 +186,8 @@ class Ledger:
             old.dtype,
         )
         piece.category = old.category
+        if self.log is not None:
+            self.log.born(piece, size)  # first: torch copies from the old memory to the new
         self._bury(entry)
         entry.allocation, entry.block, entry.size = piece, block, size
 
@@ -205,6 +211,8 @@ class Ledger:
         self.clock += 1
         piece = entry.allocation
         piece.died = self.clock
+        if self.log is not None:
+            self.log.died(piece)
         if piece.category is None:
             # Made in forward and still there when the next phase began: it was kept for that.
             kept = piece.phase is Phase.FORWARD and self._phase_began > piece.born
