@@ -15,11 +15,14 @@ that forward changes, and the gradients of the outputs.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.utils import _pytree
 
 from memscale.config import Config
 from memscale.eight_bit import moment_bytes, parameters_in_eight_bits
@@ -86,12 +89,14 @@ def measure(
     with untouched(model):
         tracker = _tracker_of(device, place)
         tracker.watch(model)
-        for tensor in batch.tensors():
-            tracker.watch(tensor)
+        for tensor in _pytree.tree_leaves((batch.args, batch.kwargs, batch.beside)):
+            if isinstance(tensor, torch.Tensor):
+                tracker.watch(tensor)
         executor.attach()
         try:
             with tracker:
-                planned = _step(model, batch, tracker, device, plan, executor, _asked_for(model))
+                backward = _asked_for(model, executor)
+                planned = _step(model, batch, tracker, device, plan, executor, backward)
         finally:
             executor.detach()
     return _filled_in(plan, plain, planned, "measured")
@@ -106,12 +111,26 @@ def _tracker_of(device: torch.device, place: Place) -> MemoryTracker:
     )
 
 
-def _asked_for(model: nn.Module) -> Callable[[torch.Tensor], object]:
-    """A backward without hooks of gradients: who waits for them must not hear of a rehearsal."""
+def _asked_for(model: nn.Module, executor: Executor) -> Callable[[torch.Tensor], object]:
+    """A backward that accumulates nothing: who waits for gradients must not hear of a rehearsal.
+
+    Those of parameters that are on disk go there by themselves, one by one, as they would if they were accumulated.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    on_disk = {id(parameter) for parameter in executor.homes.on_disk}
+
+    def goes_home(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        home = executor.homes.store.copy_of(gradient)
+        executor.homes.mapped.rest([parameter])
+        return home
 
     def backward(loss: torch.Tensor) -> None:
-        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        with contextlib.ExitStack() as stack:
+            for parameter in trained:
+                if id(parameter) in on_disk:
+                    hook = functools.partial(goes_home, parameter)
+                    stack.callback(parameter.register_hook(hook).remove)  # type: ignore[no-untyped-call]
+            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.grad = gradient
 
@@ -138,7 +157,7 @@ def _simulated(
         if plan is not None:
             executor = Executor(twin, plan, config)
             executor.attach()
-        batch = Sample(simulation.batch_of(sample.args), simulation.batch_of(sample.kwargs))
+        batch = sample.mapped(simulation.batch_of)
         device, backward = simulation.device, torch.autograd.backward
         return _step(twin, batch, simulation.tracker, device, plan, executor, backward)
 
@@ -185,7 +204,9 @@ def _stepped_here(model: nn.Module, device: torch.device, on_disk: Collection[in
     return [
         parameter
         for parameter in model.parameters()
-        if parameter.grad is not None and parameter.device.type == device.type and id(parameter) not in on_disk
+        if parameter.grad is not None
+        and parameter.device.type == device.type
+        and id(parameter) not in on_disk
     ]
 
 

@@ -291,10 +291,12 @@ class UNet(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, widths[0], 3, padding=1)
         before = (widths[0], *widths)
-        self.down = nn.ModuleList(Residual(*pair) for pair in zip(before, widths))
+        self.down = nn.ModuleList(Residual(*pair) for pair in zip(before, widths, strict=False))
         self.middle = nn.ModuleList(Residual(widths[-1], widths[-1]) for _ in range(2))
         after = (widths[-1], *reversed(widths))
-        self.up = nn.ModuleList(Residual(wide + width, width) for wide, width in zip(after, reversed(widths)))
+        self.up = nn.ModuleList(
+            Residual(wide + width, width) for wide, width in zip(after, reversed(widths), strict=False)
+        )
         self.out = nn.Conv2d(widths[0], 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:

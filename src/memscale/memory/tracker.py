@@ -119,6 +119,13 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         except OutOfDeviceMemory as full:
             raise self._out_of_memory(device, full.requested, f" for {what}") from None
 
+    def hold(self, nbytes: int, device: torch.device, what: str) -> Callable[[], None]:
+        """Account for memory that no tensor of its own shows, until what is returned is called."""
+        try:
+            return self._ledger.hold(nbytes, device, what)
+        except OutOfDeviceMemory as full:
+            raise self._out_of_memory(device, full.requested, f" for {what}") from None
+
     # ------------------------------------------------------------------ what was seen
 
     @property
