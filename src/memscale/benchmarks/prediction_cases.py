@@ -148,7 +148,7 @@ def _peak_of_training(
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=True)
         loss = model.loss(built, batch)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if step == 0:
             tracker.reset_peak()

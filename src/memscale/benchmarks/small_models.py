@@ -20,7 +20,7 @@ __all__ = ["SMALL_MODELS", "Batch", "SmallModel"]
 
 VOCABULARY = 4096
 WIDTH = 256
-LAYERS = 4
+LAYERS = 3
 HEADS = 4
 LENGTH = 64
 CLASSES = 100
