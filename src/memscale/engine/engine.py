@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memscale.config import AsyncOffloadConfig, Config
-from memscale.engine.choices import Candidate, uniform
+from memscale.engine.choices import Candidate, by_hand, uniform
 from memscale.engine.cost import Clock
 from memscale.engine.entries import Entries
 from memscale.engine.frontier import Trade, best_trades
@@ -144,10 +144,13 @@ def points(
     """All that there is to choose from: the frontier, and what one would try by hand, nothing at all first.
 
     The frontier holds the fastest plan for each peak. Of several plans with one peak it does not have the one
-    that holds the least, which the plans tried by hand have.
+    that holds the least, which the plans tried by hand have. And it is that of transfers which wait: plans by hand
+    may be better where they do not.
     """
     rows = _rows(profile, hardware, config, setting, _depths(hardware, config)[0])
     candidates = list(uniform(profile, recompute=rows.terms.recompute, home=rows.terms.home))
+    if rows.terms.recompute:
+        candidates += by_hand(profile, home=rows.terms.home)
     candidates += [Candidate(_choices(trade)) for row in rows.rows() for trade in best_trades(row)]
     found = points_of(candidates, profile, hardware, config, setting)
     room = _room_below(hardware, config)
