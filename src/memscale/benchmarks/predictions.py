@@ -1,7 +1,7 @@
 """`python -m memscale.benchmarks.predictions`: predicted peaks against observed ones, family by family.
 
-Every family of `small_models.py` is wrapped and trained in every mode: on the executing virtual GPU with two batches, on
-the CPU with the larger of them. Exits with 1 if a prediction is off by more than its bound.
+Every family of `small_models.py` is wrapped and trained in every mode: on the executing virtual GPU with two batches,
+on the CPU with the larger of them. Exits with 1 if a prediction is off by more than its bound.
 """
 
 from __future__ import annotations
