@@ -12,7 +12,7 @@ from memscale import Config, OptimizationMode
 from memscale.engine import decide
 from memscale.engine.engine import points
 from memscale.engine.rules import CONSERVATIVE_TIME, Point
-from memscale.execution_plan import LayerPlan, Plan
+from memscale.execution_plan import FrontierPoint, LayerPlan, Plan
 from memscale.hardware import Hardware, virtual_hardware
 from memscale.profiler.profile import BlockProfile, ModelProfile, OpProfile
 from memscale.units import BYTES_PER_GB, format_bytes
@@ -251,7 +251,8 @@ def test_a_budget_takes_the_fastest_plan_that_fits(offloading, profile, share):
     found = decide(profile, LARGE, config)
     least = min(point.peak_bytes for point in found.frontier)
     budget = max(1024, int(least + share * (found.baseline_peak_bytes - least)))
-    plan = decide(profile, LARGE, config.replace(memory_budget=budget))
+    with_allowance = FrontierPoint("", budget, 1.0).budget_bytes
+    plan = decide(profile, LARGE, config.replace(memory_budget=with_allowance))
     within = [point.time_ratio for point in found.frontier if point.peak_bytes <= budget]
     assert plan.predicted_peak_bytes <= budget
     assert plan.predicted_time_ratio == min(within)
