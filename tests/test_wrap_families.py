@@ -13,6 +13,7 @@ import memscale
 from families import FAMILIES, Family
 from memscale import Config, MemoryTracker, Plan
 from memscale.executor import Executor
+from memscale.recovery import StepGuard
 from memscale.simulator import executing
 from techniques.harness import assert_same, train
 from wrapping import Memory, Work, lossless, memory_of, tensors, work_of
@@ -84,8 +85,11 @@ def test_training_is_exact_work_is_done_twice_and_memory_is_as_predicted(
     assert work.kernels > plain.kernels
     if plan.mode == "aggressive" and family.name != "lstm":  # of a fused LSTM no FLOPs are known
         assert work.flops > plain.flops
-    memscale.detach(model)
-    Executor(model, plan, config).attach()  # the plan alone, without what `wrap` keeps to repeat a step from
+    if family.name == "lstm":
+        # The CPU's kernel keeps a workspace of which no shape rule tells: with what `wrap` keeps to repeat a step from,
+        # and which is predicted, it would be too much for the bound. So here it is the plan alone.
+        memscale.detach(model)
+        Executor(model, plan, config).attach()
     batch = family.batch()
     with MemoryTracker(model, *tensors(batch)) as tracker:
         compare(table, family, "cpu", plan, memory_of(family, model, batch, tracker))
@@ -99,7 +103,7 @@ def test_memory_on_a_gpu_is_as_predicted(family: Family, table: list) -> None:
     assert any(layer.techniques for layer in plan.layers)
     with executing() as gpu:
         model = family.build().to(gpu.device)
-        Executor(model, plan, CHECKPOINTING).attach()
+        Executor(model, plan, CHECKPOINTING, guard=StepGuard()).attach()
         seen = memory_of(family, model, family.batch(gpu.device), gpu.tracker, gpu.device)
     compare(table, family, "vgpu", plan, seen)
     if isinstance(family.batch(), dict):  # the loss is the model's own, and nothing about it is assumed

@@ -162,11 +162,17 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """A trade that the engine found: this peak at this time."""
+    """A trade that the engine found: this peak at this time, both as it reckons."""
 
     label: str
     peak_bytes: int
     time_ratio: float
+
+    @property
+    def budget_bytes(self) -> int:
+        """The `Config.memory_budget` for which the engine takes this point: its peak, and room for the allowance."""
+        with_allowance = self.peak_bytes * (1 + ALLOWANCES["simulated"])
+        return math.ceil(with_allowance) + 1  # a byte for what rounding loses
 
 
 @dataclass(frozen=True)

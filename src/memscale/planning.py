@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.config import Config
 from memscale.engine import decide, plain_point, room_of
-from memscale.engine.rows import optimizer_transient
 from memscale.engine.settings import Batch, settings_for
 from memscale.engine.structure import decide_by_structure
 from memscale.errors import ProfileError
@@ -246,8 +245,7 @@ def _measured(
 ) -> Plan:
     plan = replace(plan, notes=(*plan.notes, *_way(profile)))
     plain = Step(plan.baseline_peak_bytes, plan.baseline_saved_bytes)
-    transient = optimizer_transient(profile, hardware.device.kind)
-    return measure(model, plan, sample, plain=plain, optimizer_transient=transient, config=config)
+    return measure(model, plan, sample, Place.of(hardware.device), config, plain=plain)
 
 
 def _way(profile: ModelProfile) -> tuple[str, ...]:

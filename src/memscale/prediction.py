@@ -6,16 +6,23 @@ tensors cannot follow the model, the same is done for real, guarded, on the mode
 Note [The step that is predicted]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 The second step of training or a later one, with Adam: its two moments are there, libraries have taken their
-workspaces, no gradient is left over when forward begins, and the outputs are let go of before backward.
+workspaces, no gradient is left over when forward begins, and the outputs are let go of before backward. The first step
+is run, and the allocator is asked for the same again (Note [Steps again and again] in ``memory/replay.py``).
+
+What `wrap` keeps to repeat a step from (`memscale.recovery.calls`) is there too, until backward ends: copies of buffers
+that forward changes, and the gradients of the outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.utils import _pytree
 
 from memscale.config import Config
 from memscale.eight_bit import moment_bytes, parameters_in_eight_bits
@@ -24,12 +31,14 @@ from memscale.executor import Executor
 from memscale.memory.allocator import CachingAllocator
 from memscale.memory.tracker import MemoryTracker
 from memscale.profiler.build import backward_targets, loss_of
-from memscale.profiler.empirical import gradients_of, untouched
+from memscale.profiler.empirical import untouched
 from memscale.profiler.place import Place
 from memscale.profiler.sample import Sample
-from memscale.simulator import Simulation
+from memscale.simulator.tracking import DeviceTracker
+from memscale.simulator.workspace import workspace_bytes
 
 COUNT_BYTES = 4
+REPLAYS = 2  # the third step finds what the second has left
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ def predict(
 
 
 def measure(
-    model: nn.Module, plan: Plan, sample: Sample, *, plain: Step, optimizer_transient: int, config: Config
+    model: nn.Module, plan: Plan, sample: Sample, place: Place, config: Config, *, plain: Step
 ) -> Plan:
     """The plan with the figures of a real step under the plan, guarded as the empirical profile is.
 
@@ -70,27 +79,62 @@ def measure(
         model: the model without techniques; it is as before afterwards.
         plan: what the engine decided.
         sample: how the model is called.
-        plain: the plain step, as the empirical profile saw it.
-        optimizer_transient: what Adam needs while it steps.
+        place: what stands for the model's device.
         config: the user's settings, which the executor reads.
+        plain: the plain step, as the empirical profile saw it.
     """
     device = next(model.parameters()).device
-    allocators = {} if device.type == "cpu" else {device.type: CachingAllocator}
     executor = Executor(model, plan, _quiet(config))
     batch = sample.on(device)
     with untouched(model):
-        tracker = MemoryTracker(model, *batch.tensors(), allocators=allocators)
+        tracker = _tracker_of(device, place)
+        tracker.watch(model)
+        for tensor in _pytree.tree_leaves((batch.args, batch.kwargs, batch.beside)):
+            if isinstance(tensor, torch.Tensor):
+                tracker.watch(tensor)
         executor.attach()
         try:
             with tracker:
-                step = _step(model, batch, tracker, device, gradients_of(model))
+                backward = _asked_for(model, executor)
+                planned = _step(model, batch, tracker, device, plan, executor, backward)
         finally:
             executor.detach()
-    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    moments = 2 * trained
-    stepping = tracker.live_bytes(device) + trained + optimizer_transient
-    planned = Step(max(step.peak_bytes, stepping) + moments, step.saved_bytes)
     return _filled_in(plan, plain, planned, "measured")
+
+
+def _tracker_of(device: torch.device, place: Place) -> MemoryTracker:
+    """Counts as the simulator of such a device does: a library's workspaces are no tensors."""
+    if device.type == "cpu":
+        return MemoryTracker()
+    return DeviceTracker(
+        workspace_bytes=workspace_bytes(place.capability), allocators={device.type: CachingAllocator}
+    )
+
+
+def _asked_for(model: nn.Module, executor: Executor) -> Callable[[torch.Tensor], object]:
+    """A backward that accumulates nothing: who waits for gradients must not hear of a rehearsal.
+
+    Those of parameters that are on disk go there by themselves, one by one, as they would if they were accumulated.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    on_disk = {id(parameter) for parameter in executor.homes.on_disk}
+
+    def goes_home(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        home = executor.homes.store.copy_of(gradient)
+        executor.homes.mapped.rest([parameter])
+        return home
+
+    def backward(loss: torch.Tensor) -> None:
+        with contextlib.ExitStack() as stack:
+            for parameter in trained:
+                if id(parameter) in on_disk:
+                    hook = functools.partial(goes_home, parameter)
+                    stack.callback(parameter.register_hook(hook).remove)  # type: ignore[no-untyped-call]
+            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            parameter.grad = gradient
+
+    return backward
 
 
 def _filled_in(plan: Plan, plain: Step, planned: Step, source: PredictionSource) -> Plan:
@@ -109,22 +153,13 @@ def _simulated(
 ) -> Step:
     with place.simulate() as simulation:
         twin = simulation.copy_of(model).train(model.training)
-        away: set[int] = set()
+        executor = None
         if plan is not None:
             executor = Executor(twin, plan, config)
             executor.attach()
-            away = {id(parameter) for parameter in executor.homes.on_disk}
-            simulation.tracker.reset_peak()  # a model that does not fit was never on the device as a whole
-        here = [each for each in twin.parameters() if each.device.type == place.kind and id(each) not in away]
-        _add_adam_state(here, plan, twin, simulation)
-        batch = Sample(simulation.batch_of(sample.args), simulation.batch_of(sample.kwargs))
-        step = _step(twin, batch, simulation.tracker, simulation.device, torch.autograd.backward)
-        _adam_temporaries(here, place.kind)
-        if away and plan is not None and plan.optimizer is not None:
-            torch.empty(
-                plan.optimizer.bucket_bytes, dtype=torch.uint8
-            )  # what is stepped at a time, on its way
-    return Step(max(step.peak_bytes, simulation.peak_bytes), step.saved_bytes)
+        batch = sample.mapped(simulation.batch_of)
+        device, backward = simulation.device, torch.autograd.backward
+        return _step(twin, batch, simulation.tracker, device, plan, executor, backward)
 
 
 def _step(
@@ -132,45 +167,79 @@ def _step(
     batch: Sample,
     tracker: MemoryTracker,
     device: torch.device,
+    plan: Plan | None,
+    executor: Executor | None,
     backward: Callable[[torch.Tensor], object],
 ) -> Step:
-    before = tracker.live_bytes(device) - tracker.workspace_bytes(device)
-    targets = backward_targets(model(*batch.args, **batch.kwargs))
-    saved = tracker.live_bytes(device) - tracker.workspace_bytes(device) - before
-    # In a first step the workspace of backward is not there yet; in the one that is predicted it is.
-    forward_peak = tracker.peak_bytes(device) - tracker.workspace_bytes(device)
-    if targets:
-        backward(loss_of(targets))
-    return Step(max(tracker.peak_bytes(device), forward_peak + tracker.workspace_bytes(device)), saved)
+    """See Note [The step that is predicted]."""
+    from memscale.recovery.calls import Call  # which plans anew, and so imports this module
+
+    on_disk = {id(each) for each in executor.homes.on_disk} if executor is not None else set()
+    with tracker.logging(device) as log:
+        call = Call(model, batch.args, batch.kwargs, device)
+        output = model(*batch.args, **batch.kwargs)
+        call.settle()
+        targets = backward_targets(call.through_boundary(output))
+        del output
+        after_forward = len(log)
+        if targets:
+            backward(loss_of(targets))
+        call.release()
+        here = _stepped_here(model, device, on_disk)
+        _add_adam_state(here, plan, model, tracker, device)
+        _adam_temporaries(here, device.type)
+        if on_disk and plan is not None and plan.optimizer is not None:
+            _pages_of_a_bucket(plan.optimizer.bucket_bytes)
+        for parameter in model.parameters():
+            parameter.grad = None
+    replays = [tracker.replay(log, (after_forward,)) for _ in range(REPLAYS)]
+    return Step(max(each.peak_bytes for each in replays), replays[-1].above_start[after_forward])
 
 
 # ---------------------------------------------------------------------- Adam
 
 
+def _stepped_here(model: nn.Module, device: torch.device, on_disk: Collection[int]) -> list[nn.Parameter]:
+    """The parameters that Adam steps in the device's memory."""
+    return [
+        parameter
+        for parameter in model.parameters()
+        if parameter.grad is not None
+        and parameter.device.type == device.type
+        and id(parameter) not in on_disk
+    ]
+
+
 def _add_adam_state(
-    here: Sequence[nn.Parameter], plan: Plan | None, twin: nn.Module, simulation: Simulation
+    here: Sequence[nn.Parameter],
+    plan: Plan | None,
+    model: nn.Module,
+    tracker: MemoryTracker,
+    device: torch.device,
 ) -> None:
     """Adam's moments, of the parameters that are on the device, and the counts of steps, which are on the host."""
-    device = simulation.device
     eight_bit = plan is not None and plan.optimizer is not None and plan.optimizer.eight_bit
-    small = {id(each) for each in parameters_in_eight_bits(twin)} if eight_bit else set()
+    small = {id(each) for each in parameters_in_eight_bits(model)} if eight_bit else set()
     for parameter in here:
-        if parameter.requires_grad:
-            sizes = [parameter.nbytes] * 2
-            if id(parameter) in small:
-                sizes = [moment_bytes(parameter.numel())] * 2
-            sizes += [COUNT_BYTES] * (device.type == "cpu")
-            for size in sizes:  # without tensors: they would take a tenth of a simulation
-                simulation.tracker.reserve(size, device, "Adam's state")
+        sizes = [parameter.nbytes] * 2
+        if id(parameter) in small:
+            sizes = [moment_bytes(parameter.numel())] * 2
+        sizes += [COUNT_BYTES] * (device.type == "cpu")
+        for size in sizes:  # without tensors: they would take a tenth of a simulation
+            tracker.reserve(size, device, "Adam's state")
 
 
 def _adam_temporaries(here: Sequence[nn.Parameter], device: str) -> None:
     """What Adam's step makes: one temporary of every parameter at once (foreach), or two of one on a CPU."""
-    there = [each for each in here if each.grad is not None]
-    if device == "cpu" and there:
-        there = [max(there, key=lambda parameter: parameter.nbytes)] * 2
-    made = [torch.empty_like(each, requires_grad=False) for each in there]
+    if device == "cpu" and here:
+        here = [max(here, key=lambda parameter: parameter.nbytes)] * 2
+    made = [torch.empty_like(each, requires_grad=False) for each in here]
     del made
+
+
+def _pages_of_a_bucket(nbytes: int) -> None:
+    """What is stepped at a time of parameters that are on disk is in memory while it is."""
+    torch.empty(nbytes, dtype=torch.uint8)
 
 
 def _quiet(config: Config) -> Config:

@@ -297,3 +297,13 @@ def test_checkpointing_of_its_own_is_seen() -> None:
         "layers.2": False,
         "head": False,
     }
+
+
+def test_targets_that_a_model_does_not_take_are_beside_its_call():
+    model, x, y = nn.Linear(4, 2), torch.ones(3, 4), torch.zeros(3, dtype=torch.long)
+    sample = sample_of((x, y), model)
+    assert sample.args == (x,)
+    assert sample.beside == (y,)
+    assert sample_of((x,), model).beside == ()
+    moved = sample.on(torch.device("meta"))
+    assert [each.device.type for each in (*moved.args, *moved.beside)] == ["meta", "meta"]

@@ -422,3 +422,24 @@ def test_cublas_takes_a_workspace_for_each_thread_that_multiplies(card, workspac
         assert device.tracker.now(device.device).of(Category.WORKSPACE) == 2 * workspace
         (x @ x).sum().backward()
         assert device.tracker.now(device.device).of(Category.WORKSPACE) == 2 * workspace
+
+
+@pytest.mark.parametrize("device", ["cpu", "vgpu"])
+def test_the_backward_of_group_norm_keeps_the_type_of_its_values(device):
+    """Values in 16 bits and weights in 32, as autocast has them on a CPU: torch's own shape rule gives 32."""
+    with simulate("1GiB", device=device) as sim:
+        values = torch.empty(2, 8, 4, 4, dtype=torch.bfloat16, device=sim.device, requires_grad=True)
+        norm = nn.GroupNorm(2, 8, device=sim.device)
+        gradients = torch.ops.aten.native_group_norm_backward(
+            values,
+            values,
+            *(torch.empty(2, 2, device=sim.device) for _ in range(2)),
+            norm.weight,
+            2,
+            8,
+            16,
+            2,
+            [True] * 3,
+        )
+    assert [each.dtype for each in gradients] == [torch.bfloat16, torch.float32, torch.float32]
+    assert [tuple(each.shape) for each in gradients] == [(2, 8, 4, 4), (8,), (8,)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import os
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -14,6 +12,7 @@ from pathlib import Path
 import torch
 
 from memscale.benchmarks.cells import cells, device_name
+from memscale.benchmarks.commands import check_writable, command_line
 from memscale.benchmarks.registry import DEFAULT_MODELS, MODELS
 from memscale.benchmarks.results import Results, Row
 from memscale.benchmarks.run import MODES, run_suite
@@ -39,11 +38,11 @@ def main(argv: Sequence[str] | None = None, *, program: str = _PROGRAM) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = _parser(program).parse_args(arguments)
     try:
-        _check_writable(options.json)
+        check_writable(options.json)
         rows = _run(options)
         if options.json is not None:
             Results(
-                command=_command(program, arguments),
+                command=command_line(program, arguments),
                 torch=torch.__version__,
                 transformers=importlib.metadata.version("transformers"),
                 rows=tuple(rows),
@@ -99,18 +98,6 @@ def _names(text: str) -> list[str]:
     return list(dict.fromkeys(name for name in names if name)) or [text]
 
 
-def _check_writable(path: Path | None) -> None:
-    """Before a run of minutes, not after it."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise ConfigError(f"--json {path} is a directory: give the name of a file.")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--json {path}: there is no directory {path.parent}, make it first.")
-    if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--json {path}: the directory {path.parent} cannot be written to.")
-
-
 def _run(options: argparse.Namespace) -> list[Row]:
     found: list[Row] = []
     start = time.perf_counter()
@@ -139,26 +126,3 @@ def _table(rows: Sequence[Row], on: str) -> str:
     ]
     title = f"Peak memory of training on {device_name(on)} ({rows[0].source})"
     return table(title, columns, text.rows, caption="\n".join(text.remarks))
-
-
-def _command(program: str, arguments: Sequence[str]) -> str:
-    """The command line for others: a file by its place in this directory, or by its name alone."""
-    shown = []
-    after_json = False
-    for argument in arguments:
-        option, equals, value = argument.partition("=")
-        if after_json:
-            argument = _without_machine(argument)
-        elif equals and option == "--json":
-            argument = f"--json={_without_machine(value)}"
-        after_json = argument == "--json"
-        shown.append(argument)
-    return " ".join([program, *map(shlex.quote, shown)])
-
-
-def _without_machine(file: str) -> str:
-    path = Path(os.path.normpath(Path.cwd() / file))
-    try:
-        return path.relative_to(Path.cwd()).as_posix()
-    except ValueError:
-        return path.name

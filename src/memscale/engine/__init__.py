@@ -1,5 +1,13 @@
 """The decision engine: from a profile and a device to a plan, by rules, the same every time."""
 
-from memscale.engine.engine import decide, fastest_seconds, has_plan_within, plain_point, room_of
+from memscale.engine.engine import (
+    decide,
+    fastest_seconds,
+    has_plan_within,
+    plain_point,
+    plan_of,
+    points_of,
+    room_of,
+)
 
-__all__ = ["decide", "fastest_seconds", "has_plan_within", "plain_point", "room_of"]
+__all__ = ["decide", "fastest_seconds", "has_plan_within", "plain_point", "plan_of", "points_of", "room_of"]

@@ -148,6 +148,34 @@ def uniform(profile: ModelProfile, *, recompute: bool, home: bool) -> Iterator[C
             yield Candidate(tuple(replace(choice, home=True) for choice in candidate.choices))
 
 
+def by_hand(profile: ModelProfile, *, home: bool) -> Iterator[Candidate]:
+    """Full checkpointing, and what one would add by hand where that is not enough.
+
+    The parameters of the last layers at home, one layer more at a time; then those of all blocks. Nothing if no block
+    can be recomputed.
+    """
+    full = next(
+        (each for each in uniform(profile, recompute=True, home=False) if each.is_full_checkpointing), None
+    )
+    if full is None:
+        return
+    yield full
+    if home:
+        layers = [index for index, block in enumerate(called_blocks(profile)) if block.role == "repeated"]
+        for first in reversed(layers):
+            last = {index for index in layers if index >= first}
+            yield _at_home(full, last)
+        yield _at_home(full, set(range(len(full.choices))))
+
+
+def _at_home(candidate: Candidate, which: set[int]) -> Candidate:
+    choices = tuple(
+        replace(choice, home=True) if index in which else choice
+        for index, choice in enumerate(candidate.choices)
+    )
+    return replace(candidate, choices=choices)
+
+
 def _recomputed(blocks: Sequence[BlockProfile]) -> Iterator[Candidate]:
     repeated = [block for block in blocks if block.role == "repeated" and can_recompute(block)]
     odd = odd_blocks(blocks)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from memscale.config import AsyncOffloadConfig, Config
-from memscale.engine.choices import Candidate, uniform
+from memscale.engine.choices import Candidate, by_hand, uniform
 from memscale.engine.cost import Clock
 from memscale.engine.entries import Entries
 from memscale.engine.frontier import Row, Trade, best_trades, fastest_within
@@ -18,7 +18,16 @@ from memscale.hardware import Hardware
 from memscale.profiler.profile import ModelProfile
 from memscale.units import format_bytes
 
-__all__ = ["decide", "fastest_seconds", "has_plan_within", "plain_point", "points", "room_of"]
+__all__ = [
+    "decide",
+    "fastest_seconds",
+    "has_plan_within",
+    "plain_point",
+    "plan_of",
+    "points",
+    "points_of",
+    "room_of",
+]
 
 MOST_BUCKET_BYTES = 64 * 2**20  # long enough runs to be read fast
 LEAST_BUCKET_BYTES = 2**20
@@ -45,13 +54,35 @@ def decide(
         under: the settings to choose from, and what the model needs under each; nothing if it is not given.
         margin: bytes to leave free of the budget, or of the device.
     """
-    plain = plain_point(profile, hardware)
     found: list[Point] = []
     for setting, needs in under or ((NOTHING, profile),):
         found += points(needs, hardware, config, setting)
     verdict = _sharpened(
         _verdict(found, hardware, config, margin), under or ((NOTHING, profile),), hardware, config
     )
+    return plan_of(verdict, profile, hardware, config, under=under, found=found)
+
+
+def plan_of(
+    verdict: Verdict,
+    profile: ModelProfile,
+    hardware: Hardware,
+    config: Config,
+    *,
+    under: Sequence[tuple[Setting, ModelProfile]] = (),
+    found: Sequence[Point] = (),
+) -> Plan:
+    """A point as a plan.
+
+    Args:
+        verdict: the point, and why it was taken.
+        profile: what the plain model needs.
+        hardware: what there is.
+        config: what the user wants.
+        under: as for `decide`.
+        found: the points that there were to choose from.
+    """
+    plain = plain_point(profile, hardware)
     chosen = verdict.point
     needs = next((needs for setting, needs in under if setting is chosen.setting), profile)
     return Plan(
@@ -127,17 +158,15 @@ def points(
     """All that there is to choose from: the frontier, and what one would try by hand, nothing at all first.
 
     The frontier holds the fastest plan for each peak. Of several plans with one peak it does not have the one
-    that holds the least, which the plans tried by hand have.
+    that holds the least, which the plans tried by hand have. And it is that of transfers which wait: plans by hand
+    may be better where they do not.
     """
-    depths = _depths(hardware, config)
-    rows = _rows(profile, hardware, config, setting, depths[0])
+    rows = _rows(profile, hardware, config, setting, _depths(hardware, config)[0])
     candidates = list(uniform(profile, recompute=rows.terms.recompute, home=rows.terms.home))
+    if rows.terms.recompute:
+        candidates += by_hand(profile, home=rows.terms.home)
     candidates += [Candidate(_choices(trade)) for row in rows.rows() for trade in best_trades(row)]
-    found = [_point(rows, rows.trade(candidate), candidate, setting) for candidate in candidates]
-    for depth in depths[1:]:  # what is best without fetching ahead is good with it
-        rows = _rows(profile, hardware, config, setting, depth)
-        at_home = [candidate for candidate in candidates if candidate.at_home]
-        found += [_point(rows, rows.trade(candidate), candidate, setting) for candidate in at_home]
+    found = points_of(candidates, profile, hardware, config, setting)
     room = _room_below(hardware, config)
     return [found[0], *(point for point in found[1:] if point.home_bytes <= room)]
 
@@ -187,6 +216,23 @@ def _every_row(
     for depth in reversed(_depths(hardware, config)):
         for setting, needs in under:
             yield from _rows(needs, hardware, config, setting, depth).rows()
+
+
+def points_of(
+    candidates: Sequence[Candidate],
+    profile: ModelProfile,
+    hardware: Hardware,
+    config: Config,
+    setting: Setting = NOTHING,
+) -> list[Point]:
+    """What candidates cost, in their order; then those with parameters at home once more, fetched ahead."""
+    found: list[Point] = []
+    for number, depth in enumerate(_depths(hardware, config)):
+        # What is best without fetching ahead is good with it.
+        those = [each for each in candidates if number == 0 or each.at_home]
+        rows = _rows(profile, hardware, config, setting, depth)
+        found += [_point(rows, rows.trade(candidate), candidate, setting) for candidate in those]
+    return found
 
 
 def plain_point(profile: ModelProfile, hardware: Hardware) -> Point:

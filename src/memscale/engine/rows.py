@@ -104,8 +104,9 @@ class Rows:
     def _row(self, options: Sequence[Sequence[Option[Choices]]], odd_home: bool) -> Row[Choices]:
         profile, blocks = self._profile, self.blocks
         with_choices = sum(block.parameter_bytes + block.optimizer_bytes for block in blocks)
-        # Whatever runs, the next ones' parameters are there already.
-        ahead = self.terms.ahead * max((self._working(block) for block in blocks), default=0)
+        # Whatever runs, the next ones' parameters are there already: of those that are at home.
+        fetched = [self._working(block) for block in blocks if odd_home or block.role == "repeated"]
+        ahead = self.terms.ahead * max(fetched, default=0)
         other_gradients = profile.gradient_bytes - sum(block.gradient_bytes for block in blocks)
         return Row(
             options=options,

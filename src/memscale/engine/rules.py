@@ -36,6 +36,7 @@ WHY_KEPT = {
     "budget-fastest": "the budget has room for it",
     "smallest-plan": "forgetting it would not lower the peak",
     "forced": "forgetting it would not lower the peak",
+    "by-hand": "nobody asked for it",
 }
 """Of each rule: why a block that could be recomputed is not."""
 

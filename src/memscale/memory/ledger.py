@@ -33,6 +33,7 @@ from memscale.memory.record import (
     snapshot,
     timeline,
 )
+from memscale.memory.replay import StepLog
 
 AllocatorFactory = Callable[[], Allocator]
 
@@ -81,6 +82,7 @@ class Ledger:
         self._busy = False
         self._died_meanwhile: list[Entry] = []
         self._on_death = self._died  # bound once
+        self.log: StepLog | None = None
 
     # ------------------------------------------------------------------ devices
 
@@ -153,7 +155,24 @@ class Ledger:
         entry.device = memory
         entry.allocation = piece
         self.live[entry.key] = entry
+        if self.log is not None:
+            self.log.born(piece, size)
         return entry
+
+    def hold(self, nbytes: int, device: torch.device, what: str) -> Callable[[], None]:
+        """Account for memory that no storage stands for, until what is returned is called."""
+        memory = self.device(device)
+        block = self.take(memory, nbytes)
+        piece = Allocation(block.size, memory.name, self.clock, self.phase, what, "", (nbytes,), torch.uint8)
+        self._reserved.append(piece)
+        if self.log is not None:
+            self.log.born(piece, nbytes)
+
+        def let_go() -> None:
+            self._reserved.remove(piece)
+            self._end(piece, block, memory)
+
+        return let_go
 
     def reserve(self, nbytes: int, device: torch.device, what: str) -> None:
         """Account for memory that no storage stands for, from now on."""
@@ -166,7 +185,11 @@ class Ledger:
     def reserved_for_libraries(self, device: str | torch.device) -> int:
         """Bytes that :meth:`reserve` has taken on a device."""
         memory = self.find(device)
-        return sum(piece.nbytes for piece in self._reserved if memory and piece.device == memory.name)
+        return sum(
+            piece.nbytes
+            for piece in self._reserved
+            if memory and piece.device == memory.name and piece.category is Category.WORKSPACE
+        )
 
     def replace(self, entry: Entry, block: Block | None, size: int) -> None:
         """A storage has got other memory than it had: what it is for does not change."""
@@ -182,6 +205,8 @@ class Ledger:
             old.dtype,
         )
         piece.category = old.category
+        if self.log is not None:
+            self.log.born(piece, size)  # first: torch copies from the old memory to the new
         self._bury(entry)
         entry.allocation, entry.block, entry.size = piece, block, size
 
@@ -202,17 +227,21 @@ class Ledger:
             self._bury(entry)
 
     def _bury(self, entry: Entry) -> None:
+        self._end(entry.allocation, entry.block, entry.device)
+
+    def _end(self, piece: Allocation, block: Block | None, memory: DeviceMemory) -> None:
         self.clock += 1
-        piece = entry.allocation
         piece.died = self.clock
+        if self.log is not None:
+            self.log.died(piece)
         if piece.category is None:
             # Made in forward and still there when the next phase began: it was kept for that.
             kept = piece.phase is Phase.FORWARD and self._phase_began > piece.born
             piece.category = Category.ACTIVATIONS if kept else Category.TEMPORARY
         self._dead.append(piece)
-        if entry.block is not None:
+        if block is not None:
             self._busy = True
-            entry.device.allocator.free(entry.block)
+            memory.allocator.free(block)
             self._busy = False
         if len(self._dead) > self._history:
             self._forget()

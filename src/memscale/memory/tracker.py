@@ -15,8 +15,9 @@ is active.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -39,6 +40,7 @@ from memscale.memory.elsewhere import is_elsewhere
 from memscale.memory.ledger import AllocatorFactory, DeviceMemory, Entry, Ledger
 from memscale.memory.modules import RunningModules
 from memscale.memory.record import Category, Phase, Snapshot, Timeline
+from memscale.memory.replay import Replay, StepLog
 from memscale.units import format_bytes
 
 Watchable = nn.Module | Optimizer | torch.Tensor
@@ -117,6 +119,13 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         except OutOfDeviceMemory as full:
             raise self._out_of_memory(device, full.requested, f" for {what}") from None
 
+    def hold(self, nbytes: int, device: torch.device, what: str) -> Callable[[], None]:
+        """Account for memory that no tensor of its own shows, until what is returned is called."""
+        try:
+            return self._ledger.hold(nbytes, device, what)
+        except OutOfDeviceMemory as full:
+            raise self._out_of_memory(device, full.requested, f" for {what}") from None
+
     # ------------------------------------------------------------------ what was seen
 
     @property
@@ -190,6 +199,21 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         """Bytes of one storage that is alive, by its ``_cdata``; 0 if it is not followed."""
         entry = self._live.get(key)
         return entry.allocation.nbytes if entry else 0
+
+    @contextlib.contextmanager
+    def logging(self, device: str | torch.device) -> Iterator[StepLog]:
+        """Write down what a device's memory is asked for inside the block, to be replayed."""
+        log = self._ledger.log = StepLog(self._name(device))
+        try:
+            yield log
+        finally:
+            self._ledger.log = None
+
+    def replay(self, log: StepLog, marks: Iterable[int] = ()) -> Replay:
+        """Ask a device's memory for the same again. See Note [Steps again and again]."""
+        memory = self._ledger.find(log.device)
+        assert memory is not None  # the log is of it
+        return log.replay(memory.allocator, marks)
 
     def reset_peak(self) -> None:
         """Start a new high-water mark, and forget what died before it."""

@@ -31,6 +31,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from memscale.memory.pages import Pages
 from memscale.observe.meter import Meter
 from memscale.offload._libc import PAGE
 from memscale.offload.data import exchange_data
@@ -72,7 +73,7 @@ class MappedParameters:
         self._task = OUTSIDE_BACKWARD
         self._latest: tuple[bool, int] | None = None
         self._followers: dict[tuple[bool, int], Sequence[nn.Parameter]] = {}  # by direction and layer
-        self._pages: dict[int, torch.Tensor] = {}  # in a simulation, what stands for the pages in memory
+        self._pages: dict[int, Pages] = {}  # by the parameter's id: what trackers are told of
 
     def send(self, parameter: nn.Parameter) -> bool:
         """Make a parameter's home on disk, and its gradient's; False for one that is better left in memory.
@@ -144,8 +145,8 @@ class MappedParameters:
                 self._in_backward.append(parameters)
         self._meter.up("parameters", "disk", used)
         for parameter in parameters:
-            if is_fake(parameter) and self.store.holds(parameter):
-                self._pages[id(parameter)] = torch.empty(parameter.nbytes, dtype=torch.uint8)
+            if id(parameter) not in self._pages and self.store.holds(parameter):
+                self._pages[id(parameter)] = Pages(parameter.nbytes, simulated=is_fake(parameter))
 
     def end(self, parameters: Sequence[nn.Parameter]) -> None:
         """A layer's forward pass is over. If backward runs it again, it will need them in a moment."""
@@ -157,7 +158,9 @@ class MappedParameters:
         """Give back the pages of these and of their gradients."""
         for parameter in parameters:
             self.store.rest(parameter)
-            self._pages.pop(id(parameter), None)
+            pages = self._pages.pop(id(parameter), None)
+            if pages is not None:
+                pages.leave()
             if parameter.grad is not None:
                 self.store.rest(parameter.grad)
 

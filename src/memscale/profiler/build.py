@@ -46,15 +46,24 @@ def backward_targets(output: Any) -> list[torch.Tensor]:
 def loss_of(targets: list[torch.Tensor]) -> torch.Tensor:
     """The model's loss, or a stand-in for a loss outside of the model, which is not known.
 
-    A stand-in needs what cross-entropy needs: it keeps one tensor of the output's size for backward, and makes
-    two more there. The targets are let go of, as by ``loss = criterion(model(x), y)``.
+    A stand-in needs what cross-entropy needs, in tiles where that is computed in tiles: it keeps one tensor of the
+    output's size for backward, and makes two more there. The targets are let go of, as by
+    ``loss = criterion(model(x), y)``.
     """
     losses = [target.sum() if target.dim() else target for target in targets if target.numel() == 1]
-    for target in targets:
-        if target.numel() > 1:
-            losses.append(torch.log_softmax(target.abs() if target.is_complex() else target, -1).mean())
+    losses += [_stand_in(target) for target in targets if target.numel() > 1]
     targets.clear()
     return losses[0] if len(losses) == 1 else torch.stack([loss.float() for loss in losses]).sum()
+
+
+def _stand_in(target: torch.Tensor) -> torch.Tensor:
+    if target.is_complex():
+        target = target.abs()
+    if target.dim() < 2:
+        return torch.log_softmax(target, -1).mean()
+    rows = target.flatten(0, -2)
+    classes = torch.zeros(rows.shape[0], dtype=torch.long, device=rows.device)
+    return nn.functional.cross_entropy(rows, classes)
 
 
 def build_profile(

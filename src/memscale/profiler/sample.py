@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -19,10 +19,17 @@ HINT_BATCH = 1
 
 @dataclass(frozen=True)
 class Sample:
-    """How the model is called in training."""
+    """How the model is called in training.
+
+    Attributes:
+        args: what it is called with.
+        kwargs: the same, by name.
+        beside: what else of a batch is there meanwhile, such as targets.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    beside: tuple[Any, ...] = ()
 
     def describe(self) -> str:
         """The shapes, in words.
@@ -45,7 +52,11 @@ class Sample:
         def moved(leaf: object) -> object:
             return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
-        return Sample(_pytree.tree_map(moved, self.args), _pytree.tree_map(moved, self.kwargs))
+        return self.mapped(lambda tree: _pytree.tree_map(moved, tree))
+
+    def mapped(self, change: Callable[[Any], Any]) -> Sample:
+        """The same call with other tensors."""
+        return Sample(change(self.args), change(self.kwargs), change(self.beside))
 
     def positions_and_tokens(self) -> tuple[int, int]:
         """The positions of one sequence, and those of all: by token ids or labels, else by what is called with.
@@ -89,7 +100,9 @@ def sample_of(sample_input: Any, model: nn.Module | None = None) -> Sample:
     if hasattr(sample_input, "_asdict"):
         return Sample(tuple(sample_input), {})
     if isinstance(sample_input, (tuple, list)):
-        return Sample(tuple(sample_input)[: _room(model)], {})
+        room = _room(model)
+        args = tuple(sample_input)
+        return Sample(args[:room], {}, () if room is None else args[room:])
     attributes = _attributes(sample_input)
     if attributes:
         return Sample((), attributes)

@@ -50,7 +50,7 @@ _NEW_STATE = 2  # the same for state that is not there yet: as for Adam
 _CHANGED = "the update had begun, and parameters or moments were changed: load them from a checkpoint before going on"
 _NO_ROOM = (
     "its state and temporaries have no room: beside what was stepped before it, one parameter alone does not fit; all "
-    "is as before the step. Optimizer state waits on the host under a plan for less (a memory_budget, mode='aggressive')"
+    "is as before the step. Optimizer state waits on the host under a plan for less (memory_budget, mode='aggressive')"
 )
 
 

@@ -25,8 +25,32 @@ aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 
 MANY = ("_foreach_", "_fused_")  # operations on many tensors at once
-# torch has no shape rules for these, so that they are made of operations that it has them for.
-SHAPES = {"_thnn_fused_gru_cell": gru_cell, "_thnn_fused_gru_cell_backward": gru_cell_backward}
+
+
+def _group_norm_backward(
+    gradient: torch.Tensor,
+    values: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor | None,
+    samples: int,
+    channels: int,
+    pixels: int,
+    groups: int,
+    wanted: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    of_weight = values.new_empty(channels) if weight is None else torch.empty_like(weight)
+    made = (torch.empty_like(values), of_weight, torch.empty_like(of_weight))
+    return tuple(tensor if asked else None for tensor, asked in zip(made, wanted, strict=True))
+
+
+# torch has no shape rules for these, so that they are made of operations that it has them for; or, of group norm's
+# backward with values in 16 bits and weights in 32 (torch 2.13), one that gives them the type of the weights.
+SHAPES = {
+    "_thnn_fused_gru_cell": gru_cell,
+    "_thnn_fused_gru_cell_backward": gru_cell_backward,
+    "native_group_norm_backward": _group_norm_backward,
+}
 
 # What ``.item()`` says of a number nobody computed. A loop that waits for a condition must end (ViT's
 # ``trunc_normal_`` draws until all values are within bounds), and checks for bad values must pass.

@@ -1,0 +1,58 @@
+"""Points of the frontier become plans; the engine is never worse than what one would try by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.test_rules import LARGE, MIB, block, config_of, profile_of, stack
+from memscale.engine import decide, points_of
+from memscale.engine.choices import by_hand, called_blocks
+from memscale.engine.engine import points
+
+WITH_HOMES = config_of(enable_offloading=True)
+
+
+@pytest.mark.parametrize("offloading", [False, True])
+def test_a_point_is_had_by_asking_for_its_memory(offloading: bool) -> None:
+    profile, config = stack(6), config_of(enable_offloading=offloading)
+    frontier = decide(profile, LARGE, config).frontier
+    assert len(frontier) > 3
+    for point in frontier:
+        plan = decide(profile, LARGE, config.replace(memory_budget=point.budget_bytes))
+        assert (plan.predicted_peak_bytes, plan.predicted_time_ratio) == (point.peak_bytes, point.time_ratio)
+
+
+def test_by_hand_is_full_checkpointing_with_ever_more_layers_at_home() -> None:
+    profile = profile_of(block("embedding", role="embedding", container=""), *stack(3).blocks)
+    found = list(by_hand(profile, home=True))
+    assert all(each.is_full_checkpointing for each in found)
+    assert [each.at_home for each in found] == [0, 1, 2, 3, 4]
+    layers = [
+        [
+            choice.home
+            for choice, each in zip(found[2].choices, called_blocks(profile), strict=True)
+            if each.role == role
+        ]
+        for role in ("embedding", "repeated")
+    ]
+    assert layers == [[False], [False, True, True]]
+    assert len(list(by_hand(profile, home=False))) == 1
+    assert not list(by_hand(stack(3, has_own_checkpointing=True), home=True))
+
+
+def test_the_engine_has_what_one_would_try_by_hand() -> None:
+    profile = stack(4)
+    hand = points_of(list(by_hand(profile, home=True)), profile, LARGE, WITH_HOMES)
+    ours = {(point.peak_bytes, point.seconds) for point in points(profile, LARGE, WITH_HOMES)}
+    assert {(point.peak_bytes, point.seconds) for point in hand} <= ours
+
+
+def test_only_what_is_at_home_is_fetched_ahead() -> None:
+    """A large embedding that stays on the device is never on its way to it."""
+    large = block("embedding", role="embedding", container="", order=0, parameter_bytes=512 * MIB)
+    layers = [block(f"layers.{index}", order=index + 1) for index in range(4)]
+    profile = profile_of(large, *layers)
+    one_layer = list(by_hand(profile, home=True))[1]
+    waiting, ahead = points_of([one_layer], profile, LARGE, WITH_HOMES)
+    assert (waiting.ahead, ahead.ahead > 0) == (0, True)
+    assert ahead.peak_bytes - waiting.peak_bytes <= ahead.ahead * layers[0].used_bytes
