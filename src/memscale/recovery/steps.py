@@ -14,8 +14,8 @@ everything at every step would cost more than they are worth. Hence:
   says little, this is also what is done; after the first time its steps are run in buckets.
 
 A parameter that does not fit by itself is the end: everything is put back, and the error is the user's. So it is in a
-first step if there is no room for the state of all parameters: the plan is not changed in the middle of a step. Optimizers
-that look at all parameters at once (``optimizer_kinds.py``) are left alone.
+first step if there is no room for the state of all parameters: the plan is not changed in the middle of a step.
+Optimizers that look at all parameters at once (``optimizer_kinds.py``) are left alone.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _TEMPORARIES = 2  # bytes that a step may need in between, for each byte of para
 _NEW_STATE = 2  # the same for state that is not there yet: as for Adam
 _CHANGED = "the update had begun, and parameters or moments were changed: load them from a checkpoint before going on"
 _NO_ROOM = (
-    "its state and temporaries have no room: beside what was stepped before it, one parameter alone does not fit; all is "
-    "as before the step. Optimizer state waits on the host under a plan for less (a memory_budget, mode='aggressive')"
+    "beside the state of those before it, one parameter alone does not fit; all is as before the step. Under a plan "
+    "for less (a memory_budget, mode='aggressive') optimizer state waits on the host"
 )
 
 
@@ -80,8 +80,12 @@ class CaughtSteps:
 
     def meet(self, optimizer: Optimizer) -> None:
         """Sees every optimizer of the process before it steps."""
-        if self._steps_ours(optimizer):
+        model = self._model()
+        if model is not None and self._steps_ours(optimizer):
             self._surroundings.install(type(optimizer))
+            executor = executor_of(model)
+            if executor is not None:
+                executor.homes.note_optimizer(optimizer)
 
     def _steps_ours(self, optimizer: Optimizer) -> bool:
         model = self._model()
