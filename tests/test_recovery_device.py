@@ -18,6 +18,7 @@ from torch import nn
 
 import memscale
 from memscale import Config
+from memscale.memory.record import Category
 from memscale.recovery.shortage import free_memory
 from memscale.simulator import executing
 from memscale.simulator.executing import ExecutingDevice
@@ -230,7 +231,14 @@ def test_forward(options: dict[str, Any], recovered: Callable[[], list[str]]) ->
 
 def test_forward_and_then_backward(recovered: Callable[[], list[str]]) -> None:
     """The first plan has moved parameters when the second is needed, in the same step."""
-    run = assert_survived({"rooms": {1: 10 * MIB}, "rooms_in_backward": {1: 3 * MIB // 4}})
+    run = assert_survived(
+        {
+            "rooms": {1: 10 * MIB},
+            "rooms_in_backward": {1: 3 * MIB // 4},
+            # One by one, a step counts as a change of each parameter; to be moved must not count as another.
+            "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
+        }
+    )
     assert recovered() == ["forward", "backward"]
     assert run.at_home == len(list(Model().parameters()))
 
@@ -245,6 +253,33 @@ def test_forward_while_the_graph_of_another_call_waits(recovered: Callable[[], l
     run = assert_survived({"rooms": {1: 18 * MIB}, "loss_of": two_calls})
     assert recovered()[0] == "forward"
     assert not run.at_home
+
+
+def test_what_a_plan_sends_home_leaves_the_device_at_once() -> None:
+    """Optimizer state too, and not with the next step; and though the loop has the loss of the step before."""
+    torch.manual_seed(0)
+    with executing(CAPACITY) as gpu:
+        model, squeeze = Model().to(gpu.device).train(), Squeeze(gpu)
+        memscale.wrap(model, NOTHING, (words(0, gpu), words(0, gpu)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        loss = one_call(model, gpu, 0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        squeeze.to(10 * MIB)
+        again = one_call(model, gpu, 1)
+        at_home = [each for each in model.parameters() if each.device.type == "cpu"]
+        others = [each for each in model.parameters() if each.device.type != "cpu"]
+        here = gpu.tracker.now(gpu.device)
+        assert at_home
+        for parameter in at_home:
+            assert optimizer.state[parameter]["exp_avg"].device.type == "cpu"
+            assert optimizer.state[parameter]["exp_avg_sq"].device.type == "cpu"
+        rounding = 512 * len(others)
+        assert here.of(Category.WEIGHTS) <= sum(each.nbytes for each in others) + rounding
+        assert here.of(Category.OPTIMIZER) <= 2 * (sum(each.nbytes for each in others) + rounding)
+        assert loss.grad_fn is not None
+        again.backward()
 
 
 def test_an_error_that_was_recovered_from_holds_nothing() -> None:

@@ -23,9 +23,11 @@ def exchange_data(parameter: nn.Parameter, new: torch.Tensor) -> None:
         if _can_be_set(parameter, new):
             parameter.data = new
         else:
-            torch.utils.swap_tensors(  # type: ignore[no-untyped-call]
-                parameter, nn.Parameter(new, parameter.requires_grad)
-            )
+            old = nn.Parameter(new, parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, old)  # type: ignore[no-untyped-call]
+            if not isinstance(old, FakeTensor):
+                # The graph of the last loss, which a loop holds though it is through with it, refers to `old`.
+                old.data = old.data.new_empty(0)
 
 
 def _can_be_set(parameter: nn.Parameter, new: torch.Tensor) -> bool:

@@ -167,6 +167,17 @@ class Homes:
         self.store.close()
         self.device = None
 
+    def note_optimizer(self, optimizer: Optimizer) -> None:
+        """One that steps the model's parameters: its state is where these are, or are to be."""
+        self._optimizers.add(optimizer)
+
+    def settle_states(self) -> None:
+        """Take optimizer state to its place now, and not before the next step: the device may be short of memory."""
+        for optimizer in list(self._optimizers):
+            self._follow(optimizer)
+            if self.states.steps is not None:
+                self.states.steps.settle(optimizer)
+
     def _bring_back(self, parameter: nn.Parameter) -> None:
         self.mapped.bring_back(parameter)
         del self._on_disk[id(parameter)]

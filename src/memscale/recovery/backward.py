@@ -209,6 +209,7 @@ class _Pass:
                 for executor, plan in zip(executors, plans, strict=True):
                     if plan is not None:
                         executor.replan(plan)
+                        executor.homes.settle_states()
                 self._bring_missing(backward)
                 return True
             except Exception as error:

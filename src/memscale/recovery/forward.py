@@ -93,6 +93,7 @@ _FAILED = object()
 def _tried(executor: Executor, call: Call, plan: Plan) -> Any:
     try:
         executor.replan(plan)
+        executor.homes.settle_states()
         call.parameters_moved()
         return planned_forward(executor.model)(*call.sample.args, **call.sample.kwargs)
     except Exception as error:

@@ -49,8 +49,8 @@ _TEMPORARIES = 2  # bytes that a step may need in between, for each byte of para
 _NEW_STATE = 2  # the same for state that is not there yet: as for Adam
 _CHANGED = "the update had begun, and parameters or moments were changed: load them from a checkpoint before going on"
 _NO_ROOM = (
-    "its state and temporaries have no room: beside what was stepped before it, one parameter alone does not fit; all "
-    "is as before the step. Optimizer state waits on the host under a plan for less (memory_budget, mode='aggressive')"
+    "beside the state of those before it, one parameter alone does not fit; all is as before the step. Under a plan "
+    "for less (a memory_budget, mode='aggressive') optimizer state waits on the host"
 )
 
 
@@ -81,8 +81,12 @@ class CaughtSteps:
 
     def meet(self, optimizer: Optimizer) -> None:
         """Sees every optimizer of the process before it steps."""
-        if self._steps_ours(optimizer):
+        model = self._model()
+        if model is not None and self._steps_ours(optimizer):
             self._surroundings.install(type(optimizer))
+            executor = executor_of(model)
+            if executor is not None:
+                executor.homes.note_optimizer(optimizer)
 
     def _steps_ours(self, optimizer: Optimizer) -> bool:
         model = self._model()
