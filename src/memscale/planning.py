@@ -180,19 +180,26 @@ def _plain_step(model: nn.Module, profile: ModelProfile, sample: Sample, hardwar
 def _within(
     model: nn.Module, look: Look, predicted: Plan, sample: Sample, config: Config, hardware: Hardware
 ) -> Plan:
-    """The plan, made anew with a margin if the simulation shows that it needs more than the engine reckoned.
+    """The plan, made anew if the simulation shows that it needs more than the engine reckoned.
 
-    Of a plan that the engine knows not to fit the user has been told already.
+    First the plan that the engine has without a closer look. Then what was needed more is reckoned with, as if forward
+    left it for backward: the optimizer's step is known exactly. Of a plan that the engine knows not to fit the user has
+    been told already.
     """
     profile, plan = look.profile, look.plan
     room = room_of(hardware, config)
     plain = Step(predicted.baseline_peak_bytes, predicted.baseline_saved_bytes)
-    margin = room - usable(room)
-    for _ in range(ATTEMPTS):
+    more = 0
+    for closely in (False, *(True,) * ATTEMPTS):
         if plan.predicted_peak_bytes > usable(room) or fits(predicted, hardware, config):
             break
-        margin += max(1, predicted.predicted_peak_bytes - plan.predicted_peak_bytes)
-        plan = decide(profile, hardware, config, under=look.under, margin=margin)
+        if closely:
+            more += max(1, predicted.predicted_peak_bytes - plan.predicted_peak_bytes)
+        under = [
+            (setting, replace(needs, other_saved_bytes=needs.other_saved_bytes + more))
+            for setting, needs in look.under
+        ]
+        plan = decide(profile, hardware, config, under=under, margin=room - usable(room), closely=closely)
         predicted = predict(model, plan, sample, Place.of(hardware.device), config, plain)
     notes = list(predicted.notes)
     if profile.blocks_left_out >= DEEP:

@@ -8,6 +8,7 @@ from engine.test_rules import LARGE, MIB, block, config_of, profile_of, stack
 from memscale.engine import decide, points_of
 from memscale.engine.choices import by_hand, called_blocks
 from memscale.engine.engine import points
+from memscale.planning import usable
 
 WITH_HOMES = config_of(enable_offloading=True)
 
@@ -18,7 +19,8 @@ def test_a_point_is_had_by_asking_for_its_memory(offloading: bool) -> None:
     frontier = decide(profile, LARGE, config).frontier
     assert len(frontier) > 3
     for point in frontier:
-        plan = decide(profile, LARGE, config.replace(memory_budget=point.budget_bytes))
+        budget = config.replace(memory_budget=point.budget_bytes)
+        plan = decide(profile, LARGE, budget, margin=point.budget_bytes - usable(point.budget_bytes))
         assert (plan.predicted_peak_bytes, plan.predicted_time_ratio) == (point.peak_bytes, point.time_ratio)
 
 

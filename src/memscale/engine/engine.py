@@ -42,6 +42,7 @@ def decide(
     *,
     under: Sequence[tuple[Setting, ModelProfile]] = (),
     margin: int = 0,
+    closely: bool = True,
 ) -> Plan:
     """Choose what each block gets.
 
@@ -53,13 +54,14 @@ def decide(
         config: what the user wants.
         under: the settings to choose from, and what the model needs under each; nothing if it is not given.
         margin: bytes to leave free of the budget, or of the device.
+        closely: where the fastest plan up to a peak is asked for, look at the frontier closer there.
     """
     found: list[Point] = []
     for setting, needs in under or ((NOTHING, profile),):
         found += points(needs, hardware, config, setting)
-    verdict = _sharpened(
-        _verdict(found, hardware, config, margin), under or ((NOTHING, profile),), hardware, config
-    )
+    verdict = _verdict(found, hardware, config, margin)
+    if closely:
+        verdict = _sharpened(verdict, under or ((NOTHING, profile),), hardware, config)
     return plan_of(verdict, profile, hardware, config, under=under, found=found)
 
 

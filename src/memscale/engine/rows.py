@@ -74,19 +74,28 @@ class Rows:
         Of the layers of stacks the last ones are, as many as serve (phases in frontier.py).
         """
         for odd_home in (False, True) if self.terms.home else (False,):
-            homes = self._may_be_home(odd_home)
+            homes, depth = self._may_be_home(odd_home), self.terms.ahead
             if homes is not None:
-                options = [self._options_at(index, homes) for index in range(len(self.blocks))]
-                yield self._row(options, odd_home)
+                options = [
+                    [
+                        self._with_those_ahead(option, odd_home, depth)
+                        for option in self._options_at(index, homes)
+                    ]
+                    for index in range(len(self.blocks))
+                ]
+                yield self._row(options, odd_home, depth)
 
     def trade(self, candidate: Candidate) -> Trade[Choices]:
         """What one candidate costs."""
         pairs = zip(self.blocks, candidate.choices, strict=True)
         odd_home = any(choice.home for block, choice in pairs if block.role != "repeated")
+        depth = min(self.terms.ahead, candidate.at_home)
         options = []
         for start, stop in _spans(candidate.choices):
-            options.append(self._option(start, candidate.choices[start:stop]))
-        return trade_of(self._row([()] * len(self.blocks), odd_home), options)
+            option = self._option(start, candidate.choices[start:stop])
+            options.append(self._with_those_ahead(option, odd_home, depth))
+        row = self._row([()] * len(self.blocks), odd_home, depth)
+        return trade_of(row, options)
 
     @property
     def other_saved_bytes(self) -> int:
@@ -101,12 +110,10 @@ class Rows:
 
     # The row -----------------------------------------------------------------------------------------
 
-    def _row(self, options: Sequence[Sequence[Option[Choices]]], odd_home: bool) -> Row[Choices]:
+    def _row(self, options: Sequence[Sequence[Option[Choices]]], odd_home: bool, depth: int) -> Row[Choices]:
         profile, blocks = self._profile, self.blocks
         with_choices = sum(block.parameter_bytes + block.optimizer_bytes for block in blocks)
-        # Whatever runs, the next ones' parameters are there already: of those that are at home.
-        fetched = [self._working(block) for block in blocks if odd_home or block.role == "repeated"]
-        ahead = self.terms.ahead * max(fetched, default=0)
+        ahead = self._ahead(blocks, depth) if odd_home else 0
         other_gradients = profile.gradient_bytes - sum(block.gradient_bytes for block in blocks)
         return Row(
             options=options,
@@ -119,10 +126,28 @@ class Rows:
             - with_choices,
             seconds=self.terms.clock.step(profile),
             loss=profile.loss_peak_bytes,
-            tail=profile.tail_peak_bytes,
+            tail=profile.tail_peak_bytes + (0 if odd_home else self._ahead_of_layers(depth)),
             # What forward leaves outside of the blocks is gone when the optimizer steps.
             stepping=other_gradients + self._temporaries(odd_home) - profile.other_saved_bytes - ahead,
         )
+
+    def _ahead(self, blocks: Sequence[BlockProfile], depth: int) -> int:
+        """What is fetched ahead while something else runs."""
+        return depth * max((self._working(block) for block in blocks), default=0)
+
+    def _ahead_of_layers(self, depth: int) -> int:
+        return self._ahead([block for block in self.blocks if block.role == "repeated"], depth)
+
+    def _with_those_ahead(self, option: Option[Choices], odd_home: bool, depth: int) -> Option[Choices]:
+        """Around a layer that is at home others are, of which the next ones are there already.
+
+        So it is when backward begins, with the last layers. If all kinds of blocks are at home, it is so wherever a
+        step is, and in the row's constant.
+        """
+        if odd_home or not depth or not option.what[0].home:
+            return option
+        ahead = self._ahead_of_layers(depth)
+        return replace(option, forward=option.forward + ahead, backward=option.backward + ahead)
 
     def _temporaries(self, odd_home: bool) -> int:
         """Adam on a CPU makes two temporaries of one parameter at a time; elsewhere see `_stepping`."""
