@@ -30,6 +30,7 @@ from memscale.execution_plan import Plan, PredictionSource
 from memscale.executor import Executor
 from memscale.memory.allocator import CachingAllocator
 from memscale.memory.tracker import MemoryTracker
+from memscale.offload.optimizer_state import PAGE
 from memscale.profiler.build import backward_targets, loss_of
 from memscale.profiler.empirical import untouched
 from memscale.profiler.place import Place
@@ -217,7 +218,12 @@ def _add_adam_state(
     tracker: MemoryTracker,
     device: torch.device,
 ) -> None:
-    """Adam's moments, of the parameters that are on the device, and the counts of steps, which are on the host."""
+    """Adam's moments, of the parameters that are on the device, and the counts of steps, which are on the host.
+
+    Where the plan has state on disk, that is where it is, whatever its parameter's home; but for what is smaller than a
+    page.
+    """
+    is_below = plan is not None and plan.optimizer is not None and plan.optimizer.state == "disk"
     eight_bit = plan is not None and plan.optimizer is not None and plan.optimizer.eight_bit
     small = {id(each) for each in parameters_in_eight_bits(model)} if eight_bit else set()
     for parameter in here:
@@ -226,7 +232,8 @@ def _add_adam_state(
             sizes = [moment_bytes(parameter.numel())] * 2
         sizes += [COUNT_BYTES] * (device.type == "cpu")
         for size in sizes:  # without tensors: they would take a tenth of a simulation
-            tracker.reserve(size, device, "Adam's state")
+            if not is_below or size < PAGE:
+                tracker.reserve(size, device, "Adam's state")
 
 
 def _adam_temporaries(here: Sequence[nn.Parameter], device: str) -> None:

@@ -30,7 +30,7 @@ def inputs() -> dict[str, torch.Tensor]:
     return {"input_ids": words, "labels": words}
 
 
-@pytest.mark.parametrize("budget", ["240MiB", "160MiB", "110MiB"])
+@pytest.mark.parametrize("budget", ["240MiB", "150MiB", "110MiB"])
 def test_a_plan_for_a_budget_fits_and_is_no_slower_than_one_by_hand(
     model: nn.Module, inputs: dict[str, torch.Tensor], budget: str
 ) -> None:
@@ -51,7 +51,7 @@ def test_a_row_that_does_not_fit_or_is_slower_does_not_hold() -> None:
 def test_at_the_memory_of_full_checkpointing_less_is_recomputed(
     model: nn.Module, inputs: dict[str, torch.Tensor]
 ) -> None:
-    found = selective(model, inputs, HARDWARE)
+    found = selective(model, {name: words[:2] for name, words in inputs.items()}, HARDWARE)
     # Full checkpointing runs the forward of all layers again: less than a third of the step, as there is a head too.
     assert 0.2 < found.full_flops / found.plain_flops < 1 / 3
     assert found.peak_bytes <= found.full_peak_bytes

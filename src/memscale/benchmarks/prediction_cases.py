@@ -3,7 +3,10 @@
 Note [Observed peaks]
 ~~~~~~~~~~~~~~~~~~~~~
 A model is wrapped as users wrap it and trained for three steps: `zero_grad(set_to_none=True)`, forward, backward,
-AdamW. The observed peak is that of the second step and later ones (Note [The step that is predicted]). On the
+AdamW. The learning rate is one of a warm-up: where shapes depend on data (which experts a router hits), they change
+with the weights, and a prediction knows those of now.
+
+The observed peak is that of the second step and later ones (Note [The step that is predicted]). On the
 executing virtual GPU it is what its allocator had in use, workspaces included ("executed"); on the CPU it is the
 bytes of all tensors, by `MemoryTracker` ("measured").
 """
@@ -37,6 +40,7 @@ BOUNDS: dict[Device, float] = {"vgpu": 0.01, "cpu": 0.03}
 
 STEPS = 3
 CAPACITY = "8GiB"
+LEARNING_RATE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,7 @@ def _wrapped(model: nn.Module, batch: Batch, mode: str) -> Plan:
 def _peak_of_training(
     model: SmallModel, built: nn.Module, batch: Batch, tracker: MemoryTracker, device: torch.device
 ) -> int:
-    optimizer = torch.optim.AdamW(built.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(built.parameters(), lr=LEARNING_RATE)
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=True)
         loss = model.loss(built, batch)
