@@ -384,8 +384,3 @@ def _costs(option: Option[Choices]) -> tuple[float, ...]:
         option.gradient,
         option.stepping,
     )
-
-
-def optimizer_transient(profile: ModelProfile, kind: str) -> int:
-    """What Adam needs while it steps: one temporary of all parameters at once (foreach), or two of one on a CPU."""
-    return 2 * profile.largest_gradient_bytes if kind == "cpu" else profile.gradient_bytes
