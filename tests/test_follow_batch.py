@@ -79,9 +79,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
     make_plan = replanning.make_plan
 
-    def counted(model: nn.Module, sample: Sample, *args: Any) -> Any:
+    def counted(model: nn.Module, sample: Sample, *args: Any, **kwargs: Any) -> Any:
         made.append(sample.describe())
-        return make_plan(model, sample, *args)
+        return make_plan(model, sample, *args, **kwargs)
 
     monkeypatch.setattr(replanning, "make_plan", counted)
     return made

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.config import Config
@@ -61,7 +62,7 @@ def rehearsal(model: nn.Module) -> Iterator[None]:
     # A forward that its user has put on a module may refer to the model itself, and not to its copy.
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     # Whoever listens to the training loop (a FLOP counter, a profiler) must not hear the rehearsal.
-    with _disable_current_modes(), _quiet_fake_tensors():
+    with _disable_current_modes(), _quiet_fake_tensors(), _without_other_processes(model):
         try:
             yield
         finally:
@@ -102,6 +103,21 @@ def usable(room: int) -> int:
 def fits(plan: Plan, hardware: Hardware, config: Config) -> bool:
     """Whether a plan, with its allowance, has room on the device and in the budget."""
     return plan.predicted_peak_bytes + plan.allowance_bytes <= room_of(hardware, config)
+
+
+@contextlib.contextmanager
+def _without_other_processes(model: nn.Module) -> Iterator[None]:
+    """A model that trains in several processes speaks to none of them: they may not rehearse anything now."""
+    flags = ("require_backward_grad_sync", "require_forward_param_sync")
+    parallel = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
+    before = [(each, name, getattr(each, name)) for each in parallel for name in flags]
+    try:
+        for each, name, _ in before:
+            setattr(each, name, False)
+        yield
+    finally:
+        for each, name, value in before:
+            setattr(each, name, value)
 
 
 @contextlib.contextmanager

@@ -108,7 +108,7 @@ def test_a_wrapped_trainer_trains_like_a_plain_one(family: str, tmp_path: Path) 
     assert {"memscale/predicted_peak_gib", "memscale/baseline_peak_gib"} <= logged
     assert any("measured" in key for key in logged)
     assert {"memscale/recomputations", "memscale/recompute_tflops", "memscale/moved_up_gib"} <= logged
-    assert trainer.model._memscale_executor.report().forward_passes == STEPS
+    assert trainer.model._memscale_executor.report().forward_passes == 2 * STEPS  # accumulated
     plan = trainer.model._memscale_executor.plan
     assert any(layer.techniques for layer in plan.layers)
     assert f"[2, {LENGTH}]" in plan.batch  # made from the first training batch
