@@ -56,12 +56,17 @@ def decide(
         margin: bytes to leave free of the budget, or of the device.
         closely: where the fastest plan up to a peak is asked for, look at the frontier closer there.
     """
+    settings = under or ((NOTHING, profile),)
     found: list[Point] = []
-    for setting, needs in under or ((NOTHING, profile),):
-        found += points(needs, hardware, config, setting)
+    for setting, needs in settings:
+        found += points(needs, hardware, config, setting, whole=len(settings) == 1)
+    if len(settings) > 1:  # the frontier of the one that plans by hand are best under
+        best = _verdict(found, hardware, config, margin).point.setting
+        needs = next(needs for setting, needs in settings if setting is best)
+        found += points(needs, hardware, config, best)
     verdict = _verdict(found, hardware, config, margin)
     if closely:
-        verdict = _sharpened(verdict, under or ((NOTHING, profile),), hardware, config)
+        verdict = _sharpened(verdict, settings, hardware, config)
     return plan_of(verdict, profile, hardware, config, under=under, found=found)
 
 
@@ -155,9 +160,16 @@ _TECHNIQUE_FIELDS = frozenset(
 
 
 def points(
-    profile: ModelProfile, hardware: Hardware, config: Config, setting: Setting = NOTHING
+    profile: ModelProfile,
+    hardware: Hardware,
+    config: Config,
+    setting: Setting = NOTHING,
+    *,
+    whole: bool = True,
 ) -> list[Point]:
     """All that there is to choose from: the frontier, and what one would try by hand, nothing at all first.
+
+    Without the frontier if it is not to be whole.
 
     The frontier holds the fastest plan for each peak. Of several plans with one peak it does not have the one
     that holds the least, which the plans tried by hand have. And it is that of transfers which wait: plans by hand
@@ -167,7 +179,8 @@ def points(
     candidates = list(uniform(profile, recompute=rows.terms.recompute, home=rows.terms.home))
     if rows.terms.recompute:
         candidates += by_hand(profile, home=rows.terms.home)
-    candidates += [Candidate(_choices(trade)) for row in rows.rows() for trade in best_trades(row)]
+    if whole:
+        candidates += [Candidate(_choices(trade)) for row in rows.rows() for trade in best_trades(row)]
     found = points_of(candidates, profile, hardware, config, setting)
     room = _room_below(hardware, config)
     return [found[0], *(point for point in found[1:] if point.home_bytes <= room)]

@@ -44,8 +44,8 @@ __all__ = ["Option", "Row", "Trade", "best_trades", "fastest_within", "trade_of"
 
 What = TypeVar("What")
 
-MOST = 6000  # partial plans kept, shared out among the positions
-LEAST = 120  # partial plans kept at a position, however many positions there are
+MOST = 3000  # partial plans kept, shared out among the positions
+LEAST = 130  # partial plans kept at a position, however many positions there are
 WITHIN = 300  # partial plans kept at a position if the peak is given
 CELLS = 512  # along each side of a grid that thins out what is too much to compare
 CHUNK = 512  # partial plans that are compared with the others at a time
