@@ -28,7 +28,8 @@ __all__ = ["main"]
 UNLIMITED = Config(enable_logging=False, memory_budget="1TB")  # the fastest plan is to do nothing
 
 
-def _ratios(model: str, batch: int, seq: int, rounds: int) -> list[float]:
+def _seconds(model: str, batch: int, seq: int, rounds: int) -> tuple[list[float], list[float]]:
+    """Of each step without MemScale and with it."""
     case = find_model(model)
     inputs = case.inputs(batch, seq)
     runs = []
@@ -41,17 +42,18 @@ def _ratios(model: str, batch: int, seq: int, rounds: int) -> list[float]:
                 raise SystemExit(f"The plan is not to do nothing: {decided}")
             wrap(built, UNLIMITED, inputs)
         runs.append((built, torch.optim.AdamW(built.parameters(), lr=1e-4), inputs))
-    ratios = []
+    seconds: tuple[list[float], list[float]] = ([], [])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with quiet_transformers():
         for number in range(rounds + 5):
             order = (0, 1) if number % 2 else (1, 0)
-            seconds = {which: _step(*runs[which]) for which in order}
-            if number >= 5:  # the first rounds warm up
-                ratios.append(seconds[1] / seconds[0])
+            for which in order:
+                spent = _step(*runs[which])
+                if number >= 5:  # the first rounds warm up
+                    seconds[which].append(spent)
     torch.set_num_threads(threads)
-    return ratios
+    return seconds
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, torch.Tensor]) -> float:
@@ -67,14 +69,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="gpt2-small")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=40, help="pairs of timed steps")
+    parser.add_argument("--rounds", type=int, default=40, help="pairs of timed steps, two or more")
     parser.add_argument("--json", type=Path, help="where to write the results")
     options = parser.parse_args(arguments)
-    ratios = _ratios(options.model, options.batch, options.seq, options.rounds)
-    low, middle, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    plain, wrapped = _seconds(options.model, options.batch, options.seq, options.rounds)
+    quarters = zip(quantiles(wrapped, n=4), quantiles(plain, n=4), strict=True)
+    low, middle, high = (ours / theirs for ours, theirs in quarters)
     print(
-        f"step time, wrapped with nothing to do over plain: {middle:.4f} (measured in {len(ratios)} pairs of steps, "
-        f"middle half {low:.4f} to {high:.4f})"
+        f"step time, wrapped with nothing to do over plain: {middle:.4f}, by the medians of {len(plain)} steps "
+        f"each (measured; by their quartiles {low:.4f} and {high:.4f})"
     )
     if options.json:
         result = {
