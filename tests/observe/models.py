@@ -11,6 +11,7 @@ from memscale.execution_plan import Checkpointing, LayerPlan, Offloading, Optimi
 from memscale.executor import Executor
 
 WIDTH, LAYERS, ROWS = 64, 3, 256
+PAGE, STEPS = 4096, 3
 
 
 class Block(nn.Module):
@@ -39,6 +40,11 @@ class Stack(nn.Module):
 
 def batch(device: torch.device | str = "cpu") -> torch.Tensor:
     return torch.ones(ROWS, WIDTH, device=device)
+
+
+def moved(executor: Executor) -> dict[tuple[str, str], tuple[int, int]]:
+    """Bytes up and down by what was moved and where it waits, as the report has them."""
+    return {(each.what, each.below): (each.up_bytes, each.down_bytes) for each in executor.report().moved}
 
 
 def nothing(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -14,22 +14,18 @@ from memscale.observe.report import Moved
 from memscale.simulator import executing
 from observe.models import (
     LAYERS,
+    PAGE,
     ROWS,
+    STEPS,
     WIDTH,
     Stack,
     attached,
     batch,
+    moved,
     parameter_bytes,
     plan,
     train,
 )
-
-PAGE = 4096
-STEPS = 3
-
-
-def moved(executor: Executor) -> dict[tuple[str, str], tuple[int, int]]:
-    return {(each.what, each.below): (each.up_bytes, each.down_bytes) for each in executor.report().moved}
 
 
 def test_bytes_of_parameters_and_gradients_on_a_device() -> None:

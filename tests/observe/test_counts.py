@@ -22,17 +22,11 @@ from observe.models import (
     attached,
     batch,
     fresh,
+    moved,
     nothing,
     plan,
     train,
 )
-
-PAGE = 4096
-STEPS = 3
-
-
-def moved(executor: Executor) -> dict[tuple[str, str], tuple[int, int]]:
-    return {(each.what, each.below): (each.up_bytes, each.down_bytes) for each in executor.report().moved}
 
 
 def test_a_model_that_was_never_stepped_has_a_report_also_after_detach() -> None:
