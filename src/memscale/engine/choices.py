@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memscale.profiler.profile import BlockProfile, ModelProfile, OpProfile
@@ -144,8 +144,10 @@ def uniform(profile: ModelProfile, *, recompute: bool, home: bool) -> Iterator[C
         found += _recomputed(blocks)
     yield from found
     if home:
+        everywhere = range(len(blocks))
+        at_home: dict[int, Choice] = {}
         for candidate in found:
-            yield Candidate(tuple(replace(choice, home=True) for choice in candidate.choices))
+            yield Candidate(_at_home(candidate.choices, everywhere, at_home))
 
 
 def by_hand(profile: ModelProfile, *, home: bool) -> Iterator[Candidate]:
@@ -162,31 +164,38 @@ def by_hand(profile: ModelProfile, *, home: bool) -> Iterator[Candidate]:
     yield full
     if home:
         layers = [index for index, block in enumerate(called_blocks(profile)) if block.role == "repeated"]
-        for first in reversed(layers):
-            last = {index for index in layers if index >= first}
-            yield _at_home(full, last)
-        yield _at_home(full, set(range(len(full.choices))))
+        at_home: dict[int, Choice] = {}
+        for count in range(1, len(layers) + 1):
+            yield replace(full, choices=_at_home(full.choices, layers[-count:], at_home))
+        yield replace(full, choices=_at_home(full.choices, range(len(full.choices)), at_home))
 
 
-def _at_home(candidate: Candidate, which: set[int]) -> Candidate:
-    choices = tuple(
-        replace(choice, home=True) if index in which else choice
-        for index, choice in enumerate(candidate.choices)
-    )
-    return replace(candidate, choices=choices)
+def _at_home(
+    choices: Sequence[Choice], which: Collection[int], known: dict[int, Choice]
+) -> tuple[Choice, ...]:
+    """The choices, some of them with parameters at home; equal ones are one object, by the id of what it was."""
+    for choice in choices:
+        if id(choice) not in known:
+            known[id(choice)] = replace(choice, home=True)
+    return tuple(known[id(choice)] if index in which else choice for index, choice in enumerate(choices))
 
 
 def _recomputed(blocks: Sequence[BlockProfile]) -> Iterator[Candidate]:
     repeated = [block for block in blocks if block.role == "repeated" and can_recompute(block)]
     odd = odd_blocks(blocks)
     most_ops = max((len(worth_keeping(block)) for block in repeated), default=0)
+    products = [worth_keeping(block) for block in blocks]
     lengths = segment_lengths(len(repeated)) if repeated else (1,)
+    known: dict[Choice, Choice] = {}
     for with_odd in (False, True) if odd else (False,):
         if not repeated and not with_odd:
             continue
         for length in lengths:
             for kept_ops in range(most_ops + 1):
-                yield _alike(blocks, length, kept_ops, odd if with_odd else ())
+                made = _alike(blocks, products, length, kept_ops, odd if with_odd else ())
+                choices = tuple(known.setdefault(choice, choice) for choice in made)
+                full = length == 1 and kept_ops == 0 and not with_odd
+                yield Candidate(choices, is_full_checkpointing=full)
 
 
 def segment_lengths(count: int) -> tuple[int, ...]:
@@ -195,8 +204,12 @@ def segment_lengths(count: int) -> tuple[int, ...]:
 
 
 def _alike(
-    blocks: Sequence[BlockProfile], length: int, kept_ops: int, odd: Sequence[BlockProfile]
-) -> Candidate:
+    blocks: Sequence[BlockProfile],
+    products: Sequence[tuple[OpProfile, ...]],
+    length: int,
+    kept_ops: int,
+    odd: Sequence[BlockProfile],
+) -> list[Choice]:
     choices: list[Choice] = []
     in_segment = 0
     for index, block in enumerate(blocks):
@@ -208,7 +221,5 @@ def _alike(
             0 < in_segment < length and choices[index - 1].recompute and can_chain(blocks[index - 1], block)
         )
         in_segment = in_segment + 1 if chained else 1
-        keep = worth_keeping(block)[:kept_ops]
-        choices.append(Choice(recompute=True, keep=keep, chained=chained))
-    full = length == 1 and kept_ops == 0 and not odd
-    return Candidate(tuple(choices), is_full_checkpointing=full)
+        choices.append(Choice(recompute=True, keep=products[index][:kept_ops], chained=chained))
+    return choices

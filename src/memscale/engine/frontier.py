@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -101,6 +102,11 @@ class Row(Generic[What]):
     loss: int = 0
     tail: int = 0
     stepping: int = 0
+
+    @functools.cached_property
+    def phases(self) -> range:
+        """Those that options have."""
+        return range(1 + max((option.phase or 0 for here in self.options for option in here), default=0))
 
     def dropped_before(self, position: int) -> int:
         """What the positions before this one have made that lives until forward ends."""
@@ -179,14 +185,14 @@ def _fastest(row: Row[What]) -> Trade[What]:
     count = len(row.options)
     best: dict[State, tuple[float, tuple[Option[What], ...]]] = {(0, 0): (0.0, ())}
     for position in range(count):
-        for phase in _phases(row):
+        for phase in row.phases:
             if (position, phase) not in best:
                 continue
             seconds, options = best[position, phase]
             for _, option, after in _following(row, (position, phase)):
                 if after not in best or seconds + option.seconds < best[after][0]:
                     best[after] = (seconds + option.seconds, (*options, option))
-    ends = [best[count, phase] for phase in _phases(row) if (count, phase) in best]
+    ends = [best[count, phase] for phase in row.phases if (count, phase) in best]
     return trade_of(row, min(ends, key=lambda end: end[0])[1])
 
 
@@ -205,10 +211,6 @@ State = tuple[int, int]
 """A position in the row, and the phase."""
 
 
-def _phases(row: Row[What]) -> range:
-    return range(1 + max((option.phase or 0 for here in row.options for option in here), default=0))
-
-
 def _partial_plans(row: Row[What], most: int, limit: int | None = None) -> dict[State, _Labels]:
     """Those worth going on from, at each state.
 
@@ -224,7 +226,7 @@ def _partial_plans(row: Row[What], most: int, limit: int | None = None) -> dict[
     kept: dict[State, _Labels] = {}
     for position in range(count + 1):
         dropped = row.dropped_before(position)
-        for phase in _phases(row):
+        for phase in row.phases:
             state = (position, phase)
             labels = _Labels.together(reached.pop(state, ()))
             if limit is not None:
@@ -260,9 +262,9 @@ class _Rest:
 def _rests(row: Row[What]) -> dict[State, _Rest | None]:
     """From each state on; None where it depends on the options."""
     count = len(row.options)
-    found: dict[State, _Rest | None] = {(count, phase): _Rest(0, 0, row.stepping) for phase in _phases(row)}
+    found: dict[State, _Rest | None] = {(count, phase): _Rest(0, 0, row.stepping) for phase in row.phases}
     for position in reversed(range(count)):
-        for phase in _phases(row):
+        for phase in row.phases:
             ways: set[_Rest | None] = set()
             for _, option, after in _following(row, (position, phase)):
                 rest = found[after]
@@ -282,9 +284,9 @@ def _rests(row: Row[What]) -> dict[State, _Rest | None]:
 def _least_live(row: Row[What]) -> dict[State, int]:
     """From each state on, the least that the rest of the row adds to what is live when forward ends."""
     count = len(row.options)
-    found = {(count, phase): 0 for phase in _phases(row)}
+    found = {(count, phase): 0 for phase in row.phases}
     for position in reversed(range(count)):
-        for phase in _phases(row):
+        for phase in row.phases:
             ways = [
                 option.resident + option.held + found[after]
                 for _, option, after in _following(row, (position, phase))
@@ -486,7 +488,7 @@ def _frontier(row: Row[What], kept: dict[State, _Labels]) -> list[Trade[What]]:
     count = len(row.options)
     trails = {state: labels.trail.tolist() for state, labels in kept.items()}
     ends: list[tuple[float, int, State, int]] = []
-    for phase in _phases(row):
+    for phase in row.phases:
         labels = kept[count, phase]
         if not len(labels):
             continue

@@ -66,6 +66,7 @@ class Rows:
         kinds: dict[BlockProfile, int] = {}
         self._kinds = [kinds.setdefault(_anonymous(block), len(kinds)) for block in self.blocks]
         self._known: dict[tuple[object, ...], tuple[Option[Choices], ...]] = {}
+        self._known_options: dict[tuple[int, ...], Option[Choices]] = {}
 
     def rows(self) -> Iterator[Row[Choices]]:
         """Every choice that is allowed at every position.
@@ -92,7 +93,7 @@ class Rows:
         depth = min(self.terms.ahead, candidate.at_home)
         options = []
         for start, stop in _spans(candidate.choices):
-            option = self._option(start, candidate.choices[start:stop])
+            option = self._option_of(start, candidate.choices[start:stop])
             options.append(self._with_those_ahead(option, odd_home, depth))
         row = self._row([()] * len(self.blocks), odd_home, depth)
         return trade_of(row, options)
@@ -230,6 +231,15 @@ class Rows:
         return Choice(recompute=True, keep=worth_keeping(block)[:kept], chained=chained, home=home)
 
     # One option --------------------------------------------------------------------------------------
+
+    def _option_of(self, start: int, choices: Choices) -> Option[Choices]:
+        """`_option`, worked out once for equal blocks after equal ones; candidates have most choices in common."""
+        kinds = self._kinds[max(0, start - 1) : start + len(choices)]
+        key = (start == 0, *kinds, -1, *map(id, choices))
+        option = self._known_options.get(key)
+        if option is None:  # it holds the choices, so that no other ones will have their ids
+            option = self._known_options[key] = self._option(start, choices)
+        return option
 
     def _option(self, start: int, choices: Choices) -> Option[Choices]:
         """What a choice for one block, or for the blocks of one segment, costs."""

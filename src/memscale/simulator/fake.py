@@ -7,18 +7,19 @@ traces with. Without it a step could not be run without computing it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from memscale.errors import SimulationError
 from memscale.simulator import known
 from memscale.simulator.kernels import gru_cell, gru_cell_backward
 from memscale.simulator.patches import attribute
+from memscale.simulator.remembered import RememberingMode
 from memscale.simulator.tracking import DeviceTracker, op_name
 
 aten = torch.ops.aten
@@ -73,7 +74,7 @@ UNKNOWN_FLOAT = 0.5
 UNKNOWN_INT = 1
 
 
-class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
+class FakeMode(RememberingMode):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
     """Fake tensors whose device does not exist on this machine."""
 
     # torch.tensor(data, device=...) makes the tensor on the CPU, then moves the fake: no device is needed.
@@ -81,19 +82,6 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `__init_
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in MemoryTracker
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> Any:
-        return self.dispatch(func, types, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FakeMode:
         return self  # a copied tensor (nn.TransformerEncoder copies its layer) belongs to the same mode
