@@ -276,6 +276,7 @@ def test_a_layer_is_in_memory_at_a_time(name: str) -> None:
     executor = Executor(model, disk_plan(model), QUIET)
     with tracker:
         executor.attach()
+        executor.make_values()
     small = sum(each.nbytes for each in model.parameters() if each.nbytes < PAGE)  # these stay
     small += sum(buffer.nbytes for buffer in model.buffers())
     assert tracker.live_bytes("cpu") <= small
@@ -289,7 +290,8 @@ def test_a_layer_is_in_memory_at_a_time(name: str) -> None:
 
 def test_no_page_is_left_in_memory() -> None:
     model = meta_stack(width=128)
-    with on_disk(model):
+    with on_disk(model) as executor:
+        executor.make_values()
         assert resident_bytes(*(each for each in model.parameters() if each.nbytes >= PAGE)) <= 4 * 16 * PAGE
 
 
@@ -303,6 +305,7 @@ def test_resident_layers_stay_in_memory() -> None:
     )
     executor = Executor(model, Plan(layers), QUIET)
     executor.attach()
+    executor.make_values()
     held = {name for name, each in model.named_parameters() if executor.homes.store.holds(each)}
     assert held == {
         "layers.0.up.weight",
@@ -417,13 +420,15 @@ def test_wrap_takes_a_model_on_the_meta_device(name: str, with_sample: bool) -> 
 
 def test_the_log_says_what_was_made(caplog: pytest.LogCaptureFixture) -> None:
     model = meta_stack(width=64)
+    size = format_bytes(sum(parameter.nbytes for parameter in model.parameters()))
     with caplog.at_level("INFO", logger="memscale"):
         Executor(model, Plan(()), Config()).attach()
-    (line,) = (each.message for each in caplog.records if "meta device" in each.message)
-    made = format_bytes(sum(parameter.nbytes for parameter in model.parameters()))
-    assert line == (
-        f"Stack was on the meta device; its parameters were made: {made} by the initialisation of its own modules."
-    )
+        model(torch.randn(3, 64))
+        model(torch.randn(3, 64))
+    assert [each.message for each in caplog.records if "meta device" in each.message] == [
+        f"Stack is on the meta device; its parameters ({size}) get their values when they are first needed.",
+        f"Stack was on the meta device; its parameters were made: {size} by the initialisation of its own modules.",
+    ]
 
 
 def test_detach_leaves_ordinary_tensors() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -15,21 +15,22 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memscale.batches import PlannedBatches
 from memscale.config import Config
 from memscale.errors import WrapError
-from memscale.execution_plan import LayerPlan, Plan, Tier
+from memscale.execution_plan import Plan, Tier
+from memscale.executor.newborn import Newborn, find_module
 from memscale.executor.record import Record, WeakModule
 from memscale.executor.use_cache import no_cache_hooks
 from memscale.observe.meter import Meter
 from memscale.observe.metrics import Metrics
 from memscale.observe.report import Report
-from memscale.offload.homes import HOST, Homes, training_device
+from memscale.offload.awaited import AwaitedValues
+from memscale.offload.homes import Homes, training_device
 from memscale.offload.loading import pending_is_done
-from memscale.offload.materialise import materialise
-from memscale.offload.materialised import Materialised, has_meta_tensors
+from memscale.offload.materialised import has_meta_tensors
+from memscale.offload.optimizer_hooks import outside_compiler
 from memscale.offload.store import DiskStore
 from memscale.techniques import TECHNIQUES, WHOLE, Scene, Site
 from memscale.techniques.checkpointing import hold_place
 from memscale.techniques.forwards import ReplacedForward
-from memscale.techniques.freed_memory import freed_memory_returns
 from memscale.techniques.offloading import bring_inputs
 
 __all__ = ["EXECUTOR", "Executor", "Guard", "TrainingBatch", "executor_of"]
@@ -120,7 +121,8 @@ class Executor:
         self.metrics = metrics
         self._homes = Homes(_disk_of(config), self._meter)
         self._techniques = Record()
-        self._materialised: Materialised | None = None  # while a plan is being attached
+        self._newborn: Newborn | None = None  # while a plan is being attached to a model on the meta device
+        self._awaited: AwaitedValues | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -212,16 +214,19 @@ class Executor:
                 "The model already has an executor. Take that off first with memscale.detach(model), or give "
                 "it another plan with model._memscale_executor.replan(plan)."
             )
+        if has_meta_tensors(model):
+            self._newborn = Newborn(model, self.device, self._homes, logs=self._logs)
         vars(model)[EXECUTOR] = self
         try:
             self._apply(model)
+            self._await_values(model)
         except BaseException:
-            if self._materialised is not None:
-                self._materialised.undo()  # first: there may be no room for what would be brought back
+            if self._newborn is not None:
+                self._newborn.undo()  # first: there may be no room for what would be brought back
             self._undo(model)
             raise
         finally:
-            self._materialised = None
+            self._newborn = None
         pending_is_done(model)
         self._attached = True
         self._meter.begin(
@@ -236,8 +241,19 @@ class Executor:
             self.metrics.end(self)
         self._take_off()
 
+    def make_values(self) -> None:
+        """Make the values that the model's tensors still wait for. See Note [Awaited values].
+
+        Raises:
+            WrapError: A tensor has no initialisation.
+        """
+        if self._awaited is not None:
+            self._awaited.make()
+            self._awaited = None
+
     def _take_off(self) -> None:
         if self._attached:
+            self.make_values()
             self._meter.end()
             self._attached = False
             self._undo(self.model)
@@ -250,6 +266,7 @@ class Executor:
         """
         if not self._attached:
             raise WrapError("Only an attached executor can be given another plan: call attach() first.")
+        self.make_values()
         model = self.model
         self._techniques.undo()
         try:
@@ -284,6 +301,12 @@ class Executor:
             self._guard.begin(model, self._surroundings)
         self._attach_techniques(model, self._plan)
 
+    def _await_values(self, model: nn.Module) -> None:
+        if self._newborn is not None and self._newborn.awaited is not None:
+            self._awaited = self._newborn.awaited
+            self._surroundings.add_forward_pre_hook(model, _values_first)
+            self._awaited.begin()
+
     def _attach_watch(self, model: nn.Module) -> None:
         if self._on_training_batch is not None:
             self._watch.add_forward_pre_hook(model, _before_forward)
@@ -294,7 +317,7 @@ class Executor:
         device = self.device
         self._arrange_homes(model, plan, device)
         for layer in plan.layers:
-            modules = tuple(_find(model, layer, member) for member in layer.members)
+            modules = tuple(find_module(model, layer, member) for member in layer.members)
             site = Site(model, layer, modules, device, self._homes, self._meter)
             for name in layer.techniques:
                 technique = TECHNIQUES.get(name)
@@ -327,40 +350,17 @@ class Executor:
         for layer in plan.layers:
             if "offloading" not in layer.techniques:
                 continue
-            modules = tuple(_find(model, layer, member) for member in layer.members)
+            modules = tuple(find_module(model, layer, member) for member in layer.members)
             site = Site(model, layer, modules, device, self._homes, self._meter)
             if TECHNIQUES["offloading"].objection(site) is None:
                 tier = "host" if layer.offloading is None else layer.offloading.to
                 homes[tier].extend(each for module in modules for each in module.parameters())
         at_home, on_disk = homes["host"], homes["disk"]
-        if has_meta_tensors(model):
-            self._materialise(model, plan, device, at_home, on_disk)
+        if self._newborn is not None:
+            self._newborn.settle(model, plan, device, at_home, on_disk)
         if at_home or on_disk or self._device is not None or self._homes.device is not None:
             self._homes.arrange(model, at_home, device, on_disk=on_disk)
             self._techniques.add_forward_pre_hook(model, _bring_inputs)
-
-    def _materialise(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        device: torch.device,
-        at_home: Sequence[nn.Parameter],
-        on_disk: Sequence[nn.Parameter],
-    ) -> None:
-        """Give weights to a model that was built on the meta device, each straight in its place."""
-        below = {id(parameter) for parameter in on_disk}
-        home = {id(parameter) for parameter in at_home} | below
-        before = training_device(model)  # where detach leaves all of it: with what of it has been somewhere
-
-        def settle(parameter: nn.Parameter) -> None:
-            place = HOST if id(parameter) in home else device
-            self._homes.settle(parameter, place, before=before, on_disk=id(parameter) in below)
-
-        layers = [_find(model, layer, member) for layer in plan.layers for member in layer.members]
-        with freed_memory_returns():
-            self._materialised = materialise(model, settle, layers)
-        if self._logs:
-            logger.info("%s", self._materialised)
 
     def _undo(self, model: nn.Module) -> None:
         with contextlib.ExitStack() as stack:  # the last first, and all of them whatever one of them raises
@@ -385,6 +385,7 @@ class Executor:
         return self.config is None or self.config.enable_logging
 
     def __getstate__(self) -> dict[str, Any]:
+        self.make_values()
         kept = self._on_training_batch if _is_of_a_module(self._on_training_batch) else None
         return {**vars(self), "_on_training_batch": kept, "_is_calling_back": False}
 
@@ -405,6 +406,7 @@ def executor_of(model: nn.Module) -> Executor | None:
     return found if isinstance(found, Executor) else None
 
 
+@outside_compiler
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
     # A function, which finds the executor by the model, and so is right for a copy of the model too.
     executor = executor_of(model)
@@ -416,6 +418,13 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         looked_up.pass_on(model.forward)
 
 
+@outside_compiler
+def _values_first(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    executor = executor_of(model)
+    if executor is not None:
+        executor.make_values()
+
+
 def _bring_inputs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -424,17 +433,6 @@ def _bring_inputs(
     executor = executor_of(model)
     device = None if executor is None else executor._homes.device
     return None if device is None or kwargs is None else bring_inputs(args, kwargs, device)
-
-
-def _find(model: nn.Module, layer: LayerPlan, name: str) -> nn.Module:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        raise WrapError(
-            f"The plan's layer {layer.name!r} has the module {name!r}, and the model "
-            f"({type(model).__name__}) has none of that name. A plan fits the model that it was made for: "
-            "make a new one."
-        ) from None
 
 
 def _disk_of(config: Config | None) -> DiskStore:

@@ -16,7 +16,7 @@ from memscale.offload.materialised import Materialised, is_on_meta, tie_on_meta
 from memscale.offload.safetensors_files import StoredTensor, find_files, tensors_in
 from memscale.offload.store import DiskStore
 
-__all__ = ["LoadedKeys", "fill_pending", "load_safetensors", "pending_is_done"]
+__all__ = ["LoadedKeys", "fill_pending", "has_pending", "load_safetensors", "pending_is_done"]
 
 _PENDING = (
     "_memscale_weights"  # where a model on the meta device has the files that its weights will come from
@@ -118,6 +118,11 @@ def fill_pending(model: nn.Module, made: Materialised, settle: Callable[[nn.Para
         given = made.give(tensor, _read_as(tensor, source), stored=True)
         if isinstance(given, nn.Parameter):
             settle(given)
+
+
+def has_pending(model: nn.Module) -> bool:
+    """Whether weights for a model on the meta device are to come from files."""
+    return isinstance(vars(model).get(_PENDING), Pending)
 
 
 def pending_is_done(model: nn.Module) -> None:

@@ -121,10 +121,19 @@ class MappedArena:
         """
         with torch.no_grad():
             copy = self.empty(tensor.shape, tensor.dtype)
-            dense = tensor.detach().resolve_conj().resolve_neg().to(_CPU).contiguous()
-            if copy.numel() and not is_fake(copy):
-                write_from(self.space.fd, dense, self._find(copy).file_offset)
+            if not is_fake(copy):
+                self.write(copy, tensor)
             return copy
+
+    def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Write values to a whole tensor of this arena, without pages in memory.
+
+        Raises:
+            TierError: It is not a tensor of this arena.
+        """
+        if tensor.numel():
+            dense = values.detach().resolve_conj().resolve_neg().to(_CPU, tensor.dtype).contiguous()
+            write_from(self.space.fd, dense, self._find(tensor).file_offset)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is in this arena's file."""

@@ -103,6 +103,16 @@ class MappedParameters:
             parameter.grad = gradient
         return True
 
+    def home_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Memory on disk, without values, for a parameter that has none yet; None for one that is better in memory.
+
+        Raises:
+            As :meth:`send`.
+        """
+        with torch.no_grad():
+            like = torch.empty_like(parameter, device="cpu")  # no memory is used until it is touched
+        return self.store.empty_like(parameter) if _can_be_mapped(like) else None
+
     def bring_back(self, parameter: nn.Parameter) -> None:
         """An ordinary parameter in memory, with an ordinary gradient."""
         handle = self._handles.pop(id(parameter), None)

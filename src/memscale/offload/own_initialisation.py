@@ -41,10 +41,13 @@ from memscale.offload.initialisers import (
 from memscale.offload.materialised import HOST, Materialised, is_on_meta, own_tensors, tied_names
 from memscale.offload.writes import Writes
 
-__all__ = ["OwnInitialisation", "Settle"]
+__all__ = ["MemoryOf", "OwnInitialisation", "Settle"]
 
 Settle = Callable[[nn.Parameter], None]
 """Takes a parameter that has its values to its place; called again when they were changed there."""
+
+MemoryOf = Callable[[torch.Tensor], torch.Tensor]
+"""Memory without values for a tensor that is on the meta device."""
 
 _HF_FLAG = "_is_hf_initialized"
 
@@ -57,6 +60,8 @@ class OwnInitialisation:
         made: Notes what was given memory, so that it can be undone.
         settle: Takes parameters to their places as soon as their layer is done.
         layers: Modules that are initialised as a whole before they are settled.
+        device: Where they get memory; on the meta device all is done but for the values, as a rehearsal.
+        memory_of: What memory a tensor gets there; its own if it is not given.
 
     Example:
         >>> with torch.device("meta"):
@@ -67,9 +72,18 @@ class OwnInitialisation:
     """
 
     def __init__(
-        self, model: nn.Module, made: Materialised, settle: Settle, layers: Sequence[nn.Module] = ()
+        self,
+        model: nn.Module,
+        made: Materialised,
+        settle: Settle,
+        layers: Sequence[nn.Module] = (),
+        device: torch.device = HOST,
+        memory_of: MemoryOf | None = None,
     ) -> None:
         self._model = model
+        self._device = device
+        self._memory_of = memory_of or self._new_memory
+        self._given: set[int] = set()
         self._made = made
         self._settle = settle
         self._names = {id(module): name for name, module in model.named_modules()}
@@ -102,7 +116,7 @@ class OwnInitialisation:
         """
         self._refuse_the_hopeless(self._model, helped=False)
         # Not under a device that the caller has set: that may be the meta device.
-        with torch.no_grad(), HOST, self._writes:
+        with torch.no_grad(), self._device, self._writes:
             self._construct(self._model, None)
         self._note_writes()
         if self._unwritten:
@@ -194,12 +208,12 @@ class OwnInitialisation:
             if owner is None:
                 continue  # it had values
             if owner == key and (takes is None or name in takes):
-                if is_on_meta(tensor):
+                if id(tensor) not in self._given:
                     self._give(key, tensor)
                 continue
             tensors: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
             replaced.append((tensors, name, tensor))
-            tensors[name] = _stand_in(tensor)
+            tensors[name] = self._stand_in(tensor)
         try:
             yield
         finally:
@@ -207,11 +221,19 @@ class OwnInitialisation:
                 tensors[name] = tensor
 
     def _give(self, key: str, tensor: torch.Tensor) -> None:
-        given = self._made.give(tensor, torch.empty_like(tensor, device=HOST, requires_grad=False))
+        given = self._made.give(tensor, self._memory_of(tensor))
+        self._given.add(id(given))
         vars(given).pop(_HF_FLAG, None)  # or transformers would leave it as it is
         self._owner_of[id(given)] = key
         self._unwritten[key] = given
         self._writes.forget(given)
+
+    def _new_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=self._device, requires_grad=False)
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        memory = self._new_memory(tensor)
+        return nn.Parameter(memory, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory
 
     def _note_writes(self) -> None:
         written = [name for name, tensor in self._unwritten.items() if self._writes.saw(tensor)]
@@ -271,11 +293,6 @@ class OwnInitialisation:
                 raise WrapError(_no_way(self._model, key, 1))
         for child in module.children():
             self._refuse_the_hopeless(child, helped=helped or constructor_of(module) is not None)
-
-
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    memory = torch.empty_like(tensor, device=HOST, requires_grad=False)
-    return nn.Parameter(memory, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory
 
 
 def _parameters_in(adapters: object) -> Iterator[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -67,13 +68,23 @@ class DiskStore:
             TierFullError: The cap would be exceeded, or the disk is full.
             TierError: The directory can't be used.
         """
-        if tensor.is_contiguous():
-            return self.arena.copy_of(tensor)
-        # Channels last, say, has kernels of its own, which give other bits.
-        strides = tensor.stride()
-        order = sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], axis))
-        back = sorted(range(tensor.dim()), key=order.__getitem__)
-        return self.arena.copy_of(tensor.detach().permute(order)).permute(back)
+        return _in_the_same_order(tensor, self.arena.copy_of)
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As :meth:`copy_of`, without the values; it may be on the meta device.
+
+        Raises:
+            As :meth:`copy_of`.
+        """
+        return _in_the_same_order(tensor, lambda dense: self.arena.empty(dense.shape, dense.dtype))
+
+    def fill(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Give a tensor values, in the file itself if it is one of these, so that it takes no pages."""
+        with torch.no_grad():
+            if self._arena is not None and self.holds(tensor) and tensor.is_contiguous():
+                self._arena.write(tensor, values)
+            else:
+                tensor.copy_(values)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is mapped here."""
@@ -117,3 +128,13 @@ class DiskStore:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__init__(**state)  # type: ignore[misc]
+
+
+def _in_the_same_order(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Channels last, say, has kernels of its own, which give other bits."""
+    if tensor.is_contiguous():
+        return make(tensor)
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], axis))
+    back = sorted(range(tensor.dim()), key=order.__getitem__)
+    return make(tensor.detach().permute(order)).permute(back)
