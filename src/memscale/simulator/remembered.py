@@ -126,6 +126,7 @@ class RememberingMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `
             tuple([described(value) for value in args]),
             tuple([(name, described(value)) for name, value in kwargs.items()]) if kwargs else (),
             torch.get_default_dtype(),
+            torch._C._get_default_device(),
             torch.is_inference_mode_enabled(),
         )
 
@@ -164,11 +165,12 @@ class RememberingMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `
         source = _first_tensor(args) if len(tensors) == 1 else None
         if isinstance(result, (tuple, list)):
             parts = [self._part(each, args, memory, source) for each in result]
-            if any(part is None for part in parts):
+            made = [each.untyped_storage()._cdata for each in result if isinstance(each, torch.Tensor)]
+            new = [each for each in made if each not in memory]
+            if any(part is None for part in parts) or len(set(new)) < len(new):  # they share new memory
                 return None
-            kind = (
-                list if isinstance(result, list) else tuple
-            )  # some have names, which nobody sees from outside
+            # Some tuples have names here, which nobody sees from outside.
+            kind = list if isinstance(result, list) else tuple
             return _Several(kind, tuple(part for part in parts if part is not None))
         return self._part(result, args, memory, source)
 

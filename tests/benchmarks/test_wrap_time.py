@@ -1,0 +1,44 @@
+"""How long `wrap` takes: the figures are there, and say what was measured. No bound on a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from memscale.benchmarks import wrap_time
+from memscale.benchmarks.wrap_time import WAYS, Row, main, markdown
+
+
+def test_a_small_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    page, results = tmp_path / "page.md", tmp_path / "results.json"
+    page.write_text("<!-- table: wrap_time -->\n<!-- /table -->\n")
+    small = ["--models", "gpt2-small", "--batch", "1", "--seq", "16", "--rounds", "1"]
+    assert main([*small, "--json", str(results), "--into", str(page)]) == 0
+    found = json.loads(results.read_text())
+    assert found["source"] == "measured"
+    assert [row["way"] for row in found["rows"]] == list(WAYS)
+    assert all(len(row["seconds"]) == 1 and row["seconds"][0] > 0 for row in found["rows"])
+    moved = {row["way"]: row["moved_bytes"] for row in found["rows"]}
+    assert moved["wrap, on meta"] == 0  # nothing has been written yet
+    table = capsys.readouterr().out.strip()
+    assert table in page.read_text()
+    assert "python -m memscale.benchmarks.wrap_time --models gpt2-small" in table
+
+
+def test_the_table_says_what_was_written_and_how_fast_it_could_be() -> None:
+    row = Row("m", "wrap, with weights", "balanced", (2.0, 1.0, 4.0), 3 * 2**30, (5e8, 1e9, 2e9))
+    assert "| m | wrap, with weights | 2.0 (1.0 to 4.0) | 3.0 GiB | 1.0 (0.5 to 2.0) GB/s |" in markdown(
+        [row], "it"
+    )
+
+
+def test_a_directory_for_the_results_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--json", str(tmp_path)]) == 2
+    assert "is a directory" in capsys.readouterr().err
+
+
+def test_plain_writes_are_measured() -> None:
+    assert wrap_time._write_rate() > 0
