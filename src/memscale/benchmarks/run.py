@@ -355,7 +355,7 @@ def _predicted_on_cpu(case: Case) -> tuple[int, int]:
 def measured_steps(name: str, batch: int, seq: int, steps: int, mode: str) -> list[float]:
     """What a fresh process runs: train a case for real; returns the seconds of each step, and the bytes on disk.
 
-    A model that is wrapped is described first, and gets its weights when it is wrapped: so the peak is that of the whole
+    A model that is wrapped is described first, and gets its weights afterwards: so the peak is that of the whole
     process, and not of building the model in memory.
     """
     case = Case.of(name, batch, seq, steps)
