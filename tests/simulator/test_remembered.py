@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -96,6 +97,13 @@ def test_torch_makes_the_same() -> None:
             operation(*_tensors())
             again = operation(*_tensors())
         assert tree_map(_description, plain) == tree_map(_description, again)
+
+
+def test_tensors_are_copied_as_torch_copies_its_own() -> None:
+    with FakeMode():
+        for _ in range(2):
+            parameter = torch.nn.Parameter(torch.empty(3, 2))
+            assert copy.deepcopy(parameter).shape == (3, 2)  # it looks at the address
 
 
 def test_memory_is_shared_as_it_should_be() -> None:

@@ -221,7 +221,10 @@ class RememberingMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `
         tensor: FakeTensor = _make_subclass(
             FakeTensor, elements, requires_grad, dispatch_device=True, device_for_backend_keys=device
         )
-        torch._C._set_throw_on_mutable_data_ptr(tensor)
+        if self._allow_unsafe_data_ptr_access:
+            torch._C._set_warn_deprecated_on_mutable_data_ptr(tensor)
+        else:
+            torch._C._set_throw_on_mutable_data_ptr(tensor)
         attributes = self._attributes.get(device)
         if attributes is None:
             attributes = dict(vars(FakeTensor(self, elements, device)))
