@@ -103,8 +103,10 @@ class OwnInitialisation:
         self._constructed: set[int] = set()
         self._initialised: set[int] = set()
         self._before_constructor: dict[int, torch.Tensor] = {}  # the random state, by the module
+        self._is_rehearsal = device.type == "meta"
         self._writes = Writes(
-            each for each in (*model.parameters(), *model.buffers()) if not is_on_meta(each)
+            (each for each in (*model.parameters(), *model.buffers()) if not is_on_meta(each)),
+            rehearses=self._is_rehearsal,
         )
 
     def run(self) -> None:
@@ -160,6 +162,8 @@ class OwnInitialisation:
         constructor = constructor_of(module)
         if constructor is not None:
             self._before_constructor[id(module)] = torch.get_rng_state()
+            if self._is_rehearsal:
+                return  # there are no numbers to be drawn
             with self._turn(module, takes=()):
                 constructor()
 

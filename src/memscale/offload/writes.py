@@ -17,6 +17,7 @@ class Writes(LightDispatchMode):
 
     Args:
         kept: Tensors that keep their values.
+        rehearses: Nothing is written at all: it is on the meta device, where an operation would only take time.
 
     Example:
         >>> x, y, z = torch.zeros(2), torch.zeros(2), torch.zeros(2)
@@ -26,8 +27,9 @@ class Writes(LightDispatchMode):
         (True, False, False, [0.0, 0.0])
     """
 
-    def __init__(self, kept: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, kept: Iterable[torch.Tensor] = (), *, rehearses: bool = False) -> None:
         super().__init__()
+        self._rehearses = rehearses
         self._kept = {_key(tensor) for tensor in kept}
         self._written: set[int] = set()
         self._lately: set[int] = set()
@@ -55,10 +57,12 @@ class Writes(LightDispatchMode):
             return func(*args, **kwargs)
         changed = list(_changed(func, args, kwargs))
         keys = [_key(tensor) for tensor in changed]
-        if any(key in self._kept for key in keys):
+        is_kept = any(key in self._kept for key in keys)
+        if not is_kept:
+            self._written.update(keys)
+            self._lately.update(keys)
+        if is_kept or self._rehearses:
             return changed[0] if len(func._schema.returns) == 1 else tuple(changed)
-        self._written.update(keys)
-        self._lately.update(keys)
         return func(*args, **kwargs)
 
 
