@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,11 +28,11 @@ class Choice:
     home: bool = False
     down: bool = False
 
-    @property
+    @functools.cached_property
     def kept_bytes(self) -> int:
         return sum(op.output_bytes for op in self.keep)
 
-    @property
+    @functools.cached_property
     def kept_flops(self) -> int:
         return sum(op.flops for op in self.keep)
 

@@ -221,6 +221,10 @@ def has_plan_within(
     under: Sequence[tuple[Setting, ModelProfile]], hardware: Hardware, config: Config, peak: int
 ) -> bool:
     """Whether there is a plan up to a peak."""
+    for setting, needs in under:  # most often it is one that is tried by hand
+        tried = points(needs, hardware, config, setting, whole=False)
+        if any(point.peak_bytes <= peak for point in tried):
+            return True
     rows = reversed(list(_every_row(under, hardware, config)))  # at home is what needs the least
     return any(fastest_within(row, peak, ROUGHLY) is not None for row in rows)
 

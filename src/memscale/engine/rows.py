@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -67,6 +68,7 @@ class Rows:
         self._kinds = [kinds.setdefault(_anonymous(block), len(kinds)) for block in self.blocks]
         self._known: dict[tuple[object, ...], tuple[Option[Choices], ...]] = {}
         self._known_options: dict[tuple[int, ...], Option[Choices]] = {}
+        self._known_choices: dict[tuple[int, int, bool, bool], Choice] = {}
 
     def rows(self) -> Iterator[Row[Choices]]:
         """Every choice that is allowed at every position.
@@ -193,7 +195,7 @@ class Rows:
             found = [self._option(index, (replace(PLAIN, home=home),))]
             if self._is_recomputable(block):
                 for kept in range(len(worth_keeping(block)) + 1):
-                    choice = self._recomputed(block, kept, home=home)
+                    choice = self._recomputed(index, kept, home=home)
                     found += self._up_and_down(index, (choice,))
             for length in SEGMENTS:
                 segment = self.blocks[index : index + length]
@@ -201,9 +203,10 @@ class Rows:
                     continue
                 if not all(home in each for each in homes[index : index + length]):
                     continue
+                rest = range(index + 1, index + length)
                 for kept_first, kept in _kept_in(block):
-                    choices = [self._recomputed(block, kept_first, home=home)]
-                    choices += [self._recomputed(each, kept, home=home, chained=True) for each in segment[1:]]
+                    choices = [self._recomputed(index, kept_first, home=home)]
+                    choices += [self._recomputed(each, kept, home=home, chained=True) for each in rest]
                     found += self._up_and_down(index, tuple(choices))
             phase = int(home) if len(homes[index]) > 1 else None
             yield from (replace(option, phase=phase) for option in _undominated(found))
@@ -226,9 +229,14 @@ class Rows:
             and all(can_chain(*pair) for pair in itertools.pairwise(blocks))
         )
 
-    @staticmethod
-    def _recomputed(block: BlockProfile, kept: int, *, home: bool, chained: bool = False) -> Choice:
-        return Choice(recompute=True, keep=worth_keeping(block)[:kept], chained=chained, home=home)
+    def _recomputed(self, index: int, kept: int, *, home: bool, chained: bool = False) -> Choice:
+        key = (self._kinds[index], kept, home, chained)
+        choice = self._known_choices.get(key)
+        if choice is None:
+            keep = worth_keeping(self.blocks[index])[:kept]
+            choice = Choice(recompute=True, keep=keep, chained=chained, home=home)
+            self._known_choices[key] = choice
+        return choice
 
     # One option --------------------------------------------------------------------------------------
 
@@ -372,16 +380,16 @@ def _spans(choices: Choices) -> Iterator[tuple[int, int]]:
 
 def _undominated(options: Sequence[Option[Choices]]) -> Iterator[Option[Choices]]:
     """The options that no other of the same span beats in everything; of equal ones the first."""
-    costs = [_costs(option) for option in options]
-    for index, cost in enumerate(costs):
-        beaten = any(
-            options[other].span == options[index].span
-            and (costs[other] != cost or other < index)
-            and all(theirs <= own for theirs, own in zip(costs[other], cost, strict=True))
-            for other in range(len(costs))
-        )
-        if not beaten:
-            yield options[index]
+    alike: dict[int, list[tuple[int, tuple[float, ...]]]] = {}
+    for index, option in enumerate(options):
+        alike.setdefault(option.span, []).append((index, _costs(option)))
+    for index, option in enumerate(options):
+        cost = _costs(option)
+        if not any(
+            (other != cost or number < index) and all(map(operator.le, other, cost))
+            for number, other in alike[option.span]
+        ):
+            yield option
 
 
 def _costs(option: Option[Choices]) -> tuple[float, ...]:
