@@ -42,9 +42,9 @@ def wrap(
 ) -> TargetT:
     """Make a model train in less memory; returns the same object.
 
-    A model that was built under ``torch.device("meta")`` gets its weights here: from the files that
-    ``load_safetensors`` was given, or by its own initialisation; a layer at a time, and straight where the plan
-    has it at home. So it may be larger than memory.
+    A model that was built under ``torch.device("meta")`` gets its weights: here from the files that
+    ``load_safetensors`` was given, or by its own initialisation when they are first needed; a layer at a time, and
+    straight where the plan has it at home. So it may be larger than memory.
 
     Args:
         target: any ``nn.Module``, or a Hugging Face ``Trainer``.

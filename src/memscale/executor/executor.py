@@ -201,7 +201,8 @@ class Executor:
     def attach(self) -> None:
         """Put the plan on the model; if that fails, the model is as it was before.
 
-        What of the model is on the meta device gets its weights. See Note [Models larger than memory].
+        What of the model is on the meta device gets its place, and its weights now or when they are needed. See Note
+        [Models larger than memory].
 
         Raises:
             WrapError: The plan does not fit the model, the model is wrapped already, or a tensor on the meta device has
