@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -10,6 +11,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import memscale
 from families import FAMILIES
@@ -102,3 +105,27 @@ def test_the_json_tells_all_of_a_plan():
     for plan in plans:
         assert json.loads(plan.to_json())["mode"] == plan.mode
         assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_in_a_rehearsal(enabled: bool) -> None:
+    seen: list[bool] = []
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(gc.isenabled())
+            return self.layer(x)
+
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        memscale.plan(Model(), torch.ones(2, 4), Config(enable_logging=False))
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert seen
+    assert not any(seen)

@@ -35,9 +35,29 @@ def test_the_table_says_what_was_written_and_how_fast_it_could_be() -> None:
     )
 
 
-def test_a_directory_for_the_results_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--json", str(tmp_path)]) == 2
-    assert "is a directory" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--models", "nope"], "There is no model 'nope'. Allowed: bert-base"),
+        (["--mode", "sideways"], "mode='sideways' is not allowed"),
+        (["--rounds", "0"], "--rounds 0 is not allowed"),
+        (["--batch", "-1"], "--batch -1 is not allowed"),
+        (["--json", "."], "is a directory"),
+        (["--into", "README.md"], "README.md: "),
+    ],
+)
+def test_what_is_not_allowed_is_said_before_anything_runs(
+    given: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text("<!-- table: another -->\n<!-- /table -->\n")
+    monkeypatch.setattr(wrap_time, "measure_in_fresh_process", None)
+    assert main(given) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_plain_writes_are_measured() -> None:

@@ -100,7 +100,7 @@ NEEDS: dict[str, Callable[[Model, Executor], object]] = {
     "pickle": lambda model, executor: pickle.dumps(model),
     "pickle of one": lambda model, executor: pickle.dumps(model.head.weight),
     "torch.save": lambda model, executor: torch.save(model.state_dict(), io.BytesIO()),
-    "initialisation": lambda model, executor: nn.utils.parameters_to_vector(model.parameters()),
+    "a vector": lambda model, executor: nn.utils.parameters_to_vector(model.parameters()),
     "another type": lambda model, executor: copy.copy(model.head.weight.double()),
     "asking for it": lambda model, executor: executor.make_values(),
     "another plan": lambda model, executor: executor.replan(Plan(())),

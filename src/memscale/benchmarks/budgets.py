@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from memscale.api import plan as make_plan
-from memscale.benchmarks.commands import check_writable, command_line, write_into
+from memscale.benchmarks.commands import check_into, check_writable, command_line, write_into
 from memscale.benchmarks.registry import find_model, quiet_transformers
 from memscale.benchmarks.results import write_atomically
 from memscale.config import Config
@@ -245,6 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         check_writable(options.json)
+        check_into(options.into, ("budgets", "selective"))
         case = find_model(options.model)
         hardware = virtual_hardware(options.on)
         with torch.device("meta"), quiet_transformers():

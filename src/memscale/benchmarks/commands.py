@@ -11,7 +11,7 @@ from memscale.benchmarks.results import write_atomically
 from memscale.benchmarks.tables import replace_tables
 from memscale.errors import ConfigError
 
-__all__ = ["check_writable", "command_line", "write_into"]
+__all__ = ["check_into", "check_writable", "command_line", "write_into"]
 
 _FILES = ("--json", "--into")
 
@@ -26,6 +26,12 @@ def check_writable(path: Path | None) -> None:
         raise ConfigError(f"--json {path}: there is no directory {path.parent}, make it first.")
     if not os.access(path.parent, os.W_OK):
         raise ConfigError(f"--json {path}: the directory {path.parent} cannot be written to.")
+
+
+def check_into(file: Path | None, names: Sequence[str]) -> None:
+    """Before a run of minutes, not after it: raise a ConfigError if a file has no place for the tables."""
+    if file is not None:
+        _with_tables(file, dict.fromkeys(names, ""))
 
 
 def command_line(program: str, arguments: Sequence[str]) -> str:
@@ -62,9 +68,12 @@ def write_into(file: Path, tables: Mapping[str, str]) -> None:
     Raises:
         ConfigError: the file can't be read, or has no such markers.
     """
+    write_atomically(file, _with_tables(file, tables))
+
+
+def _with_tables(file: Path, tables: Mapping[str, str]) -> str:
     try:
         old = file.read_bytes().decode("utf-8")  # as bytes: reading as text would change the line ends
-        new, _ = replace_tables(old, tables)
+        return replace_tables(old, tables)[0]
     except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise ConfigError(f"{file}: {error}") from None
-    write_atomically(file, new)

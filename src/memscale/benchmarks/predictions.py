@@ -19,7 +19,7 @@ from statistics import median
 import torch
 
 from memscale.benchmarks.choices import unknown_name
-from memscale.benchmarks.commands import check_writable, command_line, write_into
+from memscale.benchmarks.commands import check_into, check_writable, command_line, write_into
 from memscale.benchmarks.prediction_cases import (
     BOUNDS,
     DEVICES,
@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
     try:
         check_writable(options.json)
+        check_into(options.into, (_TABLE,))
         rows = _run(_cases(options))
         command = command_line(_PROGRAM, arguments)
         if options.json is not None:

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from memscale.api import plan, wrap
-from memscale.benchmarks.commands import check_writable, command_line, write_into
+from memscale.benchmarks.commands import check_into, check_writable, command_line, write_into
 from memscale.benchmarks.registry import find_model, quiet_transformers
 from memscale.benchmarks.results import write_atomically
 from memscale.config import Config
-from memscale.errors import MemScaleError
+from memscale.errors import ConfigError, MemScaleError
 from memscale.executor import executor_of
 from memscale.hardware import detect
 from memscale.memory.process import measure_in_fresh_process
@@ -132,6 +132,19 @@ def _spread(numbers: Sequence[float]) -> str:
     return middle if len(numbers) == 1 else f"{middle} ({min(numbers):.1f} to {max(numbers):.1f})"
 
 
+def _check(options: argparse.Namespace) -> None:
+    """Before a run of minutes, not after it."""
+    for model in options.models:
+        find_model(model)
+    Config(mode=options.mode)
+    for name in ("rounds", "batch", "seq"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} {value} is not allowed: give a number from 1 on.")
+    check_writable(options.json)
+    check_into(options.into, (_TABLE,))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog=_PROGRAM, description="How long plan and wrap take.")
@@ -145,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(given)
     try:
-        check_writable(options.json)
+        _check(options)
         command = command_line(_PROGRAM, given)
         rows = [_measured(model, way, options) for model in options.models for way in WAYS]
         table = markdown(rows, command)
@@ -162,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.into is not None:
             write_into(options.into, {_TABLE: table})
     except MemScaleError as error:
-        print(f"{_PROGRAM}: {error}", file=sys.stderr)
+        print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -111,7 +111,7 @@ def _skeleton_of(model: nn.Module, device: torch.device) -> Skeleton | None:
     tie_on_meta(model)
     try:
         return Skeleton(model)
-    except Exception as error:  # if there is none else, it comes again when values are made at once
+    except Exception as error:  # if values can't be made at all, that says so when they are made at once
         logger.debug("The values of %s are made at once: %s", type(model).__name__, error)
         return None
 

@@ -3,7 +3,7 @@
 Note [Remembered results]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 A step of a transformer runs the same few hundred operations on the same few shapes, layer by layer. torch's fake
-mode remembers their results too, but to make its key and its tensor takes 110 microseconds; here it is 15.
+mode remembers their results too, but to make its key and its tensor takes over 100 microseconds; here it is some 20.
 
 A result is remembered only if it follows from what the key has: the operation, its arguments (tensors by their
 description, all else by type and value), and torch's defaults. So it is one of
