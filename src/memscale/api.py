@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,7 +17,7 @@ from memscale.config import AsyncOffloadConfig, Config
 from memscale.engine import room_of
 from memscale.errors import DoesNotFitError, ProfileError, WrapError, WrapTypeError, shown
 from memscale.execution_plan import Plan
-from memscale.executor import EXECUTOR, Executor, executor_of
+from memscale.executor import EXECUTOR, Executor, copy_early, disk_of, executor_of
 from memscale.hardware import Hardware, detect, virtual_hardware
 from memscale.observe.metrics import Metrics
 from memscale.offload.homes import training_device
@@ -214,21 +215,31 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
             "Wrap the model that the optimizer steps."
         )
     hardware = _hardware(model, None, config)
-    decided = _plan(model, sample_input, config, hardware)
-    executor = Executor(
-        model,
-        decided,
-        config,
-        device=_new_home(model, hardware),
-        on_training_batch=follow_batch,
-        guard=StepGuard(),
-        metrics=Metrics(config.observability_port),
-    )
-    if sample_input is not None:
-        executor.batches.add(named_shapes(model, sample_of(sample_input, model)))
-    with speaking(config) as log:  # first: a log file that cannot be opened leaves the model as it is
-        _attach(executor)
-        say_plan(log, decided, hardware)
+    disk = disk_of(config)
+    # Of a model that is wrapped already, what goes to disk is most likely there.
+    begin = None if executor_of(model) is not None else functools.partial(copy_early, model, disk)
+    try:
+        decided = _plan(model, sample_input, config, hardware, on_likely=begin)
+        executor = Executor(
+            model,
+            decided,
+            config,
+            device=_new_home(model, hardware),
+            on_training_batch=follow_batch,
+            guard=StepGuard(),
+            metrics=Metrics(config.observability_port),
+            disk=disk,
+        )
+        if sample_input is not None:
+            executor.batches.add(named_shapes(model, sample_of(sample_input, model)))
+        with speaking(config) as log:  # first: a log file that cannot be opened leaves the model as it is
+            _attach(executor)
+            say_plan(log, decided, hardware)
+    except BaseException:
+        disk.close()
+        raise
+    finally:
+        disk.end_early()
 
 
 def _attach(executor: Executor) -> None:
@@ -244,14 +255,21 @@ def _attach(executor: Executor) -> None:
         raise
 
 
-def _plan(model: nn.Module, sample_input: Any, config: Config, hardware: Hardware) -> Plan:
+def _plan(
+    model: nn.Module,
+    sample_input: Any,
+    config: Config,
+    hardware: Hardware,
+    *,
+    on_likely: Callable[[Plan], None] | None = None,
+) -> Plan:
     """Plan a model as it is without MemScale, whether or not it is wrapped now."""
     executor = executor_of(model)
     with executor.suspended() if executor is not None else contextlib.nullcontext():
         if sample_input is not None:
-            return make_plan(model, sample_of(sample_input, model), config, hardware)
+            return make_plan(model, sample_of(sample_input, model), config, hardware, on_likely=on_likely)
         try:
-            return make_plan(model, hinted_sample(model), config, hardware)
+            return make_plan(model, hinted_sample(model), config, hardware, on_likely=on_likely)
         except ProfileError:
             # The model's hints were a guess of ours, and a wrong one.
             return make_plan(model, None, config, hardware)

@@ -37,12 +37,21 @@ DEEP = 24  # equal blocks beyond the two that the profile runs, from which on a 
 
 
 def make_plan(
-    model: nn.Module, sample: Sample | None, config: Config, hardware: Hardware, *, suggest: bool = True
+    model: nn.Module,
+    sample: Sample | None,
+    config: Config,
+    hardware: Hardware,
+    *,
+    suggest: bool = True,
+    on_likely: Callable[[Plan], None] | None = None,
 ) -> Plan:
     """The plan for one model, batch, Config and device.
 
     Without a sample the plan follows from structure alone, and says so. Of a batch that no plan makes fit, it says what
     would fit, unless it is not to suggest anything.
+
+    `on_likely` is called early, with a plan that is likely to have much in common with the one that is returned; not
+    where the model itself is run.
 
     Raises:
         ProfileError: the model does not run on the sample.
@@ -50,7 +59,7 @@ def make_plan(
     if sample is None:
         return decide_by_structure(model, find_blocks(model), hardware, config)
     with rehearsal(model):
-        plan = _rehearsed(model, sample, config, hardware)
+        plan = _rehearsed(model, sample, config, hardware, on_likely)
         if not suggest or fits(plan, hardware, config) or plan.prediction_source != "simulated":
             return plan
         return replace(plan, notes=(*plan.notes, *_what_would_fit(model, sample, config, hardware)))
@@ -87,7 +96,13 @@ class Look:
     plan: Plan
 
 
-def look_at(model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> Look:
+def look_at(
+    model: nn.Module,
+    sample: Sample,
+    config: Config,
+    hardware: Hardware,
+    on_likely: Callable[[Plan], None] | None = None,
+) -> Look:
     """Profile a model and decide; to be called in a `rehearsal`."""
     profile = profile_model(
         model,
@@ -98,7 +113,9 @@ def look_at(model: nn.Module, sample: Sample, config: Config, hardware: Hardware
     )
     under = _under_settings(model, profile, sample, config, hardware)
     margin = room_of(hardware, config) - usable(room_of(hardware, config))
-    return Look(profile, under, decide(profile, hardware, config, under=under, margin=margin))
+    early = on_likely if profile.source == "static" else None
+    plan = decide(profile, hardware, config, under=under, margin=margin, on_likely=early)
+    return Look(profile, under, plan)
 
 
 def usable(room: int) -> int:
@@ -150,9 +167,15 @@ def _quiet_fake_tensors() -> Iterator[None]:
         log.disabled = before
 
 
-def _rehearsed(model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> Plan:
+def _rehearsed(
+    model: nn.Module,
+    sample: Sample,
+    config: Config,
+    hardware: Hardware,
+    on_likely: Callable[[Plan], None] | None,
+) -> Plan:
     try:
-        look = look_at(model, sample, config, hardware)
+        look = look_at(model, sample, config, hardware, on_likely)
     except torch.OutOfMemoryError:
         note = f"a step of the plain model on {sample.describe()} runs out of memory, so that it was not profiled"
         return decide_by_structure(model, find_blocks(model), hardware, config, notes=(note,))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from memscale.config import AsyncOffloadConfig, Config
@@ -25,6 +25,7 @@ __all__ = [
     "plain_point",
     "plan_of",
     "points",
+    "points_by_hand",
     "points_of",
     "room_of",
 ]
@@ -43,6 +44,7 @@ def decide(
     under: Sequence[tuple[Setting, ModelProfile]] = (),
     margin: int = 0,
     closely: bool = True,
+    on_likely: Callable[[Plan], None] | None = None,
 ) -> Plan:
     """Choose what each block gets.
 
@@ -55,15 +57,18 @@ def decide(
         under: the settings to choose from, and what the model needs under each; nothing if it is not given.
         margin: bytes to leave free of the budget, or of the device.
         closely: where the fastest plan up to a peak is asked for, look at the frontier closer there.
+        on_likely: called with what would be chosen of the plans by hand, before the frontier is looked for.
     """
     settings = under or ((NOTHING, profile),)
     found: list[Point] = []
     for setting, needs in settings:
-        found += points(needs, hardware, config, setting, whole=len(settings) == 1)
-    if len(settings) > 1:  # the frontier of the one that plans by hand are best under
-        best = _verdict(found, hardware, config, margin).point.setting
-        needs = next(needs for setting, needs in settings if setting is best)
-        found += points(needs, hardware, config, best)
+        found += points_by_hand(needs, hardware, config, setting)
+    likely = _verdict(found, hardware, config, margin)
+    if on_likely is not None:
+        on_likely(plan_of(likely, profile, hardware, config, under=under, found=found))
+    best = likely.point.setting  # the frontier is that of the setting that plans by hand are best under
+    needs = next(needs for setting, needs in settings if setting is best)
+    found += _points_of_frontier(needs, hardware, config, best)
     verdict = _verdict(found, hardware, config, margin)
     if closely:
         verdict = _sharpened(verdict, settings, hardware, config)
@@ -160,30 +165,40 @@ _TECHNIQUE_FIELDS = frozenset(
 
 
 def points(
-    profile: ModelProfile,
-    hardware: Hardware,
-    config: Config,
-    setting: Setting = NOTHING,
-    *,
-    whole: bool = True,
+    profile: ModelProfile, hardware: Hardware, config: Config, setting: Setting = NOTHING
 ) -> list[Point]:
-    """All that there is to choose from: the frontier, and what one would try by hand, nothing at all first.
-
-    Without the frontier if it is not to be whole.
+    """All that there is to choose from: what one would try by hand, nothing at all first, and the frontier.
 
     The frontier holds the fastest plan for each peak. Of several plans with one peak it does not have the one
     that holds the least, which the plans tried by hand have. And it is that of transfers which wait: plans by hand
     may be better where they do not.
     """
-    rows = _rows(profile, hardware, config, setting, _depths(hardware, config)[0])
-    candidates = list(uniform(profile, recompute=rows.terms.recompute, home=rows.terms.home))
-    if rows.terms.recompute:
-        candidates += by_hand(profile, home=rows.terms.home)
-    if whole:
-        candidates += [Candidate(_choices(trade)) for row in rows.rows() for trade in best_trades(row)]
+    tried = points_by_hand(profile, hardware, config, setting)
+    return tried + _points_of_frontier(profile, hardware, config, setting)
+
+
+def points_by_hand(
+    profile: ModelProfile, hardware: Hardware, config: Config, setting: Setting = NOTHING
+) -> list[Point]:
+    """What one would try by hand, nothing at all first."""
+    candidates = list(uniform(profile, recompute=config.enable_checkpointing, home=config.enable_offloading))
+    if config.enable_checkpointing:
+        candidates += by_hand(profile, home=config.enable_offloading)
     found = points_of(candidates, profile, hardware, config, setting)
+    return [found[0], *_with_room_below(found[1:], hardware, config)]
+
+
+def _points_of_frontier(
+    profile: ModelProfile, hardware: Hardware, config: Config, setting: Setting
+) -> list[Point]:
+    rows = _rows(profile, hardware, config, setting, _depths(hardware, config)[0])
+    candidates = [Candidate(_choices(trade)) for row in rows.rows() for trade in best_trades(row)]
+    return _with_room_below(points_of(candidates, profile, hardware, config, setting), hardware, config)
+
+
+def _with_room_below(found: Sequence[Point], hardware: Hardware, config: Config) -> list[Point]:
     room = _room_below(hardware, config)
-    return [found[0], *(point for point in found[1:] if point.home_bytes <= room)]
+    return [point for point in found if point.home_bytes <= room]
 
 
 def _sharpened(
@@ -222,7 +237,7 @@ def has_plan_within(
 ) -> bool:
     """Whether there is a plan up to a peak."""
     for setting, needs in under:  # most often it is one that is tried by hand
-        tried = points(needs, hardware, config, setting, whole=False)
+        tried = points_by_hand(needs, hardware, config, setting)
         if any(point.peak_bytes <= peak for point in tried):
             return True
     rows = reversed(list(_every_row(under, hardware, config)))  # at home is what needs the least

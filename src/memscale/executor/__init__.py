@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from memscale.executor.executor import EXECUTOR, Executor, Guard, TrainingBatch, executor_of
+from memscale.executor.early import copy_early
+from memscale.executor.executor import EXECUTOR, Executor, Guard, TrainingBatch, disk_of, executor_of
 
-__all__ = ["EXECUTOR", "Executor", "Guard", "TrainingBatch", "executor_of"]
+__all__ = ["EXECUTOR", "Executor", "Guard", "TrainingBatch", "copy_early", "disk_of", "executor_of"]

@@ -33,7 +33,7 @@ from memscale.techniques.checkpointing import hold_place
 from memscale.techniques.forwards import ReplacedForward
 from memscale.techniques.offloading import bring_inputs
 
-__all__ = ["EXECUTOR", "Executor", "Guard", "TrainingBatch", "executor_of"]
+__all__ = ["EXECUTOR", "Executor", "Guard", "TrainingBatch", "disk_of", "executor_of"]
 
 logger = logging.getLogger("memscale")
 
@@ -78,6 +78,7 @@ class Executor:
             executor keeps it only if it is a function of a module: others may hold on to the original model.
         guard: Who catches out-of-memory errors in a step; nobody, if it is not given.
         metrics: Where its numbers are served while it is attached; nowhere, if it is not given.
+        disk: The disk below the model; the one that the Config says, if it is not given.
 
     Attributes:
         batches: What the model's plans were made for so far.
@@ -105,6 +106,7 @@ class Executor:
         on_training_batch: TrainingBatch | None = None,
         guard: Guard | None = None,
         metrics: Metrics | None = None,
+        disk: DiskStore | None = None,
     ) -> None:
         self._model = WeakModule(model)
         self._device = device
@@ -119,7 +121,7 @@ class Executor:
         self._watch = Record()
         self._meter = Meter()
         self.metrics = metrics
-        self._homes = Homes(_disk_of(config), self._meter)
+        self._homes = Homes(disk or disk_of(config), self._meter)
         self._techniques = Record()
         self._newborn: Newborn | None = None  # while a plan is being attached to a model on the meta device
         self._awaited: AwaitedValues | None = None
@@ -436,7 +438,8 @@ def _bring_inputs(
     return None if device is None or kwargs is None else bring_inputs(args, kwargs, device)
 
 
-def _disk_of(config: Config | None) -> DiskStore:
+def disk_of(config: Config | None) -> DiskStore:
+    """The disk that a Config allows, with nothing on it."""
     return DiskStore() if config is None else DiskStore(config.offload_dir, config.max_disk_offload_bytes)
 
 

@@ -39,7 +39,7 @@ from memscale.offload.layout import is_fake
 from memscale.offload.store import DiskStore
 from memscale.recompute._torch_private import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id
 
-__all__ = ["MappedParameters"]
+__all__ = ["MappedParameters", "can_be_mapped"]
 
 
 class MappedParameters:
@@ -95,7 +95,7 @@ class MappedParameters:
             As :meth:`send`.
         """
         if not self.store.holds(parameter):
-            if not _can_be_mapped(parameter):
+            if not can_be_mapped(parameter):
                 return False
             home, gradient = self.store.copy_of(parameter), parameter.grad
             parameter.grad = None
@@ -111,7 +111,7 @@ class MappedParameters:
         """
         with torch.no_grad():
             like = torch.empty_like(parameter, device="cpu")  # no memory is used until it is touched
-        return self.store.empty_like(parameter) if _can_be_mapped(like) else None
+        return self.store.empty_like(parameter) if can_be_mapped(like) else None
 
     def bring_back(self, parameter: nn.Parameter) -> None:
         """An ordinary parameter in memory, with an ordinary gradient."""
@@ -201,7 +201,7 @@ class MappedParameters:
 
     def _take_gradient(self, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
-        if gradient is not None and not self.store.holds(gradient) and _can_be_mapped(gradient):
+        if gradient is not None and not self.store.holds(gradient) and can_be_mapped(gradient):
             parameter.grad = self.store.copy_of(gradient)
 
     def __getstate__(self) -> dict[str, object]:
@@ -231,7 +231,7 @@ def _after_backward(reference: weakref.ref[MappedParameters]) -> None:
         mapped._rest_after_backward()
 
 
-def _can_be_mapped(tensor: torch.Tensor) -> bool:
+def can_be_mapped(tensor: torch.Tensor) -> bool:
     """Whether a tensor is an ordinary one in the CPU's memory, all of a storage that is its own."""
     if not is_fake(tensor) and type(tensor) not in (torch.Tensor, nn.Parameter):
         return False
