@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import memscale
 from families import FAMILIES
-from memscale import Config, OptimizationMode
+from memscale import Config, OptimizationMode, planning
 from memscale.batch_sizes import EXACT_TO
 from memscale.errors import DoesNotFitError, ProfileError
-from memscale.fitting import profile_between
+from memscale.fitting import largest_that, profile_between
 from memscale.hardware import virtual_hardware
 from memscale.planning import fits
 from memscale.profiler import ModelProfile, Place, Sample, profile_model
@@ -54,6 +57,53 @@ def does_fit(model: nn.Module, batch: torch.Tensor, config: Config, room: int) -
 
 
 # ---------------------------------------------------------------------- estimates
+
+
+@given(
+    most=st.integers(1, 2000),
+    largest=st.integers(0, 2500),
+    around=st.integers(-5, 3000),
+    parts=st.sampled_from((None, 64)),
+)
+def test_search_finds_the_largest(most: int, largest: int, around: int, parts: int | None) -> None:
+    found = largest_that(lambda number: number <= largest, most, around=around, parts=parts)
+    true = min(most, largest)
+    assert found <= true
+    assert true - found < max(1, found // (parts or most)) or found == true
+
+
+def test_search_near_the_answer_asks_seldom() -> None:
+    asked: list[int] = []
+
+    def has_room(number: int) -> bool:
+        asked.append(number)
+        return number <= 503
+
+    assert largest_that(has_room, 2**16, around=500) == 503
+    assert len(asked) <= 5
+
+
+def test_batches_that_cannot_fit_are_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated: list[memscale.Plan] = []
+    decided: list[memscale.Plan] = []
+    predict, look_at = planning.predict, planning.look_at
+
+    def noted(model: nn.Module, plan: memscale.Plan, *args: Any) -> memscale.Plan:
+        simulated.append(plan)
+        return predict(model, plan, *args)
+
+    def looked(*args: Any) -> planning.Look:
+        look = look_at(*args)
+        decided.append(look.plan)
+        return look
+
+    monkeypatch.setattr(planning, "predict", noted)
+    monkeypatch.setattr(planning, "look_at", looked)
+    room = 24 * MIB
+    assert memscale.find_batch_size(Gpt(), words(), CONSERVATIVE, hardware=room).largest is not None
+    misfits = [plan for plan in decided if plan.predicted_peak_bytes > planning.usable(room)]
+    assert misfits
+    assert not [plan for plan in simulated if any(plan is misfit for misfit in misfits)]
 
 
 def profile_of(model: nn.Module, batch: torch.Tensor) -> ModelProfile:

@@ -15,7 +15,7 @@ from torch import nn
 from memscale.config import Config
 from memscale.engine import room_of
 from memscale.execution_plan import Plan
-from memscale.fitting import Estimates
+from memscale.fitting import Estimates, largest_that
 from memscale.hardware import Hardware
 from memscale.planning import estimates_of, fits, make_plan, rehearsal
 from memscale.profiler import Sample
@@ -151,22 +151,16 @@ class _Search:
 
     def most(self, sizes: _Sizes, estimates: Estimates) -> BatchFit | None:
         """The largest size that fits, by simulation: around the estimated one, in steps that double."""
-        best: BatchFit | None = None
-        low, high = 0, sizes.most + 1  # the first fits, the second does not
-        size = max(1, estimates.largest(sizes.most))
-        step = max(1, size // EXACT_TO)
-        while high - low > max(1, low // EXACT_TO):
-            fit = self._fit(sizes.sample(size), self._config)
-            if fit is None:
-                high = size
-            else:
-                best, low = fit, size
-            if low and high <= sizes.most:
-                size = (low + high) // 2
-            else:
-                size = min(low + step, sizes.most) if low else max(1, high - step)
-                step *= 2
-        return best
+        found: dict[int, BatchFit | None] = {}
+
+        def has_room(size: int) -> bool:
+            found[size] = self._fit(sizes.sample(size), self._config)
+            return found[size] is not None
+
+        largest = largest_that(
+            has_room, sizes.most, around=max(1, estimates.largest(sizes.most)), parts=EXACT_TO
+        )
+        return found.get(largest)
 
     def fastest(self, sizes: _Sizes, estimates: Estimates, largest: int) -> BatchFit | None:
         """The batch with the most samples a second, of those up to the largest that fits."""
@@ -188,7 +182,9 @@ class _Search:
 
     def _fit(self, sample: Sample, config: Config) -> BatchFit | None:
         without_values = config.replace(use_empirical_fallback=False)
-        plan = make_plan(self._model, sample, without_values, self._hardware, suggest=False)
+        plan = make_plan(
+            self._model, sample, without_values, self._hardware, suggest=False, simulate_misfits=False
+        )
         if not fits(plan, self._hardware, config):
             return None
         return BatchFit(batch_size_of(sample), length_of(sample), plan, config)

@@ -16,13 +16,15 @@ from functools import cache
 from typing import Any
 
 from memscale.config import Config
-from memscale.engine import fastest_seconds, has_plan_within
+from memscale.engine import fastest_seconds, has_plan_within, least_by_hand
 from memscale.engine.settings import Setting
 from memscale.errors import ProfileError
 from memscale.hardware import Hardware
 from memscale.profiler import ModelProfile
 
-__all__ = ["Estimates", "Under", "profile_between"]
+__all__ = ["Estimates", "Under", "largest_that", "profile_between"]
+
+FINE = 64  # the first step from where a search begins is such a part of it
 
 Under = Sequence[tuple[Setting, ModelProfile]]
 """The settings to choose from, each with what the model needs under it."""
@@ -70,14 +72,49 @@ class Estimates:
 
     def largest(self, most: int) -> int:
         """The largest size up to `most` that has room; 0 if not even 1 has."""
-        low, high = 0, most + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            if has_plan_within(self._under(middle), self._hardware, self._config, self._room):
-                low = middle
-            else:
-                high = middle
-        return low
+        return largest_that(self._has_room, most, around=self._about())
+
+    def _has_room(self, size: int) -> bool:
+        return has_plan_within(self._under(size), self._hardware, self._config, self._room)
+
+    def _about(self) -> int:
+        """Where to look for the largest size: what the smallest plans by hand need grows along a line, or nearly so."""
+        (one, under_one), *_, (other, under_other) = self._known
+        least, more = (
+            least_by_hand(under, self._hardware, self._config) for under in (under_one, under_other)
+        )
+        if one == other or more <= least:
+            return one
+        return one + (self._room - least) * (other - one) // (more - least)
+
+
+def largest_that(fits: Callable[[int], bool], most: int, *, around: int, parts: int | None = None) -> int:
+    """The largest number up to `most` that fits, if all below one that fits do; 0 if none does.
+
+    Args:
+        fits: Asked as seldom as may be.
+        most: The largest to look at.
+        around: Where to begin, in steps that double.
+        parts: How exact it must be: to within that part of it; if None, it is.
+
+    Example:
+        >>> largest_that(lambda number: number <= 700, 1000, around=690)
+        700
+    """
+    low, high = 0, most + 1  # the first fits, the second does not
+    number = min(max(1, around), most)
+    step = max(1, number // FINE)
+    while high - low > (1 if parts is None else max(1, low // parts)):
+        if fits(number):
+            low = number
+        else:
+            high = number
+        if low and high <= most:
+            number = (low + high) // 2
+        else:
+            number = min(low + step, most) if low else max(1, high - step)
+            step *= 2
+    return low
 
 
 def profile_between(known: Sequence[tuple[int, ModelProfile]], size: int) -> ModelProfile:

@@ -43,12 +43,14 @@ def make_plan(
     hardware: Hardware,
     *,
     suggest: bool = True,
+    simulate_misfits: bool = True,
     on_likely: Callable[[Plan], None] | None = None,
 ) -> Plan:
     """The plan for one model, batch, Config and device.
 
     Without a sample the plan follows from structure alone, and says so. Of a batch that no plan makes fit, it says what
-    would fit, unless it is not to suggest anything.
+    would fit, unless it is not to suggest anything. If misfits are not to be simulated, the peak of a plan that by the
+    engine's own reckoning does not fit stays an estimate.
 
     `on_likely` is called early, with a plan that is likely to have much in common with the one that is returned; not
     where the model itself is run.
@@ -59,7 +61,7 @@ def make_plan(
     if sample is None:
         return decide_by_structure(model, find_blocks(model), hardware, config)
     with rehearsal(model):
-        plan = _rehearsed(model, sample, config, hardware, on_likely)
+        plan = _rehearsed(model, sample, config, hardware, on_likely, simulate_misfits)
         if not suggest or fits(plan, hardware, config) or plan.prediction_source != "simulated":
             return plan
         return replace(plan, notes=(*plan.notes, *_what_would_fit(model, sample, config, hardware)))
@@ -173,6 +175,7 @@ def _rehearsed(
     config: Config,
     hardware: Hardware,
     on_likely: Callable[[Plan], None] | None,
+    simulate_misfits: bool,
 ) -> Plan:
     try:
         look = look_at(model, sample, config, hardware, on_likely)
@@ -180,6 +183,8 @@ def _rehearsed(
         note = f"a step of the plain model on {sample.describe()} runs out of memory, so that it was not profiled"
         return decide_by_structure(model, find_blocks(model), hardware, config, notes=(note,))
     profile, plan = look.profile, look.plan
+    if not simulate_misfits and plan.predicted_peak_bytes > usable(room_of(hardware, config)):
+        return plan
     try:
         if profile.source != "static":
             return _measured(model, plan, profile, sample, config, hardware)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize
 
+from memscale.engine import frontier
 from memscale.engine.frontier import Option, Row, Trade, best_trades, fastest_within, trade_of
 
 EXACT = 10**6  # partial plans: more than these rows have
@@ -231,3 +232,12 @@ def test_the_same_every_time():
     row = deep(48, MIXED, 9000)
     first: list[Trade[str]] = best_trades(row)
     assert best_trades(row) == first
+
+
+@settings(max_examples=50)
+@given(rows(), st.integers(2, 30))
+def test_a_grid_is_the_same_with_all_its_cells_and_without_the_empty_ones(row, most):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frontier, "DENSE", 0)
+        sparse = best_trades(row, most)
+    assert best_trades(row, most) == sparse

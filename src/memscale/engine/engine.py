@@ -22,6 +22,7 @@ __all__ = [
     "decide",
     "fastest_seconds",
     "has_plan_within",
+    "least_by_hand",
     "plain_point",
     "plan_of",
     "points",
@@ -242,6 +243,12 @@ def has_plan_within(
             return True
     rows = reversed(list(_every_row(under, hardware, config)))  # at home is what needs the least
     return any(fastest_within(row, peak, ROUGHLY) is not None for row in rows)
+
+
+def least_by_hand(under: Sequence[tuple[Setting, ModelProfile]], hardware: Hardware, config: Config) -> int:
+    """The least peak of the plans that one would try by hand."""
+    tried = (points_by_hand(needs, hardware, config, setting) for setting, needs in under)
+    return min(point.peak_bytes for found in tried for point in found)
 
 
 def _every_row(

@@ -49,6 +49,7 @@ MOST = 3000  # partial plans kept, shared out among the positions
 LEAST = 130  # partial plans kept at a position, however many positions there are
 WITHIN = 300  # partial plans kept at a position if the peak is given
 CELLS = 512  # along each side of a grid that thins out what is too much to compare
+DENSE = 2**15  # cells of a grid that are all written down; of more, those that are not empty
 CHUNK = 512  # partial plans that are compared with the others at a time
 
 
@@ -222,6 +223,7 @@ def _partial_plans(row: Row[What], most: int, limit: int | None = None) -> dict[
     count = len(row.options)
     rests = _rests(row)
     least = _least_live(row) if limit is not None else {}
+    known: dict[tuple[int, ...], _Moves] = {}  # equal positions have the same options
     reached: dict[State, list[_Labels]] = {(0, 0): [_Labels.first(row.seconds)]}
     kept: dict[State, _Labels] = {}
     for position in range(count + 1):
@@ -234,11 +236,11 @@ def _partial_plans(row: Row[What], most: int, limit: int | None = None) -> dict[
             labels = kept[state] = labels.thinned(most, rests[state], limited=limit is not None)
             if position == count or not len(labels):
                 continue
-            groups: dict[State, list[tuple[int, Option[What]]]] = {}
-            for number, option, after in _following(row, state):
-                groups.setdefault(after, []).append((number, option))
-            for after, options in groups.items():
-                reached.setdefault(after, []).append(labels.followed_by(options, state, dropped))
+            key = (phase, *map(id, row.options[position]))
+            if key not in known:
+                known[key] = _Moves(row, state)
+            for after, those in labels.followed_by(known[key], state, dropped):
+                reached.setdefault(after, []).append(those)
     return kept
 
 
@@ -297,6 +299,36 @@ def _least_live(row: Row[What]) -> dict[State, int]:
     return found
 
 
+class _Moves:
+    """The options that may come next, as columns.
+
+    Attributes:
+        groups: which of them cover so many positions and lead to a phase.
+        numbers: theirs, among the options of their position.
+        seconds: of each; and so are its bytes, `live` being what is resident or held.
+    """
+
+    def __init__(self, row: Row[What], state: State) -> None:
+        found: dict[State, list[tuple[int, Option[What]]]] = {}
+        for number, option, (_, phase) in _following(row, state):
+            found.setdefault((option.span, phase), []).append((number, option))
+        self.groups: dict[State, slice] = {}
+        options: list[Option[What]] = []
+        numbers: list[int] = []
+        for key, group in found.items():
+            self.groups[key] = slice(len(options), len(options) + len(group))
+            numbers += [number for number, _ in group]
+            options += [option for _, option in group]
+        self.numbers = torch.tensor(numbers)
+        self.seconds = torch.tensor([option.seconds for option in options], dtype=torch.float64)
+        self.resident = torch.tensor([option.resident for option in options])
+        self.live = torch.tensor([option.resident + option.held for option in options])
+        self.forward = torch.tensor([option.forward for option in options])
+        self.backward = torch.tensor([option.backward for option in options])
+        self.gradient = torch.tensor([option.gradient for option in options])
+        self.stepping = torch.tensor([option.resident + option.stepping for option in options])
+
+
 class _Labels:
     """Partial plans that end at one position.
 
@@ -336,33 +368,26 @@ class _Labels:
     def __len__(self) -> int:
         return len(self.seconds)
 
-    def followed_by(self, options: Sequence[tuple[int, Option[What]]], state: State, dropped: int) -> _Labels:
-        """Every label with each of the options, which are given with their numbers."""
-
-        def each(name: str, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.tensor([getattr(option, name) for _, option in options], dtype=dtype)
-
+    def followed_by(self, moves: _Moves, state: State, dropped: int) -> Iterator[tuple[State, _Labels]]:
+        """Every label with each option that may come next, by where that leads."""
         live, forward, backward, stepping = (column.unsqueeze(1) for column in self.bytes.unbind(1))
-        resident = each("resident")
         after = (
-            live + (resident + each("held")),
-            torch.maximum(forward, live + (each("forward") + dropped)) + resident,
-            torch.maximum(backward + each("gradient"), live + each("backward")) + resident,
-            stepping + (resident + each("stepping")),
+            live + moves.live,
+            torch.maximum(forward, live + (moves.forward + dropped)) + moves.resident,
+            torch.maximum(backward + moves.gradient, live + moves.backward) + moves.resident,
+            stepping + moves.stepping,
         )
-        seconds = self.seconds.unsqueeze(1) + each("seconds", torch.float64)
-        shape = seconds.shape
-        trail = (
-            torch.full(shape, state[0]),
-            torch.full(shape, state[1]),
-            torch.arange(len(self)).unsqueeze(1).expand(shape),
-            torch.tensor([number for number, _ in options]).expand(shape),
-        )
-        return _Labels(
-            torch.stack([column.reshape(-1) for column in after], dim=1),
-            seconds.reshape(-1),
-            torch.stack([column.reshape(-1) for column in trail], dim=1),
-        )
+        bytes_ = torch.stack(after, dim=2)
+        seconds = self.seconds.unsqueeze(1) + moves.seconds
+        trail = torch.empty((*seconds.shape, 4), dtype=torch.int64)
+        trail[..., 0], trail[..., 1] = state
+        trail[..., 2] = torch.arange(len(self)).unsqueeze(1)
+        trail[..., 3] = moves.numbers
+        for (span, phase), where in moves.groups.items():
+            those = _Labels(
+                bytes_[:, where].reshape(-1, 4), seconds[:, where].reshape(-1), trail[:, where].reshape(-1, 4)
+            )
+            yield (state[0] + span, phase), those
 
     def within(self, limit: int, row: Row[What], rest: _Rest | None, least_live: int) -> _Labels:
         """Those that may still end below a limit."""
@@ -421,11 +446,17 @@ class _Labels:
         key = torch.zeros(len(self), dtype=torch.int64)
         for column in torch.div(compared - least, width, rounding_mode="floor").unbind(1):
             key = key * (cells + 1) + column
-        _, cell_of = torch.unique(key, return_inverse=True)
-        fastest = _first_in_each(cell_of, torch.arange(len(self)))
-        by_size = torch.sort(compared.sum(dim=1), stable=True).indices
-        smallest = by_size[_first_in_each(cell_of[by_size], torch.arange(len(self)))]
-        return self._those(torch.unique(torch.cat((fastest, smallest, compared.argmin(dim=0)))))
+        if (cells + 1) ** compared.shape[1] > DENSE:
+            key = torch.unique(key, return_inverse=True)[1]
+        count = len(self)
+        numbers = torch.arange(count)
+        size = compared.sum(dim=1)
+        kept = torch.zeros(count, dtype=torch.bool)
+        kept[_least_in_each(key, numbers)] = True
+        # Of equal sizes the first; the product is below 2**63 for any memory there is.
+        kept[_least_in_each(key, (size - size.amin()) * count + numbers) % count] = True
+        kept[compared.argmin(dim=0)] = True
+        return self._those(torch.nonzero(kept).squeeze(1))
 
     def _undominated(self, rest: _Rest | None) -> _Labels:
         """Those that no other beats; they are sorted by time, so only one that stands before can."""
@@ -455,10 +486,11 @@ def _falling(numbers: Tensor) -> Tensor:
     return torch.nonzero(smaller).squeeze(1)
 
 
-def _first_in_each(cell_of: Tensor, order: Tensor) -> Tensor:
-    """The first label of each cell."""
-    first = torch.full((int(cell_of.max()) + 1,), len(order), dtype=torch.int64)
-    return first.scatter_reduce_(0, cell_of, order, "amin")
+def _least_in_each(cell_of: Tensor, numbers: Tensor) -> Tensor:
+    """The least number of each cell that has one."""
+    most = torch.iinfo(torch.int64).max
+    least = torch.full((int(cell_of.max()) + 1,), most).scatter_reduce_(0, cell_of, numbers, "amin")
+    return least[least < most]
 
 
 def _below_the_stairs(ones: Sequence[int], others: Sequence[int]) -> list[int]:

@@ -69,6 +69,8 @@ class Rows:
         self._known: dict[tuple[object, ...], tuple[Option[Choices], ...]] = {}
         self._known_options: dict[tuple[int, ...], Option[Choices]] = {}
         self._known_choices: dict[tuple[int, int, bool, bool], Choice] = {}
+        self._plain = {home: replace(PLAIN, home=home) for home in (False, True)}
+        self._known_below: dict[int, Choice] = {}  # by the id of the same choice with its input where it is
 
     def rows(self) -> Iterator[Row[Choices]]:
         """Every choice that is allowed at every position.
@@ -192,7 +194,7 @@ class Rows:
     def _options(self, index: int, homes: Sequence[tuple[bool, ...]]) -> Iterator[Option[Choices]]:
         block = self.blocks[index]
         for home in homes[index]:
-            found = [self._option(index, (replace(PLAIN, home=home),))]
+            found = [self._option_of(index, (self._plain[home],))]
             if self._is_recomputable(block):
                 for kept in range(len(worth_keeping(block)) + 1):
                     choice = self._recomputed(index, kept, home=home)
@@ -213,10 +215,15 @@ class Rows:
 
     def _up_and_down(self, index: int, choices: Choices) -> Iterator[Option[Choices]]:
         """A recomputed block or segment with its input where it is, and with its input on the tier below."""
-        yield self._option(index, choices)
+        yield self._option_of(index, choices)
         first = choices[0]
         if first.home and not first.keep and self.input_bytes(index):
-            yield self._option(index, tuple(replace(choice, down=True) for choice in choices))
+            yield self._option_of(index, tuple(map(self._below, choices)))
+
+    def _below(self, choice: Choice) -> Choice:
+        if id(choice) not in self._known_below:  # the known ones stay, and so do their ids
+            self._known_below[id(choice)] = replace(choice, down=True)
+        return self._known_below[id(choice)]
 
     def _is_recomputable(self, block: BlockProfile) -> bool:
         may = self.terms.recompute and can_recompute(block)
