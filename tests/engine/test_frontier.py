@@ -241,3 +241,13 @@ def test_a_grid_is_the_same_with_all_its_cells_and_without_the_empty_ones(row, m
         patch.setattr(frontier, "DENSE", 0)
         sparse = best_trades(row, most)
     assert best_trades(row, most) == sparse
+
+
+@settings(max_examples=100)
+@given(rows(), st.integers(0, 100), st.integers(0, 200))
+def test_only_what_is_faster_is_looked_for(row, share, quarters):
+    every = best_trades(row, EXACT)
+    peak = every[-1].peak + (every[0].peak - every[-1].peak) * share // 100
+    fastest = fastest_within(row, peak, EXACT)
+    found = fastest_within(row, peak, EXACT, faster_than=quarters / 4)
+    assert found == (fastest if fastest is not None and fastest.seconds < quarters / 4 else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -228,9 +229,11 @@ def fastest_seconds(
     under: Sequence[tuple[Setting, ModelProfile]], hardware: Hardware, config: Config, peak: int
 ) -> float | None:
     """About the step time of the fastest plan up to a peak; None if there is none."""
-    rows = _every_row(under, hardware, config)
-    trades = [fastest_within(row, peak, ROUGHLY) for row in rows]
-    return min((trade.seconds for trade in trades if trade is not None), default=None)
+    best = math.inf
+    for row in _every_row(under, hardware, config):
+        trade = fastest_within(row, peak, ROUGHLY, faster_than=best)
+        best = best if trade is None else trade.seconds
+    return None if best == math.inf else best
 
 
 def has_plan_within(

@@ -34,7 +34,8 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -44,6 +45,7 @@ from torch import Tensor
 __all__ = ["Option", "Row", "Trade", "best_trades", "fastest_within", "trade_of"]
 
 What = TypeVar("What")
+Number = TypeVar("Number", int, float)
 
 MOST = 3000  # partial plans kept, shared out among the positions
 LEAST = 130  # partial plans kept at a position, however many positions there are
@@ -165,19 +167,24 @@ def best_trades(row: Row[What], most: int | None = None) -> list[Trade[What]]:
         return _frontier(row, _partial_plans(row, most))
 
 
-def fastest_within(row: Row[What], peak: int, most: int | None = None) -> Trade[What] | None:
+def fastest_within(
+    row: Row[What], peak: int, most: int | None = None, faster_than: float = math.inf
+) -> Trade[What] | None:
     """The fastest trade that needs no more than a given peak; None if there is none.
 
     Args:
         row: the model.
         peak: what may be needed.
         most: partial plans kept at a position. Below it the trade is the fastest there is.
+        faster_than: seconds; no others are looked for.
     """
     fastest = _fastest(row)
+    if fastest.seconds >= faster_than:
+        return None
     if fastest.peak <= peak:
         return fastest
     with _one_thread():
-        found = _frontier(row, _partial_plans(row, most or WITHIN, peak - row.constant))
+        found = _frontier(row, _partial_plans(row, most or WITHIN, peak - row.constant, faster_than))
     return next((trade for trade in found if trade.peak <= peak), None)
 
 
@@ -212,17 +219,21 @@ State = tuple[int, int]
 """A position in the row, and the phase."""
 
 
-def _partial_plans(row: Row[What], most: int, limit: int | None = None) -> dict[State, _Labels]:
+def _partial_plans(
+    row: Row[What], most: int, limit: int | None = None, faster_than: float = math.inf
+) -> dict[State, _Labels]:
     """Those worth going on from, at each state.
 
     Args:
         row: the model.
         most: how many to keep.
         limit: the most bytes above the constants that are of interest.
+        faster_than: the seconds that are not.
     """
     count = len(row.options)
     rests = _rests(row)
-    least = _least_live(row) if limit is not None else {}
+    live = _least(row, lambda option: option.resident + option.held) if limit is not None else {}
+    seconds = _least(row, lambda option: option.seconds) if faster_than < math.inf else {}
     known: dict[tuple[int, ...], _Moves] = {}  # equal positions have the same options
     reached: dict[State, list[_Labels]] = {(0, 0): [_Labels.first(row.seconds)]}
     kept: dict[State, _Labels] = {}
@@ -232,7 +243,9 @@ def _partial_plans(row: Row[What], most: int, limit: int | None = None) -> dict[
             state = (position, phase)
             labels = _Labels.together(reached.pop(state, ()))
             if limit is not None:
-                labels = labels.within(limit, row, rests[state], least[state])
+                labels = labels.within(limit, row, rests[state], live[state])
+            if seconds:
+                labels = labels.faster_than(faster_than - seconds[state])
             labels = kept[state] = labels.thinned(most, rests[state], limited=limit is not None)
             if position == count or not len(labels):
                 continue
@@ -283,14 +296,14 @@ def _rests(row: Row[What]) -> dict[State, _Rest | None]:
     return found
 
 
-def _least_live(row: Row[What]) -> dict[State, int]:
-    """From each state on, the least that the rest of the row adds to what is live when forward ends."""
+def _least(row: Row[What], cost: Callable[[Option[What]], Number]) -> dict[State, Number]:
+    """From each state on, the least that the rest of the row costs: what is live when forward ends, or seconds."""
     count = len(row.options)
-    found = {(count, phase): 0 for phase in row.phases}
+    found: dict[State, Number] = {(count, phase): 0 for phase in row.phases}
     for position in reversed(range(count)):
         for phase in row.phases:
             ways = [
-                option.resident + option.held + found[after]
+                cost(option) + found[after]
                 for _, option, after in _following(row, (position, phase))
                 if after in found
             ]
@@ -401,6 +414,9 @@ class _Labels:
             stepping + (known.resident + known.stepping),
         )
         return self._those(torch.nonzero(torch.stack(ends).amax(dim=0) <= limit).squeeze(1))
+
+    def faster_than(self, seconds: float) -> _Labels:
+        return self._those(torch.nonzero(self.seconds < seconds).squeeze(1))
 
     def thinned(self, most: int, rest: _Rest | None, *, limited: bool = False) -> _Labels:
         """Without those that cannot win; about `most` of them, if need be by a grid.
