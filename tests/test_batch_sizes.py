@@ -14,7 +14,7 @@ from torch import nn
 
 import memscale
 from families import FAMILIES
-from memscale import Config, OptimizationMode, planning
+from memscale import Config, OptimizationMode, batch_sizes, planning
 from memscale.batch_sizes import EXACT_TO
 from memscale.errors import DoesNotFitError, ProfileError
 from memscale.fitting import largest_that, profile_between
@@ -83,27 +83,30 @@ def test_search_near_the_answer_asks_seldom() -> None:
     assert len(asked) <= 5
 
 
-def test_batches_that_cannot_fit_are_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated: list[memscale.Plan] = []
-    decided: list[memscale.Plan] = []
-    predict, look_at = planning.predict, planning.look_at
+def test_batches_that_cannot_fit_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[tuple[int, int]] = []
+    looked_at: list[tuple[int, int]] = []
+    make_plan, profiled = batch_sizes.make_plan, batch_sizes.profiled
 
-    def noted(model: nn.Module, plan: memscale.Plan, *args: Any) -> memscale.Plan:
-        simulated.append(plan)
-        return predict(model, plan, *args)
+    def sizes_of(sample: Sample) -> tuple[int, int]:
+        return batch_size_of(sample), length_of(sample)
 
-    def looked(*args: Any) -> planning.Look:
-        look = look_at(*args)
-        decided.append(look.plan)
-        return look
+    def noted(model: nn.Module, sample: Sample, *args: Any, **kwargs: Any) -> memscale.Plan:
+        planned.append(sizes_of(sample))
+        return make_plan(model, sample, *args, **kwargs)
 
-    monkeypatch.setattr(planning, "predict", noted)
-    monkeypatch.setattr(planning, "look_at", looked)
-    room = 24 * MIB
-    assert memscale.find_batch_size(Gpt(), words(), CONSERVATIVE, hardware=room).largest is not None
-    misfits = [plan for plan in decided if plan.predicted_peak_bytes > planning.usable(room)]
-    assert misfits
-    assert not [plan for plan in simulated if any(plan is misfit for misfit in misfits)]
+    def looked(model: nn.Module, sample: Sample, *args: Any) -> planning.Profiled:
+        looked_at.append(sizes_of(sample))
+        return profiled(model, sample, *args)
+
+    monkeypatch.setattr(batch_sizes, "make_plan", noted)
+    monkeypatch.setattr(batch_sizes, "profiled", looked)
+    found = memscale.find_batch_size(Gpt(), words(), CONSERVATIVE, hardware=24 * MIB)
+    assert found.largest is not None
+    assert (found.batch_size, 64) in planned
+    assert (found.batch_size + 1, 64) in looked_at
+    assert (found.batch_size + 1, 64) not in planned
+    assert looked_at.count((4, 64)) == 1  # for the largest batch and for the longest
 
 
 def profile_of(model: nn.Module, batch: torch.Tensor) -> ModelProfile:

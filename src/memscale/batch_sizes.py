@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from memscale.config import Config
-from memscale.engine import room_of
+from memscale.engine import has_plan_within, room_of
 from memscale.execution_plan import Plan
 from memscale.fitting import Estimates, largest_that
 from memscale.hardware import Hardware
-from memscale.planning import estimates_of, fits, make_plan, rehearsal
+from memscale.planning import Profiled, estimates_of, fits, make_plan, profiled, rehearsal, usable
 from memscale.profiler import Sample
 from memscale.report import Terminal, table
 from memscale.sizes import batch_size_of, length_of, most_positions, with_batch_size, with_length
@@ -118,7 +118,7 @@ def batch_sizes(model: nn.Module, sample: Sample, config: Config, hardware: Hard
         fastest = None if largest is None else search.fastest(samples, estimates, largest.batch_size)
         if length > 1:
             limit = max(most_positions(model), length)
-            known = sorted({length, max(1, length // 2), min(limit, 2 * length)})
+            known = sorted({length, max(1, length // 2), min(limit, 4 * length)})
             lengths = _Sizes(functools.partial(with_length, model, sample), known, limit)
             longest = search.most(lengths, search.estimates(lengths))
     return BatchSizes(hardware.device.describe(), search.room, largest, longest, fastest)
@@ -144,10 +144,14 @@ class _Search:
         self._model = model
         self._config = config
         self._hardware = hardware
+        self._known: dict[tuple[int, int], Profiled] = {}
         self.room = room_of(hardware, config)
 
     def estimates(self, sizes: _Sizes) -> Estimates:
-        return estimates_of(self._model, sizes.sample, sizes.known, self._config, self._hardware)
+        def of_size(size: int) -> Profiled:
+            return self._profiled(sizes.sample(size), self._config)
+
+        return estimates_of(of_size, sizes.known, self._config, self._hardware)
 
     def most(self, sizes: _Sizes, estimates: Estimates) -> BatchFit | None:
         """The largest size that fits, by simulation: around the estimated one, in steps that double."""
@@ -181,10 +185,26 @@ class _Search:
         return next((fit for fit in fits_in_order if fit is not None), None)
 
     def _fit(self, sample: Sample, config: Config) -> BatchFit | None:
-        without_values = config.replace(use_empirical_fallback=False)
+        known = self._profiled(sample, config)
+        if not has_plan_within(known.under, self._hardware, config, usable(self.room)):
+            return None  # it is not even planned
         plan = make_plan(
-            self._model, sample, without_values, self._hardware, suggest=False, simulate_misfits=False
+            self._model, sample, _without_values(config), self._hardware, suggest=False, known=known
         )
         if not fits(plan, self._hardware, config):
             return None
         return BatchFit(batch_size_of(sample), length_of(sample), plan, config)
+
+    def _profiled(self, sample: Sample, config: Config) -> Profiled:
+        """Once for each size; what there is to choose from depends on the Config."""
+        key = (batch_size_of(sample), length_of(sample))
+        if config is not self._config:
+            return profiled(self._model, sample, _without_values(config), self._hardware)
+        if key not in self._known:
+            self._known[key] = profiled(self._model, sample, _without_values(config), self._hardware)
+        return self._known[key]
+
+
+def _without_values(config: Config) -> Config:
+    """Batches of other sizes have none to run with."""
+    return config.replace(use_empirical_fallback=False)

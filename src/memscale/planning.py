@@ -43,14 +43,13 @@ def make_plan(
     hardware: Hardware,
     *,
     suggest: bool = True,
-    simulate_misfits: bool = True,
+    known: Profiled | None = None,
     on_likely: Callable[[Plan], None] | None = None,
 ) -> Plan:
     """The plan for one model, batch, Config and device.
 
     Without a sample the plan follows from structure alone, and says so. Of a batch that no plan makes fit, it says what
-    would fit, unless it is not to suggest anything. If misfits are not to be simulated, the peak of a plan that by the
-    engine's own reckoning does not fit stays an estimate.
+    would fit, unless it is not to suggest anything. The model is not profiled where its profile is `known`.
 
     `on_likely` is called early, with a plan that is likely to have much in common with the one that is returned; not
     where the model itself is run.
@@ -61,7 +60,7 @@ def make_plan(
     if sample is None:
         return decide_by_structure(model, find_blocks(model), hardware, config)
     with rehearsal(model):
-        plan = _rehearsed(model, sample, config, hardware, on_likely, simulate_misfits)
+        plan = _rehearsed(model, sample, config, hardware, known, on_likely)
         if not suggest or fits(plan, hardware, config) or plan.prediction_source != "simulated":
             return plan
         return replace(plan, notes=(*plan.notes, *_what_would_fit(model, sample, config, hardware)))
@@ -90,22 +89,22 @@ def rehearsal(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Look:
-    """What the engine makes of a batch, before that is simulated."""
+class Profiled:
+    """What a model needs for a batch: plain, and under each setting that the engine may choose from."""
 
     profile: ModelProfile
     under: Under
+
+
+@dataclass(frozen=True)
+class Look(Profiled):
+    """What the engine makes of that, before it is simulated."""
+
     plan: Plan
 
 
-def look_at(
-    model: nn.Module,
-    sample: Sample,
-    config: Config,
-    hardware: Hardware,
-    on_likely: Callable[[Plan], None] | None = None,
-) -> Look:
-    """Profile a model and decide; to be called in a `rehearsal`."""
+def profiled(model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> Profiled:
+    """Profile a model; to be called in a `rehearsal`."""
     profile = profile_model(
         model,
         sample,
@@ -113,7 +112,20 @@ def look_at(
         static=config.use_static_profiling,
         empirical=config.use_empirical_fallback,
     )
-    under = _under_settings(model, profile, sample, config, hardware)
+    return Profiled(profile, _under_settings(model, profile, sample, config, hardware))
+
+
+def look_at(
+    model: nn.Module,
+    sample: Sample,
+    config: Config,
+    hardware: Hardware,
+    known: Profiled | None = None,
+    on_likely: Callable[[Plan], None] | None = None,
+) -> Look:
+    """Profile a model and decide; to be called in a `rehearsal`."""
+    needs = known or profiled(model, sample, config, hardware)
+    profile, under = needs.profile, needs.under
     margin = room_of(hardware, config) - usable(room_of(hardware, config))
     early = on_likely if profile.source == "static" else None
     plan = decide(profile, hardware, config, under=under, margin=margin, on_likely=early)
@@ -174,17 +186,15 @@ def _rehearsed(
     sample: Sample,
     config: Config,
     hardware: Hardware,
+    known: Profiled | None,
     on_likely: Callable[[Plan], None] | None,
-    simulate_misfits: bool,
 ) -> Plan:
     try:
-        look = look_at(model, sample, config, hardware, on_likely)
+        look = look_at(model, sample, config, hardware, known, on_likely)
     except torch.OutOfMemoryError:
         note = f"a step of the plain model on {sample.describe()} runs out of memory, so that it was not profiled"
         return decide_by_structure(model, find_blocks(model), hardware, config, notes=(note,))
     profile, plan = look.profile, look.plan
-    if not simulate_misfits and plan.predicted_peak_bytes > usable(room_of(hardware, config)):
-        return plan
     try:
         if profile.source != "static":
             return _measured(model, plan, profile, sample, config, hardware)
@@ -274,35 +284,30 @@ def _within(
 
 
 def estimates_of(
-    model: nn.Module,
-    sized: Callable[[int], Sample],
-    sizes: Sequence[int],
-    config: Config,
-    hardware: Hardware,
+    profiled: Callable[[int], Profiled], sizes: Sequence[int], config: Config, hardware: Hardware
 ) -> Estimates:
     """What sizes of a batch need and take, by profiles of a few; to be used in a `rehearsal`."""
-
-    def profiled(size: int) -> Under:
-        sample = sized(size)
-        place = Place.of(hardware.device)
-        # These batches have no values to run with.
-        profile = profile_model(model, sample, place, static=config.use_static_profiling, empirical=False)
-        return _under_settings(model, profile, sample, config, hardware)
-
-    return Estimates(profiled, sizes, hardware, config, usable(room_of(hardware, config)))
+    room = usable(room_of(hardware, config))
+    return Estimates(lambda size: profiled(size).under, sizes, hardware, config, room)
 
 
 def _what_would_fit(model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> tuple[str, ...]:
     """In words, what could be trained instead of a batch that no plan makes fit."""
+    without_values = config.replace(
+        use_empirical_fallback=False
+    )  # those of other sizes have none to run with
     for what, size, resized in (
         ("batch", batch_size_of(sample), with_batch_size),
         ("sequence", length_of(sample), with_length),
     ):
         if size > 1:
             sizes = sorted({size, max(1, size // 2), max(1, size // 4)})
-            sized = functools.partial(resized, model, sample)
+
+            def of_size(size: int, resized: Callable[..., Sample] = resized) -> Profiled:
+                return profiled(model, resized(model, sample, size), without_values, hardware)
+
             try:
-                most = estimates_of(model, sized, sizes, config, hardware).largest(size - 1)
+                most = estimates_of(of_size, sizes, config, hardware).largest(size - 1)
             except ProfileError:
                 continue  # of another size it is another model
             if most:
