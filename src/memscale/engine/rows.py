@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
@@ -71,6 +72,10 @@ class Rows:
         self._known_choices: dict[tuple[int, int, bool, bool], Choice] = {}
         self._plain = {home: replace(PLAIN, home=home) for home in (False, True)}
         self._known_below: dict[int, Choice] = {}  # by the id of the same choice with its input where it is
+        self._known_ahead: dict[
+            tuple[int, int], Option[Choices]
+        ] = {}  # by the id of what it is without, and depth
+        self._known_rows: dict[tuple[bool, int], Row[Choices]] = {}  # without options
 
     def rows(self) -> Iterator[Row[Choices]]:
         """Every choice that is allowed at every position.
@@ -99,8 +104,9 @@ class Rows:
         for start, stop in _spans(candidate.choices):
             option = self._option_of(start, candidate.choices[start:stop])
             options.append(self._with_those_ahead(option, odd_home, depth))
-        row = self._row([()] * len(self.blocks), odd_home, depth)
-        return trade_of(row, options)
+        if (odd_home, depth) not in self._known_rows:
+            self._known_rows[odd_home, depth] = self._row([()] * len(self.blocks), odd_home, depth)
+        return trade_of(self._known_rows[odd_home, depth], options)
 
     @property
     def other_saved_bytes(self) -> int:
@@ -118,7 +124,8 @@ class Rows:
     def _row(self, options: Sequence[Sequence[Option[Choices]]], odd_home: bool, depth: int) -> Row[Choices]:
         profile, blocks = self._profile, self.blocks
         with_choices = sum(block.parameter_bytes + block.optimizer_bytes for block in blocks)
-        ahead = self._ahead(blocks, depth) if odd_home else 0
+        # What is fetched ahead while something else runs.
+        ahead = depth * self._largest(blocks) if odd_home else 0
         other_gradients = profile.gradient_bytes - sum(block.gradient_bytes for block in blocks)
         return Row(
             options=options,
@@ -131,17 +138,17 @@ class Rows:
             - with_choices,
             seconds=self.terms.clock.step(profile),
             loss=profile.loss_peak_bytes,
-            tail=profile.tail_peak_bytes + (0 if odd_home else self._ahead_of_layers(depth)),
+            tail=profile.tail_peak_bytes + (0 if odd_home else depth * self._largest_layer),
             # What forward leaves outside of the blocks is gone when the optimizer steps.
             stepping=other_gradients + self._temporaries(odd_home) - profile.other_saved_bytes - ahead,
         )
 
-    def _ahead(self, blocks: Sequence[BlockProfile], depth: int) -> int:
-        """What is fetched ahead while something else runs."""
-        return depth * max((self._working(block) for block in blocks), default=0)
+    def _largest(self, blocks: Sequence[BlockProfile]) -> int:
+        return max(map(self._working, blocks), default=0)
 
-    def _ahead_of_layers(self, depth: int) -> int:
-        return self._ahead([block for block in self.blocks if block.role == "repeated"], depth)
+    @functools.cached_property
+    def _largest_layer(self) -> int:
+        return self._largest([block for block in self.blocks if block.role == "repeated"])
 
     def _with_those_ahead(self, option: Option[Choices], odd_home: bool, depth: int) -> Option[Choices]:
         """Around a layer that is at home others are, of which the next ones are there already.
@@ -151,8 +158,12 @@ class Rows:
         """
         if odd_home or not depth or not option.what[0].home:
             return option
-        ahead = self._ahead_of_layers(depth)
-        return replace(option, forward=option.forward + ahead, backward=option.backward + ahead)
+        key = (id(option), depth)  # the known options stay
+        if key not in self._known_ahead:
+            ahead = depth * self._largest_layer
+            with_it = replace(option, forward=option.forward + ahead, backward=option.backward + ahead)
+            self._known_ahead[key] = with_it
+        return self._known_ahead[key]
 
     def _temporaries(self, odd_home: bool) -> int:
         """Adam on a CPU makes two temporaries of one parameter at a time; elsewhere see `_stepping`."""
