@@ -1,8 +1,8 @@
-"""How long `plan` and `wrap` take: `python -m memscale.benchmarks.wrap_time`.
+"""How long `plan`, `wrap` and `find_batch_size` take: `python -m memscale.benchmarks.wrap_time`.
 
 Each figure is of a fresh process, in which nothing has been planned yet. Weights that are there have been written to,
-as real ones are; in BALANCED on a CPU `wrap` takes them to disk, at the rate at which the system takes in files. So
-that rate is measured beside it, with plain writes to the same disk.
+as real ones are; in BALANCED on a CPU `wrap` takes them to disk, mostly while it plans. What plain writes to the same
+disk reach is measured beside it. Batches are looked for on a simulated GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from memscale.api import plan, wrap
+from memscale.api import find_batch_size, plan, wrap
 from memscale.benchmarks.commands import check_into, check_writable, command_line, write_into
 from memscale.benchmarks.registry import find_model, quiet_transformers
 from memscale.benchmarks.results import write_atomically
@@ -35,7 +35,8 @@ from memscale.units import format_bytes
 
 __all__ = ["Row", "main", "markdown"]
 
-WAYS = ("plan, on meta", "wrap, on meta", "wrap, with weights")
+GPU = "RTX 3090"
+WAYS = ("plan, on meta", "wrap, on meta", "wrap, with weights", f"find_batch_size, {GPU}")
 PROBE_BYTES = 2**29
 PIECE_BYTES = 2**20
 _PROGRAM = "python -m memscale.benchmarks.wrap_time"
@@ -80,6 +81,8 @@ def _run(model: str, way: str, mode: str, batch: int | None, seq: int | None) ->
         start = time.perf_counter()
         if way == "plan, on meta":
             plan(built, inputs, config)
+        elif way.startswith("find_batch_size"):
+            find_batch_size(built, inputs, config, GPU)
         else:
             wrap(built, config, inputs)
         seconds = time.perf_counter() - start
@@ -147,7 +150,9 @@ def _check(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog=_PROGRAM, description="How long plan and wrap take.")
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM, description="How long plan, wrap and find_batch_size take."
+    )
     parser.add_argument("--models", nargs="+", default=["bert-base", "gpt2-xl"], metavar="NAME")
     parser.add_argument("--mode", default="balanced", help="of the Config (default: balanced)")
     parser.add_argument("--rounds", type=int, default=3, help="fresh processes for each figure (default: 3)")
