@@ -233,8 +233,7 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
         if sample_input is not None:
             executor.batches.add(named_shapes(model, sample_of(sample_input, model)))
         with speaking(config) as log:  # first: a log file that cannot be opened leaves the model as it is
-            _attach(executor)
-            say_plan(log, decided, hardware)
+            _attach(executor, lambda: say_plan(log, decided, hardware))
     except BaseException:
         disk.close()
         raise
@@ -242,14 +241,16 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
         disk.end_early()
 
 
-def _attach(executor: Executor) -> None:
-    """Put an executor on its model in place of the one it may have, which stays if that fails."""
+def _attach(executor: Executor, say: Callable[[], None]) -> None:
+    """Put an executor on its model in place of the one it may have, which stays if that fails; and say it."""
     before = executor_of(executor.model)
     if before is not None:
         before.detach()
     try:
         executor.attach()
+        say()
     except BaseException:
+        executor.detach()
         if before is not None:
             before.attach()
         raise

@@ -293,9 +293,8 @@ def estimates_of(
 
 def _what_would_fit(model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> tuple[str, ...]:
     """In words, what could be trained instead of a batch that no plan makes fit."""
-    without_values = config.replace(
-        use_empirical_fallback=False
-    )  # those of other sizes have none to run with
+    # Batches of other sizes have no values to run with.
+    without_values = config.replace(use_empirical_fallback=False)
     for what, size, resized in (
         ("batch", batch_size_of(sample), with_batch_size),
         ("sequence", length_of(sample), with_length),

@@ -321,6 +321,25 @@ def test_a_wrap_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("disk")
+def test_a_wrap_that_cannot_say_what_it_did_leaves_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("memscale.api.say_plan", fails)
+    expected, model = train(build()), build()
+    before = {name: vars(module).keys() for name, module in model.named_modules()}
+    with pytest.raises(BrokenPipeError):
+        memscale.wrap(model, settings(tmp_path), BATCH)
+    assert {name: vars(module).keys() for name, module in model.named_modules()} == before
+    assert not workers()
+    assert list(tmp_path.iterdir()) == []
+    for ours, plain in zip(train(model), expected, strict=True):
+        assert torch.equal(ours, plain)
+
+
+@pytest.mark.usefixtures("disk")
 def test_a_plan_that_leaves_weights_in_memory_drops_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
