@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize
 
-from memscale.engine import frontier
-from memscale.engine.frontier import Option, Row, Trade, best_trades, fastest_within, trade_of
+from memscale.engine import labels
+from memscale.engine.frontier import best_trades, fastest_within
+from memscale.engine.trades import Option, Row, Trade, trade_of
 
 EXACT = 10**6  # partial plans: more than these rows have
 
@@ -238,7 +239,7 @@ def test_the_same_every_time():
 @given(rows(), st.integers(2, 30))
 def test_a_grid_is_the_same_with_all_its_cells_and_without_the_empty_ones(row, most):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frontier, "DENSE", 0)
+        patch.setattr(labels, "DENSE", 0)
         sparse = best_trades(row, most)
     assert best_trades(row, most) == sparse
 

@@ -10,10 +10,11 @@ from memscale.config import AsyncOffloadConfig, Config
 from memscale.engine.choices import Candidate, by_hand, uniform
 from memscale.engine.cost import Clock
 from memscale.engine.entries import Entries
-from memscale.engine.frontier import Row, Trade, best_trades, fastest_within
+from memscale.engine.frontier import best_trades, fastest_within
 from memscale.engine.rows import Choices, Rows, Terms
 from memscale.engine.rules import OWN_BYTES, Point, Verdict, choose, frontier
 from memscale.engine.settings import NOTHING, Setting
+from memscale.engine.trades import Row, Trade
 from memscale.execution_plan import FrontierPoint, OptimizerPlan, Plan
 from memscale.hardware import Hardware
 from memscale.profiler.profile import ModelProfile

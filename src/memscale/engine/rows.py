@@ -19,7 +19,7 @@ from memscale.engine.choices import (
     worth_keeping,
 )
 from memscale.engine.cost import Clock
-from memscale.engine.frontier import Option, Row, Trade, trade_of
+from memscale.engine.trades import Option, Row, Trade, trade_of
 from memscale.profiler.profile import BlockProfile, ModelProfile
 
 Choices = tuple[Choice, ...]
@@ -57,7 +57,7 @@ class Terms:
 
 
 class Rows:
-    """The rows of one profile. See Note [The memory of a step] in frontier.py."""
+    """The rows of one profile. See Note [The memory of a step] in trades.py."""
 
     def __init__(self, profile: ModelProfile, terms: Terms) -> None:
         self._profile = profile
@@ -81,7 +81,7 @@ class Rows:
         """Every choice that is allowed at every position.
 
         Blocks outside of stacks, which may share parameters, are at home together or not at all: a row for each.
-        Of the layers of stacks the last ones are, as many as serve (phases in frontier.py).
+        Of the layers of stacks the last ones are, as many as serve (phases in trades.py).
         """
         for odd_home in (False, True) if self.terms.home else (False,):
             homes, depth = self._may_be_home(odd_home), self.terms.ahead

@@ -1,0 +1,250 @@
+"""Partial plans, as columns of numbers: which of them can still win. See Note [The programme] in frontier.py."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from memscale.engine.trades import Option, Row, State, following
+
+__all__ = ["Labels", "Moves", "Rest"]
+
+What = TypeVar("What")
+
+CELLS = 512  # along each side of a grid that thins out what is too much to compare
+DENSE = 2**15  # cells of a grid that are all written down; of more, those that are not empty
+CHUNK = 512  # partial plans that are compared with the others at a time
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What the rest of a row adds, where it leaves no choice of that."""
+
+    resident: int
+    gradient: int
+    stepping: int
+
+
+class Moves:
+    """The options that may come next, as columns.
+
+    Attributes:
+        groups: which of them cover so many positions and lead to a phase.
+        numbers: theirs, among the options of their position.
+        seconds: of each; and so are its bytes, `live` being what is resident or held.
+    """
+
+    def __init__(self, row: Row[What], state: State) -> None:
+        found: dict[State, list[tuple[int, Option[What]]]] = {}
+        for number, option, (_, phase) in following(row, state):
+            found.setdefault((option.span, phase), []).append((number, option))
+        self.groups: dict[State, slice] = {}
+        options: list[Option[What]] = []
+        numbers: list[int] = []
+        for key, group in found.items():
+            self.groups[key] = slice(len(options), len(options) + len(group))
+            numbers += [number for number, _ in group]
+            options += [option for _, option in group]
+        self.numbers = torch.tensor(numbers)
+        self.seconds = torch.tensor([option.seconds for option in options], dtype=torch.float64)
+        self.resident = torch.tensor([option.resident for option in options])
+        self.live = torch.tensor([option.resident + option.held for option in options])
+        self.forward = torch.tensor([option.forward for option in options])
+        self.backward = torch.tensor([option.backward for option in options])
+        self.gradient = torch.tensor([option.gradient for option in options])
+        self.stepping = torch.tensor([option.resident + option.stepping for option in options])
+
+
+class Labels:
+    """Partial plans that end at one position.
+
+    Attributes:
+        bytes: a row each: what is live; the most in forward, in backward, in the optimizer step.
+        seconds: time so far.
+        trail: a row each: position, phase and number of the label before, and the number of the option since.
+    """
+
+    def __init__(self, bytes_: Tensor, seconds: Tensor, trail: Tensor) -> None:
+        self.bytes = bytes_
+        self.seconds = seconds
+        self.trail = trail
+
+    @classmethod
+    def first(cls, seconds: float) -> Labels:
+        return cls(
+            torch.zeros(1, 4, dtype=torch.int64),
+            torch.tensor([seconds], dtype=torch.float64),
+            torch.full((1, 4), -1, dtype=torch.int64),
+        )
+
+    @classmethod
+    def together(cls, parts: Sequence[Labels]) -> Labels:
+        if not parts:
+            return cls(
+                torch.zeros(0, 4, dtype=torch.int64),
+                torch.zeros(0, dtype=torch.float64),
+                torch.zeros(0, 4, dtype=torch.int64),
+            )
+        return cls(
+            torch.cat([part.bytes for part in parts]),
+            torch.cat([part.seconds for part in parts]),
+            torch.cat([part.trail for part in parts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def followed_by(self, moves: Moves, state: State, dropped: int) -> Iterator[tuple[State, Labels]]:
+        """Every label with each option that may come next, by where that leads."""
+        live, forward, backward, stepping = (column.unsqueeze(1) for column in self.bytes.unbind(1))
+        after = (
+            live + moves.live,
+            torch.maximum(forward, live + (moves.forward + dropped)) + moves.resident,
+            torch.maximum(backward + moves.gradient, live + moves.backward) + moves.resident,
+            stepping + moves.stepping,
+        )
+        bytes_ = torch.stack(after, dim=2)
+        seconds = self.seconds.unsqueeze(1) + moves.seconds
+        trail = torch.empty((*seconds.shape, 4), dtype=torch.int64)
+        trail[..., 0], trail[..., 1] = state
+        trail[..., 2] = torch.arange(len(self)).unsqueeze(1)
+        trail[..., 3] = moves.numbers
+        for (span, phase), where in moves.groups.items():
+            those = Labels(
+                bytes_[:, where].reshape(-1, 4), seconds[:, where].reshape(-1), trail[:, where].reshape(-1, 4)
+            )
+            yield (state[0] + span, phase), those
+
+    def within(self, limit: int, row: Row[What], rest: Rest | None, least_live: int) -> Labels:
+        """Those that may still end below a limit."""
+        live, forward, backward, stepping = self.bytes.unbind(1)
+        known = rest or Rest(0, 0, row.stepping)
+        loss = max(row.loss + row.dropped_before(len(row.options)), row.tail)
+        ends = (
+            live + (least_live + loss),
+            forward + known.resident,
+            backward + (known.resident + known.gradient),
+            stepping + (known.resident + known.stepping),
+        )
+        return self._those(torch.nonzero(torch.stack(ends).amax(dim=0) <= limit).squeeze(1))
+
+    def faster_than(self, seconds: float) -> Labels:
+        return self._those(torch.nonzero(self.seconds < seconds).squeeze(1))
+
+    def thinned(self, most: int, rest: Rest | None, *, limited: bool = False) -> Labels:
+        """Without those that cannot win; about `most` of them, if need be by a grid.
+
+        Args:
+            most: how many.
+            rest: what is known of the rest of the row.
+            limited: they are those within a limit, and so equal in all but what is live, as far as the rest is known.
+        """
+        if len(self) < 2:
+            return self
+        labels = self._those(torch.sort(self.seconds, stable=True).indices)
+        if limited and rest is not None:
+            labels = labels._those(_falling(labels.bytes[:, 0]))
+        elif len(labels) > 8 * most:  # comparing each with each would take long
+            labels = labels._on_grid(rest, CELLS)
+        if not limited or rest is None:
+            labels = labels._undominated(rest)
+        cells = most // 2
+        while len(labels) > most and cells > 1:
+            labels = labels._on_grid(rest, cells)
+            cells = cells * 2 // 3
+        return labels
+
+    def _compared(self, rest: Rest | None) -> Tensor:
+        """What decides which label is better, besides time: as few numbers as will do."""
+        live, forward, backward, stepping = self.bytes.unbind(1)
+        if rest is not None:
+            end = torch.maximum(forward, backward + rest.gradient)
+            return torch.stack((live, torch.maximum(end, stepping + rest.stepping)), dim=1)
+        columns = [live, backward]
+        if (forward > backward).any():  # else it never counts: backward's can only grow more
+            columns.append(forward)
+        if (stepping != stepping[0]).any():
+            columns.append(stepping)
+        return torch.stack(columns, dim=1)
+
+    def _on_grid(self, rest: Rest | None, cells: int) -> Labels:
+        """Two of each cell of a grid: the fastest and the one with the least live, or the ends would be lost."""
+        compared = self._compared(rest)
+        least = compared.amin(dim=0)
+        width = torch.clamp((compared.amax(dim=0) - least) // (cells - 1), min=1)
+        key = torch.zeros(len(self), dtype=torch.int64)
+        for column in torch.div(compared - least, width, rounding_mode="floor").unbind(1):
+            key = key * (cells + 1) + column
+        if (cells + 1) ** compared.shape[1] > DENSE:
+            key = torch.unique(key, return_inverse=True)[1]
+        count = len(self)
+        numbers = torch.arange(count)
+        size = compared.sum(dim=1)
+        kept = torch.zeros(count, dtype=torch.bool)
+        kept[_least_in_each(key, numbers)] = True
+        # Of equal sizes the first; the product is below 2**63 for any memory there is.
+        kept[_least_in_each(key, (size - size.amin()) * count + numbers) % count] = True
+        kept[compared.argmin(dim=0)] = True
+        return self._those(torch.nonzero(kept).squeeze(1))
+
+    def _undominated(self, rest: Rest | None) -> Labels:
+        """Those that no other beats; they are sorted by time, so only one that stands before can."""
+        compared = self._compared(rest)
+        if compared.shape[1] == 2:
+            firsts, seconds = compared[:, 0].tolist(), compared[:, 1].tolist()
+            return self._those(torch.tensor(_below_the_stairs(firsts, seconds), dtype=torch.int64))
+        kept = torch.zeros(0, dtype=torch.int64)
+        for start in range(0, len(self), CHUNK):
+            chunk = torch.arange(start, min(start + CHUNK, len(self)))
+            before = torch.cat((kept, chunk))
+            worse = before.unsqueeze(0) < chunk.unsqueeze(1)
+            for column in compared.unbind(1):
+                worse &= column[chunk].unsqueeze(1) >= column[before].unsqueeze(0)
+            kept = torch.cat((kept, chunk[~worse.any(dim=1)]))
+        return self._those(kept)
+
+    def _those(self, indices: Tensor) -> Labels:
+        return Labels(self.bytes[indices], self.seconds[indices], self.trail[indices])
+
+
+def _falling(numbers: Tensor) -> Tensor:
+    """Where a number is smaller than all before it."""
+    before = torch.cummin(numbers, 0).values[:-1]
+    smaller = torch.ones(len(numbers), dtype=torch.bool)
+    smaller[1:] = numbers[1:] < before
+    return torch.nonzero(smaller).squeeze(1)
+
+
+def _least_in_each(cell_of: Tensor, numbers: Tensor) -> Tensor:
+    """The least number of each cell that has one."""
+    most = torch.iinfo(torch.int64).max
+    least = torch.full((int(cell_of.max()) + 1,), most).scatter_reduce_(0, cell_of, numbers, "amin")
+    return least[least < most]
+
+
+def _below_the_stairs(ones: Sequence[int], others: Sequence[int]) -> list[int]:
+    """Which pairs have no pair before them that is as small in both numbers.
+
+    The smallest pairs so far are stairs: the larger the one number, the smaller the other.
+    """
+    kept: list[int] = []
+    width: list[int] = []
+    height: list[int] = []
+    for index, (one, other) in enumerate(zip(ones, others, strict=True)):
+        place = bisect.bisect_right(width, one)
+        if place and height[place - 1] <= other:
+            continue
+        kept.append(index)
+        end = place
+        while end < len(height) and height[end] >= other:
+            end += 1
+        if place and width[place - 1] == one:
+            place -= 1
+        width[place:end] = [one]
+        height[place:end] = [other]
+    return kept
