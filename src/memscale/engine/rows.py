@@ -275,10 +275,9 @@ class Rows:
         forward = 0
         for index, (block, choice) in enumerate(pairs):
             working = self._working(block) if choice.home and not self._profile.at_home else 0
-            # An input that goes down is there while its block runs.
-            entering = self.input_bytes(start) if choices[0].down and index == 0 else 0
-            forward = max(forward, held + entering + block.forward_peak_bytes + working)
-            held += _held(block, choice)
+            # The first block's own input is in its peak, or in what the block before it holds.
+            forward = max(forward, (held if index else 0) + block.forward_peak_bytes + working)
+            held += self._held(block, choice)
             if index == len(pairs) - 1:
                 held += block.output_bytes  # inside of a segment it is recomputed
         return Option(
@@ -290,7 +289,7 @@ class Rows:
             ),
             held=held,
             forward=forward,
-            backward=self._backward(pairs, held) + (self.input_bytes(start) if choices[0].down else 0),
+            backward=self._backward(start, pairs, held) + (self.input_bytes(start) if choices[0].down else 0),
             gradient=sum(block.gradient_bytes for block, choice in pairs if not choice.home),
             stepping=sum(self._stepping(block) for block, choice in pairs if not choice.home),
             span=len(pairs),
@@ -332,35 +331,58 @@ class Rows:
         share = self.terms.state_share if block.role == "repeated" else 1.0
         return int(block.optimizer_bytes * share)
 
-    def _backward(self, pairs: Sequence[tuple[BlockProfile, Choice]], held: int) -> int:
+    def _backward(self, start: int, pairs: Sequence[tuple[BlockProfile, Choice]], held: int) -> int:
         """The most in use in the backward of a block, or of a segment's blocks, above what is live before them."""
         now = held
         # A segment is recomputed as a whole: what its blocks save, the tensors between them, their parameters.
-        recomputed = sum(_recomputed(block, choice) for block, choice in pairs)
-        recomputed += sum(block.boundary_bytes for block, choice in pairs if choice.chained)
+        made = [
+            _recomputed(block, choice) + (self.input_bytes(start + index) if choice.chained else 0)
+            for index, (block, choice) in enumerate(pairs)
+        ]
+        recomputed = sum(made)
         # Where the profile has them, they are in the peaks of blocks; recomputing has them all at once.
-        working = sum(self._working(block) for block, choice in pairs if choice.home and choice.recompute)
+        working = sum(
+            self._working(block)
+            for block, choice in pairs
+            if choice.recompute and (choice.home or self._has_copy(block))
+        )
         if not self._profile.at_home:
             working = sum(self._working(block) for block, choice in pairs if choice.home)
         most = 0
+        last, choice = pairs[-1]
+        if choice.recompute:
+            # In 16 bits running it again may need more than its backward: copies that are not saved. In that peak are
+            # its parameters, where the profile has them, and its input, unless the block before it holds it.
+            own = max(0, self._extra_input(start, choice)) if len(pairs) == 1 else 0
+            own += min(working, self._working(last)) if self._profile.at_home else 0
+            most = now + recomputed - made[-1] + last.forward_peak_bytes - own + working
         for block, choice in reversed(pairs):
             most = max(most, now + recomputed + block.backward_peak_bytes + working)
-            recomputed -= _recomputed(block, choice) + (block.boundary_bytes if choice.chained else 0)
-            now -= _held(block, choice)
-            if choice.home:
+            recomputed -= made.pop()
+            now -= self._held(block, choice)
+            if choice.home or self._has_copy(block):
                 working = max(0, working - self._working(block))
-            else:
+            if not choice.home:
                 now += block.gradient_bytes
         return most
+
+    def _held(self, block: BlockProfile, choice: Choice) -> int:
+        """What a block holds inside between forward and backward."""
+        if choice.recompute:
+            return choice.kept_bytes * block.calls
+        copied = self._has_copy(block) and not choice.home
+        return block.saved_bytes + (self._working(block) if copied else 0)
+
+    def _has_copy(self, block: BlockProfile) -> bool:
+        """Whether a layer's parameters that are on the device have a 16-bit copy there, until backward.
+
+        A profile with all parameters at home has not seen it. Embeddings are read as they are.
+        """
+        return self._profile.at_home and self.terms.working_share < 1 and block.role == "repeated"
 
     def _stepping(self, block: BlockProfile) -> int:
         """The gradients and, but on a CPU, one temporary of all parameters at once (foreach)."""
         return block.gradient_bytes * (1 if self.terms.kind == "cpu" else 2)
-
-
-def _held(block: BlockProfile, choice: Choice) -> int:
-    """What a block holds inside between forward and backward."""
-    return choice.kept_bytes * block.calls if choice.recompute else block.saved_bytes
 
 
 def _recomputed(block: BlockProfile, choice: Choice) -> int:

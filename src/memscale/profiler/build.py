@@ -22,7 +22,10 @@ def run_step(
 ) -> None:
     """One recorded forward and backward; ``backward`` is given the loss."""
     recorder.forward_begins()
-    targets = backward_targets(model(*batch.args, **batch.kwargs))
+    output = model(*batch.args, **batch.kwargs)
+    recorder.forward_returns()
+    targets = backward_targets(output)
+    del output
     recorder.forward_ends()
     if targets:
         backward(loss_of(targets))

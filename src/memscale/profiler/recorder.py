@@ -124,6 +124,16 @@ class Recorder:
     def forward_begins(self) -> None:
         self.step.resident = self._in_use()
 
+    def forward_returns(self) -> None:
+        """The model has returned, and its outputs are there.
+
+        A block's output that is not needed for backward is not: it was gone when the next block had taken it (in
+        16 bits, where that block saves a copy), and is in that block's peak.
+        """
+        for name, entered, left, _ in self._calls:
+            alive = self._tracker.alive_since(entered, self._device, left)
+            self.step.blocks[name].dropped += sum(alive.values())
+
     def forward_ends(self) -> None:
         """The model has returned, and what it returned but is not needed any more has been let go of."""
         self.step.saved_total = self._in_use() - self.step.resident
@@ -174,7 +184,6 @@ class Recorder:
         record.changes_input |= any(each is not None and each._version != version for each, version in alive)
         outputs = _storages(output)
         entered = self._entered.pop()
-        record.dropped += sum(self._tracker.alive_since(entered, self._device).values())
         self._calls.append((name, entered, self._tracker.clock, frozenset(outputs)))
         self._outputs.update({key: weakref.ref(storage) for key, storage in outputs.items()})
         self._span()
