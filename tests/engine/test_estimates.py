@@ -10,13 +10,14 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from memscale import Config, OptimizationMode
-from memscale.engine.engine import plan_of, points_by_hand
+from memscale.engine.engine import decide, plan_of, points_by_hand
 from memscale.engine.rules import Point, Verdict
 from memscale.hardware import virtual_hardware
 from memscale.planning import Profiled, profiled, rehearsal
 from memscale.prediction import Step, predict
 from memscale.profiler import Place, Sample
 
+MIB = 2**20
 HARDWARE = virtual_hardware("RTX 3090")
 MODES = {
     "32 bits": Config(enable_logging=False),
@@ -68,6 +69,19 @@ def test_count_is_what_is_needed(make: type, mode: str, segment: int, kept: int,
     found = points_by_hand(needs, HARDWARE, config, setting)
     point = next(each for each in found if is_wanted(each, segment, kept, home))
     plan = plan_of(Verdict(point, "by-hand"), known.profile, HARDWARE, config, under=known.under)
+    with rehearsal(model):
+        simulated = predict(model, plan, sample, Place.of(HARDWARE.device), config, Step(1, 1))
+    assert plan.predicted_peak_bytes == pytest.approx(simulated.predicted_peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_inputs_of_recomputed_layers_wait_below(mode: str) -> None:
+    model, sample, known = looked_at(bert, mode)
+    config = MODES[mode].replace(memory_budget=MIB)  # nothing fits that, so that the smallest plan is taken
+    plan = decide(known.profile, HARDWARE, config, under=known.under)
+    layers = [layer for layer in plan.layers if layer.name.startswith("bert.encoder.layer.")]
+    waiting = [layer for layer in layers if layer.offloading is not None and layer.offloading.activations]
+    assert len(waiting) > 3
     with rehearsal(model):
         simulated = predict(model, plan, sample, Place.of(HARDWARE.device), config, Step(1, 1))
     assert plan.predicted_peak_bytes == pytest.approx(simulated.predicted_peak_bytes, rel=0.02)

@@ -299,15 +299,22 @@ class Rows:
         """A plain block may not need its input for backward; one that is recomputed does, if it is not below."""
         if index == 0 or not choice.recompute:
             return 0
-        if choice.down:
-            return -self.input_bytes(index)
-        return max(0, self.blocks[index].boundary_bytes - self.blocks[index - 1].output_bytes)
+        return -self._held_input(index) if choice.down else self._passed_input(index)
+
+    def _held_input(self, index: int) -> int:
+        """What of a block's input the block before it holds."""
+        return min(self.blocks[index].boundary_bytes, self.blocks[index - 1].output_bytes) if index else 0
+
+    def _passed_input(self, index: int) -> int:
+        """What of a block's input the block before it does not hold."""
+        return max(0, self.blocks[index].boundary_bytes - self.blocks[index - 1].output_bytes) if index else 0
 
     def input_bytes(self, index: int) -> int:
-        """What of a block's input is held for it alone, and need not be while it waits below."""
+        """What of a block's input is the output of the block before it: that may wait below."""
         if index == 0:
             return 0
-        return min(self.blocks[index].boundary_bytes, self.blocks[index - 1].output_bytes)
+        before = self.blocks[index - 1]
+        return min(self.blocks[index].boundary_bytes, before.output_bytes + before.passed_bytes)
 
     def _seconds(self, block: BlockProfile, choice: Choice) -> float:
         clock = self.terms.clock
@@ -336,7 +343,7 @@ class Rows:
         now = held
         # A segment is recomputed as a whole: what its blocks save, the tensors between them, their parameters.
         made = [
-            _recomputed(block, choice) + (self.input_bytes(start + index) if choice.chained else 0)
+            _recomputed(block, choice) + (self._held_input(start + index) if choice.chained else 0)
             for index, (block, choice) in enumerate(pairs)
         ]
         recomputed = sum(made)
@@ -353,7 +360,7 @@ class Rows:
         if choice.recompute:
             # In 16 bits running it again may need more than its backward: copies that are not saved. In that peak are
             # its parameters, where the profile has them, and its input, unless the block before it holds it.
-            own = max(0, self._extra_input(start, choice)) if len(pairs) == 1 else 0
+            own = self._passed_input(start) if len(pairs) == 1 else 0
             own += min(working, self._working(last)) if self._profile.at_home else 0
             most = now + recomputed - made[-1] + last.forward_peak_bytes - own + working
         for block, choice in reversed(pairs):

@@ -209,6 +209,7 @@ def _block_profile(
         saved_bytes=record.saved,
         boundary_bytes=record.boundary,
         output_bytes=record.output,
+        passed_bytes=record.passed,
         dropped_bytes=record.dropped,
         forward_peak_bytes=peaks[0],
         backward_peak_bytes=peaks[1],

@@ -54,6 +54,7 @@ class BlockProfile:
         saved_bytes: what its forward leaves for backward, all calls together, without its inputs and outputs.
         boundary_bytes: its inputs that nothing else holds: the output of the block before it.
         output_bytes: its outputs, as far as forward leaves them for backward.
+        passed_bytes: its outputs, as far as it does not.
         forward_peak_bytes: the most in use in its forward, above what is held before it (Note [What is held]).
         backward_peak_bytes: the most in use in its backward, above what is held before that.
         forward_flops: floating-point operations of forward.
@@ -91,6 +92,7 @@ class BlockProfile:
     ops: tuple[OpProfile, ...]
     dropped_bytes: int = 0
     changes_input: bool = False
+    passed_bytes: int = 0
 
 
 @dataclass(frozen=True)

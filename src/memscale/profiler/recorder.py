@@ -36,6 +36,7 @@ class BlockRecord:
     saved: int = 0
     boundary: int = 0
     output: int = 0
+    passed: int = 0
     dropped: int = 0
     forward_peak: int = 0
     backward_peak: int = 0
@@ -145,6 +146,7 @@ class Recorder:
             record.saved += sum(size for key, size in alive.items() if key not in outputs)
         for record in self.step.blocks.values():
             record.dropped -= record.saved + record.output
+            record.passed -= record.output
 
     def step_ends(self) -> None:
         self.step.peak = self._tracker.peak_bytes(self._device)
@@ -186,6 +188,8 @@ class Recorder:
         entered = self._entered.pop()
         self._calls.append((name, entered, self._tracker.clock, frozenset(outputs)))
         self._outputs.update({key: weakref.ref(storage) for key, storage in outputs.items()})
+        made = self._tracker.alive_since(entered, self._device)
+        record.passed += sum(size for key, size in made.items() if key in outputs)
         self._span()
 
     def _span(self) -> None:
