@@ -86,6 +86,77 @@ def test_equal_to_trying_everything_at_every_budget(row):
     assert [(trade.seconds, trade.peak) for trade in found] == by_trying_everything(row)
 
 
+@st.composite
+def large_rows(draw: st.DrawFn) -> Row[int]:
+    """Eight layers of five options, two of which may be of a later phase: 390,625 plans."""
+    positions = []
+    for _ in range(8):
+        here = [draw(options()) for _ in range(5)]
+        positions.append([replace(each, phase=None) for each in here[:3]] + here[3:])
+    return Row(
+        positions,
+        dropped=[draw(st.integers(0, 5)) for _ in range(8)],
+        constant=draw(sizes),
+        loss=draw(st.integers(-10, 100)),
+        tail=draw(st.integers(-10, 100)),
+        stepping=draw(st.integers(-10, 100)),
+    )
+
+
+def by_trying_all_columns(row: Row[int]) -> list[tuple[float, int]]:
+    """The same as `by_trying_everything`, a layer at a time: a column for each plan, none of them left out."""
+    live, forward, backward, stepping, phase = (numpy.zeros(1, dtype=numpy.int64) for _ in range(5))
+    seconds = numpy.full(1, row.seconds)
+    for position, here in enumerate(row.options):
+        parts = []
+        for option in here:
+            may = slice(None) if option.phase is None else phase <= option.phase
+            at_forward = live[may] + option.forward + row.dropped_before(position)
+            at_backward = live[may] + option.backward
+            parts.append(
+                (
+                    live[may] + option.resident + option.held,
+                    numpy.maximum(forward[may], at_forward) + option.resident,
+                    numpy.maximum(backward[may] + option.gradient, at_backward) + option.resident,
+                    stepping[may] + option.resident + option.stepping,
+                    phase[may] if option.phase is None else numpy.full(len(live[may]), option.phase),
+                    seconds[may] + option.seconds,
+                )
+            )
+        live, forward, backward, stepping, phase, seconds = map(numpy.concatenate, zip(*parts, strict=True))
+    end = len(row.options)
+    moments = (
+        forward,
+        backward,
+        live + row.loss + row.dropped_before(end),
+        live + row.tail,
+        stepping + row.stepping,
+    )
+    peaks = row.constant + numpy.maximum.reduce(moments)
+    order = numpy.lexsort((peaks, seconds))
+    seconds, peaks = seconds[order], peaks[order]
+    best = numpy.concatenate(([True], peaks[1:] < numpy.minimum.accumulate(peaks)[:-1]))
+    return list(zip(seconds[best].tolist(), peaks[best].tolist(), strict=True))
+
+
+@settings(max_examples=50, deadline=None)
+@given(row=rows())
+def test_all_columns_are_every_plan(row):
+    row = replace(row, options=[[option for option in here if option.span == 1] for here in row.options])
+    assert by_trying_all_columns(row) == by_trying_everything(row)
+
+
+@settings(max_examples=25, deadline=None)
+@given(row=large_rows(), share=st.floats(0, 1))
+def test_eight_layers_of_five_options_at_every_budget(row, share):
+    exact = by_trying_all_columns(row)
+    assert [(trade.seconds, trade.peak) for trade in best_trades(row, EXACT)] == exact
+    peak = int(exact[-1][1] + share * (exact[0][1] - exact[-1][1]))
+    found = fastest_within(row, peak, EXACT)
+    assert found is not None
+    assert found.seconds == next(seconds for seconds, needed in exact if needed <= peak)
+
+
 @settings(max_examples=150, deadline=None)
 @given(row=rows(), share=st.floats(-0.1, 1.1))
 def test_fastest_within_a_peak_is_what_trying_everything_finds(row, share):

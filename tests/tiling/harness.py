@@ -14,6 +14,9 @@ from memscale.executor import Executor
 from memscale.recompute._torch_private import LightDispatchMode
 
 CLOSE = 1e-6
+# Softmax does not change with a bias of the keys: its gradient is 0, and what there is of it is rounding.
+KEY_BIASES = ("key.bias", "k_proj.bias")
+ROUNDING = 1e-8  # of the largest gradient
 
 
 class Tensors(LightDispatchMode):
@@ -58,8 +61,12 @@ def assert_close(
     ours: list[tuple[str, Tensor]], plain: list[tuple[str, Tensor]], tolerance: float = CLOSE
 ) -> None:
     assert [name for name, _ in ours] == [name for name, _ in plain]
+    largest = max(float(other.double().norm()) for _, other in plain)
     for (name, one), (_, other) in zip(ours, plain, strict=True):
         assert one.dtype == other.dtype, name
         assert one.shape == other.shape, name
         difference = (one.double() - other.double()).norm()
-        assert difference <= tolerance * other.double().norm(), name
+        allowed = tolerance * float(other.double().norm())
+        if tolerance and name.endswith(KEY_BIASES):
+            allowed = ROUNDING * largest
+        assert difference <= allowed, name
