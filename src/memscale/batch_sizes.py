@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from memscale.config import Config
-from memscale.engine import has_plan_within, room_of
+from memscale.engine import room_of
 from memscale.execution_plan import Plan
-from memscale.fitting import Estimates, largest_that
+from memscale.fitting import Estimates
 from memscale.hardware import Hardware
-from memscale.planning import Profiled, estimates_of, fits, make_plan, profiled, rehearsal, usable
-from memscale.profiler import Sample
+from memscale.planning import Profiled, fits, profiled, rehearsal, rehearsed, usable
+from memscale.profiler import ModelProfile, Sample
 from memscale.report import Terminal, table
 from memscale.sizes import batch_size_of, length_of, most_positions, with_batch_size, with_length
 from memscale.units import format_bytes
@@ -28,7 +29,7 @@ __all__ = ["BatchFit", "BatchSizes", "batch_sizes"]
 MOST_SAMPLES = 2**16
 EXACT_TO = 64  # sizes above are found to within a sixty-fourth
 HALVINGS = 6  # of the largest size, to begin the search for the fastest one with
-ROUNDS = 3  # of looks for the fastest size, each between the last ones
+NEAR = 6  # sizes that differ by such a part of them are compared by the frontier
 
 
 @dataclass(frozen=True)
@@ -144,65 +145,91 @@ class _Search:
         self._model = model
         self._config = config
         self._hardware = hardware
-        self._known: dict[tuple[int, int], Profiled] = {}
+        self._profiles: dict[tuple[int, int], ModelProfile] = {}
+        self._known: dict[tuple[tuple[int, int], Config], Profiled] = {}
         self.room = room_of(hardware, config)
 
     def estimates(self, sizes: _Sizes) -> Estimates:
-        def of_size(size: int) -> Profiled:
-            return self._profiled(sizes.sample(size), self._config)
-
-        return estimates_of(of_size, sizes.known, self._config, self._hardware)
+        known = [(size, self._profiled(sizes.sample(size), self._config).under) for size in sizes.known]
+        return Estimates(known, self._hardware, self._config, usable(self.room))
 
     def most(self, sizes: _Sizes, estimates: Estimates) -> BatchFit | None:
-        """The largest size that fits, by simulation: around the estimated one, in steps that double."""
-        found: dict[int, BatchFit | None] = {}
+        """The largest size that fits, by simulation; that no larger one does is estimated.
 
-        def has_room(size: int) -> bool:
-            found[size] = self._fit(sizes.sample(size), self._config)
-            return found[size] is not None
-
-        largest = largest_that(
-            has_room, sizes.most, around=max(1, estimates.largest(sizes.most)), parts=EXACT_TO
-        )
-        return found.get(largest)
+        Each size that was looked at is known from then on; and if one needs more or less than was estimated, it is
+        assumed that others do as well. So it takes few looks, most often one.
+        """
+        best, low, high = None, 0, sizes.most + 1  # the first fits, the second does not
+        size = max(1, estimates.largest(sizes.most))
+        while low < size < high:
+            sample = sizes.sample(size)
+            estimates = estimates.knowing(size, self._profiled(sample, self._config).under)
+            found = None
+            if estimates.has_room(size):
+                found, excess = self._fit(sample, self._config)
+                estimates = estimates.within(int(usable(self.room) / excess))
+            if found is not None:
+                low, best = size, found
+            else:
+                high = size
+            size = low + max(1, low // EXACT_TO)
+            if size >= high or (low and not estimates.has_room(size)):
+                break
+            size = max(1, estimates.largest(high - max(1, high // EXACT_TO)))
+        return best
 
     def fastest(self, sizes: _Sizes, estimates: Estimates, largest: int) -> BatchFit | None:
         """The batch with the most samples a second, of those up to the largest that fits."""
 
-        def rate(size: int) -> float:
-            seconds = estimates.seconds(size)
+        def about(size: int) -> float:
+            seconds = estimates.about_seconds(size)
             return 0.0 if seconds is None else size / seconds
 
         tried = sorted({max(1, largest >> shift) for shift in range(HALVINGS)})
-        for _ in range(ROUNDS):  # between the best and its neighbours
-            place = tried.index(max(tried, key=rate))
-            around = tried[max(0, place - 1) : place + 2]
-            tried = sorted({*tried, *((one + other) // 2 for one, other in itertools.pairwise(around))})
+        between = {1}
+        while between:  # the best and its neighbours
+            place = tried.index(max(tried, key=about))
+            pairs = itertools.pairwise(tried[max(0, place - 1) : place + 2])
+            between = {(one + other) // 2 for one, other in pairs if (other - one) * EXACT_TO > other}
+            between -= set(tried)
+            tried = sorted({*tried, *between})
+        best = max(tried, key=about)
         quick = self._config.replace(memory_budget=self.room)
-        fits_in_order = (
-            self._fit(sizes.sample(size), quick) for size in sorted(tried, key=rate, reverse=True)
-        )
-        return next((fit for fit in fits_in_order if fit is not None), None)
+        others = sorted(tried, key=about, reverse=True)
+        for size in dict.fromkeys((*self._by_frontier(best, largest, estimates), *others)):
+            found, _ = self._fit(sizes.sample(size), quick)
+            if found is not None:
+                return found
+        return None
 
-    def _fit(self, sample: Sample, config: Config) -> BatchFit | None:
+    def _by_frontier(self, about: int, largest: int, estimates: Estimates) -> list[int]:
+        """A size and some near it, the one that is fastest by the frontier first."""
+        rates: dict[int, float] = {}
+        for size in (about, about - about // NEAR, min(largest, about + about // NEAR)):
+            best = max(rates.values(), default=0.0)
+            seconds = estimates.seconds(size, faster_than=size / best if best else math.inf)
+            if seconds is not None:
+                rates[size] = size / seconds
+        return sorted(rates, key=lambda size: -rates[size])
+
+    def _fit(self, sample: Sample, config: Config) -> tuple[BatchFit | None, float]:
+        """A batch with its simulated plan, None if that does not fit; and the simulated peak over the engine's own."""
         known = self._profiled(sample, config)
-        if not has_plan_within(known.under, self._hardware, config, usable(self.room)):
-            return None  # it is not even planned
-        plan = make_plan(
-            self._model, sample, _without_values(config), self._hardware, suggest=False, known=known
-        )
+        plan, excess = rehearsed(self._model, sample, _without_values(config), self._hardware, known)
         if not fits(plan, self._hardware, config):
-            return None
-        return BatchFit(batch_size_of(sample), length_of(sample), plan, config)
+            return None, excess
+        return BatchFit(batch_size_of(sample), length_of(sample), plan, config), excess
 
     def _profiled(self, sample: Sample, config: Config) -> Profiled:
         """Once for each size; what there is to choose from depends on the Config."""
-        key = (batch_size_of(sample), length_of(sample))
-        if config is not self._config:
-            return profiled(self._model, sample, _without_values(config), self._hardware)
-        if key not in self._known:
-            self._known[key] = profiled(self._model, sample, _without_values(config), self._hardware)
-        return self._known[key]
+        size = (batch_size_of(sample), length_of(sample))
+        if (size, config) not in self._known:
+            known = profiled(
+                self._model, sample, _without_values(config), self._hardware, self._profiles.get(size)
+            )
+            self._profiles[size] = known.profile
+            self._known[size, config] = known
+        return self._known[size, config]
 
 
 def _without_values(config: Config) -> Config:

@@ -14,7 +14,7 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 SCHEMA = 2
+MOST_TRADES = 12  # that a person is shown of a frontier
 """The version of the JSON form; it changes with the fields."""
 
 DecisionSource = Literal["user_config", "ml", "rule", "rule_fallback"]
@@ -233,6 +234,21 @@ class Plan:
         """The time of a step with this plan, estimated from the device's rates."""
         return self.baseline_seconds * self.predicted_time_ratio
 
+    @property
+    def actions(self) -> tuple[object, ...]:
+        """What is done to a model, without why and without figures: plans that are equal in this train alike."""
+        layers = tuple(
+            (each.members, each.techniques, each.checkpointing, each.offloading, each.tiling)
+            for each in self.layers
+        )
+        return (
+            layers,
+            self.precision and self.precision.dtype,
+            self.loss and self.loss.rows,
+            self.optimizer and replace(self.optimizer, rule="", reason=""),
+            self.async_offload,
+        )
+
     def layer(self, name: str) -> LayerPlan:
         """The entry of one block."""
         for layer in self.layers:
@@ -300,10 +316,13 @@ class Plan:
         columns = ["totals", "plain", "with this plan", "change"]
         parts.append(table("", columns, _total_rows(self), terminal=screen))
         if self.frontier and trades:
-            trade_rows = [(p.label, format_bytes(p.peak_bytes), _ratio(p.time_ratio)) for p in self.frontier]
-            parts.append(
-                table("The trades found", ["plan", "peak", "step time"], trade_rows, terminal=screen)
+            shown_points = _spread(self.frontier, MOST_TRADES)
+            rest = len(self.frontier) - len(shown_points)
+            title = "The trades found" + (
+                f" (and {rest} more between them, in plan.frontier)" if rest else ""
             )
+            trade_rows = [(p.label, format_bytes(p.peak_bytes), _ratio(p.time_ratio)) for p in shown_points]
+            parts.append(table(title, ["plan", "peak", "step time"], trade_rows, terminal=screen))
         for note in self.notes:
             parts.append(screen.show(wrap(f"Note: {clean(note)}", screen.width)))
         return "\n".join(parts)
@@ -503,6 +522,13 @@ def _total_rows(plan: Plan) -> Iterator[tuple[str, str | None, str | None, str |
         _ratio(plan.predicted_time_ratio),
         f"{100 * (plan.predicted_time_ratio - 1):+.1f}%",
     )
+
+
+def _spread(points: tuple[FrontierPoint, ...], most: int) -> tuple[FrontierPoint, ...]:
+    """So many of them at the most, the ends among them."""
+    if len(points) <= most:
+        return points
+    return tuple(points[index * (len(points) - 1) // (most - 1)] for index in range(most))
 
 
 def _ratio(value: float) -> str:

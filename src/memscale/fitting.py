@@ -10,13 +10,15 @@ rounds: so what is found is an estimate, and whoever gives it to a user simulate
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any
 
 from memscale.config import Config
-from memscale.engine import fastest_seconds, has_plan_within, least_by_hand
+from memscale.engine import fastest_seconds, has_plan_within, mixed_seconds, points_by_hand
+from memscale.engine.rules import Point
 from memscale.engine.settings import Setting
 from memscale.errors import ProfileError
 from memscale.hardware import Hardware
@@ -25,6 +27,7 @@ from memscale.profiler import ModelProfile
 __all__ = ["Estimates", "Under", "largest_that", "profile_between"]
 
 FINE = 64  # the first step from where a search begins is such a part of it
+SECANTS = 4  # looks for where to begin
 
 Under = Sequence[tuple[Setting, ModelProfile]]
 """The settings to choose from, each with what the model needs under it."""
@@ -34,35 +37,54 @@ class Estimates:
     """Batches of any size, by what a few sizes need. See Note [Sizes between].
 
     Args:
-        profiled: Profiles a size.
-        sizes: Which ones to profile; two, or three if something grows with their square.
+        known: What some sizes need: two, or three if something grows with their square.
         hardware: Where.
         config: With which settings.
         room: The highest peak of a plan.
 
     Raises:
-        ProfileError: The model cannot be profiled at one of the sizes, or is another at each of them.
+        ProfileError: The model is another at each of the sizes.
     """
 
     def __init__(
-        self,
-        profiled: Callable[[int], Under],
-        sizes: Sequence[int],
-        hardware: Hardware,
-        config: Config,
-        room: int,
+        self, known: Sequence[tuple[int, Under]], hardware: Hardware, config: Config, room: int
     ) -> None:
+        self._known = sorted(known, key=lambda each: each[0])
         self._hardware = hardware
         self._config = config
         self._room = room
-        self._known = [(size, profiled(size)) for size in sizes]
-        self.seconds = cache(self._seconds)
+        self._under = cache(self._under_size)
+        self._by_hand = cache(self._tried_by_hand)
+        self.about_seconds = cache(self._mixed_seconds)
 
-    def _seconds(self, size: int) -> float | None:
-        """The step time of the fastest plan that has room; None if none has."""
-        return fastest_seconds(self._under(size), self._hardware, self._config, self._room)
+    def knowing(self, size: int, under: Under) -> Estimates:
+        """The same with a size more that is known, in place of the one nearest to it."""
+        known = [each for each in self._known if each[0] != size]
+        if len(known) == len(self._known):
+            known.remove(min(known, key=lambda each: abs(each[0] - size)))
+        return Estimates([*known, (size, under)], self._hardware, self._config, self._room)
 
-    def _under(self, size: int) -> Under:
+    def within(self, room: int) -> Estimates:
+        """The same with other room."""
+        return Estimates(self._known, self._hardware, self._config, room)
+
+    def seconds(self, size: int, faster_than: float = math.inf) -> float | None:
+        """The step time of the fastest plan that has room; None if none has, or none that is faster."""
+        return fastest_seconds(self._under(size), self._hardware, self._config, self._room, faster_than)
+
+    def has_room(self, size: int) -> bool:
+        if any(point.peak_bytes <= self._room for point in self._by_hand(size)):
+            return True  # it most often is one that is tried by hand
+        return has_plan_within(self._under(size), self._hardware, self._config, self._room)
+
+    def largest(self, most: int) -> int:
+        """The largest size up to `most` that has room; 0 if not even 1 has."""
+        return largest_that(self.has_room, most, around=self._about(most))
+
+    def _under_size(self, size: int) -> Under:
+        for at, needs in self._known:
+            if at == size:
+                return needs
         _, first = self._known[0]
         under = []
         for index, (setting, _) in enumerate(first):
@@ -70,22 +92,33 @@ class Estimates:
             under.append((setting, profile_between(known, size)))
         return under
 
-    def largest(self, most: int) -> int:
-        """The largest size up to `most` that has room; 0 if not even 1 has."""
-        return largest_that(self._has_room, most, around=self._about())
+    def _tried_by_hand(self, size: int) -> list[Point]:
+        return [
+            point
+            for setting, needs in self._under(size)
+            for point in points_by_hand(needs, self._hardware, self._config, setting)
+        ]
 
-    def _has_room(self, size: int) -> bool:
-        return has_plan_within(self._under(size), self._hardware, self._config, self._room)
+    def _mixed_seconds(self, size: int) -> float | None:
+        """The same as `seconds`, less exactly, and sooner."""
+        return mixed_seconds(self._by_hand(size), self._room)
 
-    def _about(self) -> int:
-        """Where to look for the largest size: what the smallest plans by hand need grows along a line, or nearly so."""
-        (one, under_one), *_, (other, under_other) = self._known
-        least, more = (
-            least_by_hand(under, self._hardware, self._config) for under in (under_one, under_other)
-        )
-        if one == other or more <= least:
-            return one
-        return one + (self._room - least) * (other - one) // (more - least)
+    def _about(self, most: int) -> int:
+        """Where to look for the largest size: where the smallest plan by hand fills the room, by the secant method."""
+        (one, _), *_, (other, _) = self._known
+        for _ in range(SECANTS):
+            least, more = self._least_by_hand(one), self._least_by_hand(other)
+            if (more - least) * (other - one) <= 0:
+                break
+            size = other + (self._room - more) * (other - one) // (more - least)
+            size = min(max(1, size), most)
+            if size in (one, other):
+                break
+            one, other = other, size
+        return min(other, most)
+
+    def _least_by_hand(self, size: int) -> int:
+        return min(point.peak_bytes for point in self._by_hand(size))
 
 
 def largest_that(fits: Callable[[int], bool], most: int, *, around: int, parts: int | None = None) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +23,7 @@ from memscale.execution_plan import ALLOWANCES, Plan, Tier
 from memscale.executor import Executor
 from memscale.fitting import Estimates, Under
 from memscale.hardware import Hardware
-from memscale.prediction import Step, measure, predict
+from memscale.prediction import Step, measure, predict, with_figures_of
 from memscale.profiler import ModelProfile, Place, Sample, find_blocks, profile_model
 from memscale.profiler.cache import uses_cache
 from memscale.profiler.static import profile_static
@@ -60,10 +60,10 @@ def make_plan(
     if sample is None:
         return decide_by_structure(model, find_blocks(model), hardware, config)
     with rehearsal(model):
-        plan = _rehearsed(model, sample, config, hardware, known, on_likely)
+        plan, excess = rehearsed(model, sample, config, hardware, known, on_likely)
         if not suggest or fits(plan, hardware, config) or plan.prediction_source != "simulated":
             return plan
-        return replace(plan, notes=(*plan.notes, *_what_would_fit(model, sample, config, hardware)))
+        return replace(plan, notes=(*plan.notes, *_what_would_fit(model, sample, config, hardware, excess)))
 
 
 @contextlib.contextmanager
@@ -103,15 +103,22 @@ class Look(Profiled):
     plan: Plan
 
 
-def profiled(model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> Profiled:
-    """Profile a model; to be called in a `rehearsal`."""
-    profile = profile_model(
-        model,
-        sample,
-        Place.of(hardware.device),
-        static=config.use_static_profiling,
-        empirical=config.use_empirical_fallback,
-    )
+def profiled(
+    model: nn.Module,
+    sample: Sample,
+    config: Config,
+    hardware: Hardware,
+    profile: ModelProfile | None = None,
+) -> Profiled:
+    """Profile a model, unless its plain profile is there already; to be called in a `rehearsal`."""
+    if profile is None:
+        profile = profile_model(
+            model,
+            sample,
+            Place.of(hardware.device),
+            static=config.use_static_profiling,
+            empirical=config.use_empirical_fallback,
+        )
     return Profiled(profile, _under_settings(model, profile, sample, config, hardware))
 
 
@@ -181,30 +188,35 @@ def _quiet_fake_tensors() -> Iterator[None]:
         log.disabled = before
 
 
-def _rehearsed(
+def rehearsed(
     model: nn.Module,
     sample: Sample,
     config: Config,
     hardware: Hardware,
-    known: Profiled | None,
-    on_likely: Callable[[Plan], None] | None,
-) -> Plan:
+    known: Profiled | None = None,
+    on_likely: Callable[[Plan], None] | None = None,
+) -> tuple[Plan, float]:
+    """The plan, and what the engine's first choice needs by simulation over what it needs by the engine's count.
+
+    To be called in a `rehearsal`; otherwise as `make_plan`.
+    """
     try:
         look = look_at(model, sample, config, hardware, known, on_likely)
     except torch.OutOfMemoryError:
         note = f"a step of the plain model on {sample.describe()} runs out of memory, so that it was not profiled"
-        return decide_by_structure(model, find_blocks(model), hardware, config, notes=(note,))
+        return decide_by_structure(model, find_blocks(model), hardware, config, notes=(note,)), 1.0
     profile, plan = look.profile, look.plan
     try:
         if profile.source != "static":
-            return _measured(model, plan, profile, sample, config, hardware)
+            return _measured(model, plan, profile, sample, config, hardware), 1.0
         plain = _plain_step(model, profile, sample, hardware)
         predicted = predict(model, plan, sample, Place.of(hardware.device), config, plain)
-        return _within(model, look, predicted, sample, config, hardware)
+        excess = predicted.predicted_peak_bytes / max(1, plan.predicted_peak_bytes)
+        return _within(model, look, predicted, sample, config, hardware), excess
     except Exception as error:
         how = "simulated" if profile.source == "static" else "run"
         note = f"the plan could not be {how} ({type(error).__name__}), its peak is an estimate"
-        return replace(plan, notes=(*plan.notes, *_way(profile), note))
+        return replace(plan, notes=(*plan.notes, *_way(profile), note)), 1.0
 
 
 def _under_settings(
@@ -214,14 +226,13 @@ def _under_settings(
     head = find_head(model)[1]
     batch = Batch(*sample.positions_and_tokens(), 0 if head is None else head.out_features)
     quiet = config.replace(enable_logging=False)
-    blocks = find_blocks(model)
     tier: Tier = "disk" if hardware.device.kind == "cpu" else "host"
     home = tier if config.enable_offloading else None
     found = []
     for setting in settings_for(hardware, config, batch):
         needs = profile
         if setting.changes_the_profile and profile.source == "static":
-            alone = setting.alone(blocks, home)
+            alone = setting.alone(find_blocks(model), home)
             needs = profile_static(
                 model,
                 sample,
@@ -262,6 +273,7 @@ def _within(
     profile, plan = look.profile, look.plan
     room = room_of(hardware, config)
     plain = Step(predicted.baseline_peak_bytes, predicted.baseline_saved_bytes)
+    simulated = {plan.actions: predicted}
     more = 0
     for closely in (False, *(True,) * ATTEMPTS):
         if plan.predicted_peak_bytes > usable(room) or fits(predicted, hardware, config):
@@ -273,7 +285,12 @@ def _within(
             for setting, needs in look.under
         ]
         plan = decide(profile, hardware, config, under=under, margin=room - usable(room), closely=closely)
-        predicted = predict(model, plan, sample, Place.of(hardware.device), config, plain)
+        same = simulated.get(plan.actions)
+        if same is None:
+            predicted = predict(model, plan, sample, Place.of(hardware.device), config, plain)
+            simulated[plan.actions] = predicted
+        else:
+            predicted = with_figures_of(plan, same)
     notes = list(predicted.notes)
     if profile.blocks_left_out >= DEEP:
         notes.append(f"the plain step was not simulated: its figures follow from {profile.reason}")
@@ -283,16 +300,14 @@ def _within(
     return replace(predicted, notes=tuple(notes))
 
 
-def estimates_of(
-    profiled: Callable[[int], Profiled], sizes: Sequence[int], config: Config, hardware: Hardware
-) -> Estimates:
-    """What sizes of a batch need and take, by profiles of a few; to be used in a `rehearsal`."""
-    room = usable(room_of(hardware, config))
-    return Estimates(lambda size: profiled(size).under, sizes, hardware, config, room)
+def _what_would_fit(
+    model: nn.Module, sample: Sample, config: Config, hardware: Hardware, excess: float
+) -> tuple[str, ...]:
+    """In words, what could be trained instead of a batch that no plan makes fit.
 
-
-def _what_would_fit(model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> tuple[str, ...]:
-    """In words, what could be trained instead of a batch that no plan makes fit."""
+    Other sizes will need more than the engine reckons as well, if this one does: `excess` times as much.
+    """
+    room = int(usable(room_of(hardware, config)) / max(1.0, excess))
     # Batches of other sizes have no values to run with.
     without_values = config.replace(use_empirical_fallback=False)
     for what, size, resized in (
@@ -301,12 +316,12 @@ def _what_would_fit(model: nn.Module, sample: Sample, config: Config, hardware: 
     ):
         if size > 1:
             sizes = sorted({size, max(1, size // 2), max(1, size // 4)})
-
-            def of_size(size: int, resized: Callable[..., Sample] = resized) -> Profiled:
-                return profiled(model, resized(model, sample, size), without_values, hardware)
-
             try:
-                most = estimates_of(of_size, sizes, config, hardware).largest(size - 1)
+                known = [
+                    (each, profiled(model, resized(model, sample, each), without_values, hardware).under)
+                    for each in sizes
+                ]
+                most = Estimates(known, hardware, config, room).largest(size - 1)
             except ProfileError:
                 continue  # of another size it is another model
             if most:

@@ -138,6 +138,13 @@ def _asked_for(model: nn.Module, executor: Executor) -> Callable[[torch.Tensor],
     return backward
 
 
+def with_figures_of(plan: Plan, other: Plan) -> Plan:
+    """The plan with the figures that another one was predicted to have, which does the same."""
+    plain = Step(other.baseline_peak_bytes, other.baseline_saved_bytes)
+    planned = Step(other.predicted_peak_bytes, other.predicted_saved_bytes)
+    return _filled_in(plan, plain, planned, other.prediction_source)
+
+
 def _filled_in(plan: Plan, plain: Step, planned: Step, source: PredictionSource) -> Plan:
     return replace(
         plan,

@@ -42,7 +42,9 @@ def test_a_pass_without_gradients_saves_nothing(name: str) -> None:
             with grad_off():
                 torch.manual_seed(1)
                 expected = family.loss(plain, family.batch())
-            if name == "transformer_encoder":  # hooks keep torch from a kernel that it has for evaluation alone
+            if (
+                name == "transformer_encoder"
+            ):  # hooks keep torch from a kernel that it has for evaluation alone
                 torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
             else:
                 assert torch.equal(loss, expected)

@@ -4,20 +4,22 @@ from memscale.engine.engine import (
     decide,
     fastest_seconds,
     has_plan_within,
-    least_by_hand,
     plain_point,
     plan_of,
+    points_by_hand,
     points_of,
     room_of,
 )
+from memscale.engine.mixtures import mixed_seconds
 
 __all__ = [
     "decide",
     "fastest_seconds",
     "has_plan_within",
-    "least_by_hand",
+    "mixed_seconds",
     "plain_point",
     "plan_of",
+    "points_by_hand",
     "points_of",
     "room_of",
 ]

@@ -24,7 +24,6 @@ __all__ = [
     "decide",
     "fastest_seconds",
     "has_plan_within",
-    "least_by_hand",
     "plain_point",
     "plan_of",
     "points",
@@ -215,44 +214,39 @@ def _sharpened(
     if verdict.within is None:
         return verdict
     profile = next(needs for setting, needs in under if setting is chosen.setting)
-    rows = _rows(profile, hardware, config, chosen.setting, chosen.ahead)
     best = chosen
-    for row in rows.rows():
-        trade = fastest_within(row, verdict.within)
-        if trade is not None and trade.seconds < best.seconds:
-            point = _point(rows, trade, Candidate(_choices(trade)), chosen.setting)
-            if point.home_bytes <= _room_below(hardware, config):
-                best = point
+    for depth in sorted(_depths(hardware, config), key=lambda depth: depth != chosen.ahead):
+        rows = _rows(profile, hardware, config, chosen.setting, depth)
+        for row in rows.rows():
+            trade = fastest_within(row, verdict.within, faster_than=best.seconds)
+            if trade is not None:
+                point = _point(rows, trade, Candidate(_choices(trade)), chosen.setting)
+                if point.home_bytes <= _room_below(hardware, config):
+                    best = point
     return replace(verdict, point=best)
 
 
 def fastest_seconds(
-    under: Sequence[tuple[Setting, ModelProfile]], hardware: Hardware, config: Config, peak: int
+    under: Sequence[tuple[Setting, ModelProfile]],
+    hardware: Hardware,
+    config: Config,
+    peak: int,
+    faster_than: float = math.inf,
 ) -> float | None:
-    """About the step time of the fastest plan up to a peak; None if there is none."""
-    best = math.inf
+    """About the step time of the fastest plan up to a peak; None if there is none, or none that is faster."""
+    best = faster_than
     for row in _every_row(under, hardware, config):
         trade = fastest_within(row, peak, ROUGHLY, faster_than=best)
         best = best if trade is None else trade.seconds
-    return None if best == math.inf else best
+    return None if best == faster_than else best
 
 
 def has_plan_within(
     under: Sequence[tuple[Setting, ModelProfile]], hardware: Hardware, config: Config, peak: int
 ) -> bool:
-    """Whether there is a plan up to a peak."""
-    for setting, needs in under:  # most often it is one that is tried by hand
-        tried = points_by_hand(needs, hardware, config, setting)
-        if any(point.peak_bytes <= peak for point in tried):
-            return True
+    """Whether the frontier has a plan up to a peak."""
     rows = reversed(list(_every_row(under, hardware, config)))  # at home is what needs the least
     return any(fastest_within(row, peak, ROUGHLY) is not None for row in rows)
-
-
-def least_by_hand(under: Sequence[tuple[Setting, ModelProfile]], hardware: Hardware, config: Config) -> int:
-    """The least peak of the plans that one would try by hand."""
-    tried = (points_by_hand(needs, hardware, config, setting) for setting, needs in under)
-    return min(point.peak_bytes for found in tried for point in found)
 
 
 def _every_row(
