@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +28,6 @@ __all__ = ["BatchFit", "BatchSizes", "batch_sizes"]
 MOST_SAMPLES = 2**16
 EXACT_TO = 64  # sizes above are found to within a sixty-fourth
 HALVINGS = 6  # of the largest size, to begin the search for the fastest one with
-NEAR = 6  # sizes that differ by such a part of them are compared by the frontier
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ def batch_sizes(model: nn.Module, sample: Sample, config: Config, hardware: Hard
             limit = max(most_positions(model), length)
             known = sorted({length, max(1, length // 2), min(limit, 4 * length)})
             lengths = _Sizes(functools.partial(with_length, model, sample), known, limit)
-            longest = search.most(lengths, search.estimates(lengths))
+            longest = search.at_limit(lengths) or search.most(lengths, search.estimates(lengths))
     return BatchSizes(hardware.device.describe(), search.room, largest, longest, fastest)
 
 
@@ -153,6 +151,15 @@ class _Search:
         known = [(size, self._profiled(sizes.sample(size), self._config).under) for size in sizes.known]
         return Estimates(known, self._hardware, self._config, usable(self.room))
 
+    def at_limit(self, sizes: _Sizes) -> BatchFit | None:
+        """The largest size that there is, if it is not too far to be looked at first, and fits."""
+        if sizes.most not in sizes.known:
+            return None
+        sample = sizes.sample(sizes.most)
+        known = [(sizes.most, self._profiled(sample, self._config).under)]
+        alone = Estimates(known, self._hardware, self._config, usable(self.room))
+        return self._fit(sample, self._config)[0] if alone.has_room(sizes.most) else None
+
     def most(self, sizes: _Sizes, estimates: Estimates) -> BatchFit | None:
         """The largest size that fits, by simulation; that no larger one does is estimated.
 
@@ -179,7 +186,10 @@ class _Search:
         return best
 
     def fastest(self, sizes: _Sizes, estimates: Estimates, largest: int) -> BatchFit | None:
-        """The batch with the most samples a second, of those up to the largest that fits."""
+        """The batch with the most samples a second, of those up to the largest that fits.
+
+        Sizes are compared by mixtures of plans (Note [Mixed plans]); the one that is answered has its own plan.
+        """
 
         def about(size: int) -> float:
             seconds = estimates.about_seconds(size)
@@ -193,24 +203,12 @@ class _Search:
             between = {(one + other) // 2 for one, other in pairs if (other - one) * EXACT_TO > other}
             between -= set(tried)
             tried = sorted({*tried, *between})
-        best = max(tried, key=about)
         quick = self._config.replace(memory_budget=self.room)
-        others = sorted(tried, key=about, reverse=True)
-        for size in dict.fromkeys((*self._by_frontier(best, largest, estimates), *others)):
+        for size in sorted(tried, key=about, reverse=True):
             found, _ = self._fit(sizes.sample(size), quick)
             if found is not None:
                 return found
         return None
-
-    def _by_frontier(self, about: int, largest: int, estimates: Estimates) -> list[int]:
-        """A size and some near it, the one that is fastest by the frontier first."""
-        rates: dict[int, float] = {}
-        for size in (about, about - about // NEAR, min(largest, about + about // NEAR)):
-            best = max(rates.values(), default=0.0)
-            seconds = estimates.seconds(size, faster_than=size / best if best else math.inf)
-            if seconds is not None:
-                rates[size] = size / seconds
-        return sorted(rates, key=lambda size: -rates[size])
 
     def _fit(self, sample: Sample, config: Config) -> tuple[BatchFit | None, float]:
         """A batch with its simulated plan, None if that does not fit; and the simulated peak over the engine's own."""

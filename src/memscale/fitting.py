@@ -10,14 +10,13 @@ rounds: so what is found is an estimate, and whoever gives it to a user simulate
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any
 
 from memscale.config import Config
-from memscale.engine import fastest_seconds, has_plan_within, mixed_seconds, points_by_hand
+from memscale.engine import has_plan_within, mixed_seconds, points_by_hand
 from memscale.engine.rules import Point
 from memscale.engine.settings import Setting
 from memscale.errors import ProfileError
@@ -55,7 +54,7 @@ class Estimates:
         self._room = room
         self._under = cache(self._under_size)
         self._by_hand = cache(self._tried_by_hand)
-        self.about_seconds = cache(self._mixed_seconds)
+        self.about_seconds = cache(self._about_seconds)
 
     def knowing(self, size: int, under: Under) -> Estimates:
         """The same with a size more that is known, in place of the one nearest to it."""
@@ -67,10 +66,6 @@ class Estimates:
     def within(self, room: int) -> Estimates:
         """The same with other room."""
         return Estimates(self._known, self._hardware, self._config, room)
-
-    def seconds(self, size: int, faster_than: float = math.inf) -> float | None:
-        """The step time of the fastest plan that has room; None if none has, or none that is faster."""
-        return fastest_seconds(self._under(size), self._hardware, self._config, self._room, faster_than)
 
     def has_room(self, size: int) -> bool:
         if any(point.peak_bytes <= self._room for point in self._by_hand(size)):
@@ -99,8 +94,8 @@ class Estimates:
             for point in points_by_hand(needs, self._hardware, self._config, setting)
         ]
 
-    def _mixed_seconds(self, size: int) -> float | None:
-        """The same as `seconds`, less exactly, and sooner."""
+    def _about_seconds(self, size: int) -> float | None:
+        """About the step time of the fastest plan that has room; None if none has. See Note [Mixed plans]."""
         return mixed_seconds(self._by_hand(size), self._room)
 
     def _about(self, most: int) -> int:

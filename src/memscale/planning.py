@@ -32,8 +32,9 @@ from memscale.sizes import batch_size_of, length_of, with_batch_size, with_lengt
 from memscale.techniques.loss import find_head
 from memscale.units import format_bytes
 
-ATTEMPTS = 3  # at a plan that fits, if the simulation finds that the engine's does not
-DEEP = 24  # equal blocks beyond the two that the profile runs, from which on a plain step is not simulated
+# At a plan that fits, if the simulation finds that the engine's does not: with a closer look, or without.
+ATTEMPTS = (True, False, True, True)
+DEEP = 8  # equal blocks beyond the two that the profile runs, from which on a plain step is not simulated
 
 
 def make_plan(
@@ -266,16 +267,16 @@ def _within(
 ) -> Plan:
     """The plan, made anew if the simulation shows that it needs more than the engine reckoned.
 
-    First the plan that the engine has without a closer look. Then what was needed more is reckoned with, as if forward
-    left it for backward: the optimizer's step is known exactly. Of a plan that the engine knows not to fit the user has
-    been told already.
+    What was needed more is reckoned with, as if forward left it for backward: the optimizer's step is known exactly. If
+    that does not do, the plan that the engine has without a closer look is next, and then still more is reckoned with.
+    Of a plan that the engine knows not to fit the user has been told already.
     """
     profile, plan = look.profile, look.plan
     room = room_of(hardware, config)
     plain = Step(predicted.baseline_peak_bytes, predicted.baseline_saved_bytes)
     simulated = {plan.actions: predicted}
     more = 0
-    for closely in (False, *(True,) * ATTEMPTS):
+    for closely in ATTEMPTS:
         if plan.predicted_peak_bytes > usable(room) or fits(predicted, hardware, config):
             break
         if closely:

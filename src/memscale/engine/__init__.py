@@ -2,7 +2,6 @@
 
 from memscale.engine.engine import (
     decide,
-    fastest_seconds,
     has_plan_within,
     plain_point,
     plan_of,
@@ -14,7 +13,6 @@ from memscale.engine.mixtures import mixed_seconds
 
 __all__ = [
     "decide",
-    "fastest_seconds",
     "has_plan_within",
     "mixed_seconds",
     "plain_point",

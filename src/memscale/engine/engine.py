@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -22,7 +21,6 @@ from memscale.units import format_bytes
 
 __all__ = [
     "decide",
-    "fastest_seconds",
     "has_plan_within",
     "plain_point",
     "plan_of",
@@ -34,7 +32,8 @@ __all__ = [
 
 MOST_BUCKET_BYTES = 64 * 2**20  # long enough runs to be read fast
 LEAST_BUCKET_BYTES = 2**20
-ROUGHLY = 40  # partial plans kept where a step time within a hundredth will do
+ROUGHLY = 40  # partial plans kept where it is enough to know that there is a plan, or about how fast one is
+SURE = 400  # a closer look leaves such a part of a peak free, or every other plan would have to be made anew
 DIGITS = 6  # of ratios: a plan's text must not hang on the last bit of a float
 
 
@@ -214,31 +213,23 @@ def _sharpened(
     if verdict.within is None:
         return verdict
     profile = next(needs for setting, needs in under if setting is chosen.setting)
-    best = chosen
-    for depth in sorted(_depths(hardware, config), key=lambda depth: depth != chosen.ahead):
-        rows = _rows(profile, hardware, config, chosen.setting, depth)
-        for row in rows.rows():
-            trade = fastest_within(row, verdict.within, faster_than=best.seconds)
-            if trade is not None:
-                point = _point(rows, trade, Candidate(_choices(trade)), chosen.setting)
-                if point.home_bytes <= _room_below(hardware, config):
-                    best = point
-    return replace(verdict, point=best)
-
-
-def fastest_seconds(
-    under: Sequence[tuple[Setting, ModelProfile]],
-    hardware: Hardware,
-    config: Config,
-    peak: int,
-    faster_than: float = math.inf,
-) -> float | None:
-    """About the step time of the fastest plan up to a peak; None if there is none, or none that is faster."""
-    best = faster_than
-    for row in _every_row(under, hardware, config):
-        trade = fastest_within(row, peak, ROUGHLY, faster_than=best)
-        best = best if trade is None else trade.seconds
-    return None if best == faster_than else best
+    limit = verdict.within - verdict.within // SURE
+    ways = [
+        (rows, row)
+        for depth in _depths(hardware, config)
+        for rows in (_rows(profile, hardware, config, chosen.setting, depth),)
+        for row in rows.rows()
+    ]
+    found = [fastest_within(row, limit, ROUGHLY) for _, row in ways]
+    fitting = [(trade.seconds, index) for index, trade in enumerate(found) if trade is not None]
+    if not fitting:
+        return verdict
+    rows, row = ways[min(fitting)[1]]
+    trade = fastest_within(row, limit, faster_than=chosen.seconds)
+    if trade is None:
+        return verdict
+    point = _point(rows, trade, Candidate(_choices(trade)), chosen.setting)
+    return replace(verdict, point=point) if point.home_bytes <= _room_below(hardware, config) else verdict
 
 
 def has_plan_within(
