@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from memscale.errors import PlanError
 from memscale.execution_plan import (
     DECISION_SOURCES,
+    MOST_TRADES,
     PREDICTION_SOURCES,
     SCHEMA,
     Checkpointing,
@@ -301,3 +302,16 @@ def test_the_summary_is_one_line() -> None:
         "1.25× (simulated)"
     )
     assert str(Plan(())).startswith("Plan for an unnamed device (balanced): nothing on any of 0 layers;")
+
+
+def test_a_dozen_trades_are_shown_the_ends_among_them() -> None:
+    points = tuple(
+        FrontierPoint(f"trade {number}.", 10**9 - number, 1 + number / 100) for number in range(50)
+    )
+    text = Plan(layers=(), frontier=points).explain()
+    assert sum(f"trade {number}." in text for number in range(50)) == MOST_TRADES
+    assert "trade 0." in text
+    assert "trade 49." in text
+    assert f"{50 - MOST_TRADES} more" in text
+    few = Plan(layers=(), frontier=points[:3]).explain()
+    assert "more" not in few

@@ -116,14 +116,13 @@ class Estimates:
         return min(point.peak_bytes for point in self._by_hand(size))
 
 
-def largest_that(fits: Callable[[int], bool], most: int, *, around: int, parts: int | None = None) -> int:
+def largest_that(fits: Callable[[int], bool], most: int, *, around: int) -> int:
     """The largest number up to `most` that fits, if all below one that fits do; 0 if none does.
 
     Args:
         fits: Asked as seldom as may be.
         most: The largest to look at.
         around: Where to begin, in steps that double.
-        parts: How exact it must be: to within that part of it; if None, it is.
 
     Example:
         >>> largest_that(lambda number: number <= 700, 1000, around=690)
@@ -132,7 +131,7 @@ def largest_that(fits: Callable[[int], bool], most: int, *, around: int, parts: 
     low, high = 0, most + 1  # the first fits, the second does not
     number = min(max(1, around), most)
     step = max(1, number // FINE)
-    while high - low > (1 if parts is None else max(1, low // parts)):
+    while high - low > 1:
         if fits(number):
             low = number
         else:
