@@ -26,6 +26,7 @@ from memscale.profiler import ModelProfile
 __all__ = ["Estimates", "Under", "largest_that", "profile_between"]
 
 FINE = 64  # the first step from where a search begins is such a part of it
+STEPS = 4  # in which the parameters of layers are put at home, in the plans by hand that sizes are compared by
 SECANTS = 4  # looks for where to begin
 
 Under = Sequence[tuple[Setting, ModelProfile]]
@@ -91,7 +92,7 @@ class Estimates:
         return [
             point
             for setting, needs in self._under(size)
-            for point in points_by_hand(needs, self._hardware, self._config, setting)
+            for point in points_by_hand(needs, self._hardware, self._config, setting, steps=STEPS)
         ]
 
     def _about_seconds(self, size: int) -> float | None:

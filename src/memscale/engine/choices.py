@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from memscale.profiler.profile import BlockProfile, ModelProfile, OpProfile
@@ -39,6 +39,7 @@ class Choice:
 
 PLAIN = Choice()
 AS_IT_IS = "as it is"
+SERVES = 4  # times the best length of segments, beyond which none is looked at; with 3 or 6 plans are slower
 ODD_SHARE = 50  # odd blocks that hold less than a fiftieth of what the stacks hold are not worth a choice
 
 
@@ -151,11 +152,11 @@ def uniform(profile: ModelProfile, *, recompute: bool, home: bool) -> Iterator[C
             yield Candidate(_at_home(candidate.choices, everywhere, at_home))
 
 
-def by_hand(profile: ModelProfile, *, home: bool) -> Iterator[Candidate]:
+def by_hand(profile: ModelProfile, *, home: bool, steps: int | None = None) -> Iterator[Candidate]:
     """Full checkpointing, and what one would add by hand where that is not enough.
 
-    The parameters of the last layers at home, one layer more at a time; then those of all blocks. Nothing if no block
-    can be recomputed.
+    The parameters of the last layers at home, one layer more at a time, or in so many steps; then those of all blocks.
+    Nothing if no block can be recomputed.
     """
     full = next(
         (each for each in uniform(profile, recompute=True, home=False) if each.is_full_checkpointing), None
@@ -166,7 +167,8 @@ def by_hand(profile: ModelProfile, *, home: bool) -> Iterator[Candidate]:
     if home:
         layers = [index for index, block in enumerate(called_blocks(profile)) if block.role == "repeated"]
         at_home: dict[int, Choice] = {}
-        for count in range(1, len(layers) + 1):
+        more = 1 if steps is None else max(1, len(layers) // steps)
+        for count in range(more, len(layers) + 1, more):
             yield replace(full, choices=_at_home(full.choices, layers[-count:], at_home))
         yield replace(full, choices=_at_home(full.choices, range(len(full.choices)), at_home))
 
@@ -183,6 +185,8 @@ def _at_home(
 
 def _recomputed(blocks: Sequence[BlockProfile]) -> Iterator[Candidate]:
     repeated = [block for block in blocks if block.role == "repeated" and can_recompute(block)]
+    stacks = stack_sizes(blocks)
+    kinds = {(block.container, block.saved_bytes, block.boundary_bytes): block for block in repeated}.values()
     odd = odd_blocks(blocks)
     most_ops = max((len(worth_keeping(block)) for block in repeated), default=0)
     products = [worth_keeping(block) for block in blocks]
@@ -193,10 +197,33 @@ def _recomputed(blocks: Sequence[BlockProfile]) -> Iterator[Candidate]:
             continue
         for length in lengths:
             for kept_ops in range(most_ops + 1):
+                if length > 1 and not any(
+                    serves(length, block, worth_keeping(block)[:kept_ops], stacks) for block in kinds
+                ):
+                    continue
                 made = _alike(blocks, products, length, kept_ops, odd if with_odd else ())
                 choices = tuple(known.setdefault(choice, choice) for choice in made)
                 full = length == 1 and kept_ops == 0 and not with_odd
                 yield Candidate(choices, is_full_checkpointing=full)
+
+
+def stack_sizes(blocks: Sequence[BlockProfile]) -> Counter[str]:
+    """How many blocks there are in each container."""
+    return Counter(block.container for block in blocks)
+
+
+def serves(
+    length: int, block: BlockProfile, keep: Sequence[OpProfile], stacks: Mapping[str, int]
+) -> bool:
+    """Whether so many of a stack's blocks are worth a look as one segment, if each keeps some products.
+
+    With n blocks in segments of k, n/k inputs are held, and what k blocks forget comes back at once: the sum is the
+    least at some k, where both are equal. Shorter and somewhat longer segments serve where something else is the peak,
+    or in the first layers, when little is held. One that brings back twice that least sum alone serves nobody.
+    """
+    comes_back = block.saved_bytes // max(1, block.calls) - sum(op.output_bytes for op in keep)
+    inputs = stacks[block.container] * block.boundary_bytes
+    return length**2 * max(1, comes_back) <= SERVES**2 * inputs
 
 
 def segment_lengths(count: int) -> tuple[int, ...]:

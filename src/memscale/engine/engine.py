@@ -179,12 +179,17 @@ def points(
 
 
 def points_by_hand(
-    profile: ModelProfile, hardware: Hardware, config: Config, setting: Setting = NOTHING
+    profile: ModelProfile,
+    hardware: Hardware,
+    config: Config,
+    setting: Setting = NOTHING,
+    *,
+    steps: int | None = None,
 ) -> list[Point]:
-    """What one would try by hand, nothing at all first."""
+    """What one would try by hand, nothing at all first; parameters at home in so many steps, or layer by layer."""
     candidates = list(uniform(profile, recompute=config.enable_checkpointing, home=config.enable_offloading))
     if config.enable_checkpointing:
-        candidates += by_hand(profile, home=config.enable_offloading)
+        candidates += by_hand(profile, home=config.enable_offloading, steps=steps)
     found = points_of(candidates, profile, hardware, config, setting)
     return [found[0], *_with_room_below(found[1:], hardware, config)]
 

@@ -35,7 +35,7 @@ What = TypeVar("What")
 Number = TypeVar("Number", int, float)
 
 MOST = 3000  # partial plans kept, shared out among the positions
-LEAST = 130  # partial plans kept at a position, however many positions there are
+LEAST = 100  # partial plans kept at a position, however many positions there are
 WITHIN = 300  # partial plans kept at a position if the peak is given
 
 
@@ -117,6 +117,7 @@ def _partial_plans(
     """
     count = len(row.options)
     rests = _rests(row)
+    to_come = _to_come(row)
     live = _least(row, lambda option: option.resident + option.held) if limit is not None else {}
     seconds = _least(row, lambda option: option.seconds) if faster_than < math.inf else {}
     known: dict[tuple[int, ...], Moves] = {}  # equal positions have the same options
@@ -126,7 +127,7 @@ def _partial_plans(
         dropped = row.dropped_before(position)
         for phase in row.phases:
             state = (position, phase)
-            labels = Labels.together(reached.pop(state, ()))
+            labels = Labels.together(reached.pop(state, ())).lifted(to_come[state])
             if limit is not None:
                 labels = labels.within(limit, row, rests[state], live[state])
             if seconds:
@@ -161,6 +162,26 @@ def _rests(row: Row[What]) -> dict[State, Rest | None]:
                     )
                 )
             found[position, phase] = ways.pop() if len(ways) == 1 else None
+    return found
+
+
+def _to_come(row: Row[What]) -> dict[State, int]:
+    """What the rest of the row will need at its highest, above what is live, even if nothing but that is looked at.
+
+    It is counted as `Labels` count backward: without what will be resident, and the gradients that will be left.
+    """
+    count = len(row.options)
+    end = max(row.loss + row.dropped_before(count), row.tail)
+    found: dict[State, int] = {(count, phase): end for phase in row.phases}
+    for position in reversed(range(count)):
+        for phase in row.phases:
+            ways = [
+                max(option.backward, option.held + found[after]) - option.gradient
+                for _, option, after in following(row, (position, phase))
+                if after in found
+            ]
+            if ways:
+                found[position, phase] = min(ways)
     return found
 
 

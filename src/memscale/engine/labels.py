@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,7 +17,7 @@ __all__ = ["Labels", "Moves", "Rest"]
 
 What = TypeVar("What")
 
-CELLS = 512  # along each side of a grid that thins out what is too much to compare
+CROWD = 4  # times as many as wanted are thinned out by a grid before they are compared, which would take long
 DENSE = 2**15  # cells of a grid that are all written down; of more, those that are not empty
 CHUNK = 512  # partial plans that are compared with the others at a time
 
@@ -120,6 +121,12 @@ class Labels:
             )
             yield (state[0] + span, phase), those
 
+    def lifted(self, to_come: int) -> Labels:
+        """With the most in backward no less than what is still to come will make of it, whatever is chosen."""
+        live, forward, backward, stepping = self.bytes.unbind(1)
+        backward = torch.maximum(backward, live + to_come)
+        return Labels(torch.stack((live, forward, backward, stepping), dim=1), self.seconds, self.trail)
+
     def within(self, limit: int, row: Row[What], rest: Rest | None, least_live: int) -> Labels:
         """Those that may still end below a limit."""
         live, forward, backward, stepping = self.bytes.unbind(1)
@@ -147,40 +154,27 @@ class Labels:
         if len(self) < 2:
             return self
         labels = self._those(torch.sort(self.seconds, stable=True).indices)
-        if limited and rest is not None:
-            labels = labels._those(_falling(labels.bytes[:, 0]))
-        elif len(labels) > 8 * most:  # comparing each with each would take long
-            labels = labels._on_grid(rest, CELLS)
-        if not limited or rest is None:
-            labels = labels._undominated(rest)
+        columns = _live_alone if limited and rest is not None else functools.partial(_compared, rest=rest)
+        if len(labels) > CROWD * most:
+            labels = labels._on_grid(columns(labels), max(2, most * 3 // 4))
+        labels = labels._undominated(columns(labels))
         cells = most // 2
         while len(labels) > most and cells > 1:
-            labels = labels._on_grid(rest, cells)
-            cells = cells * 2 // 3
+            labels = labels._on_grid(columns(labels), cells)
+            cells = cells * 4 // 5
         return labels
 
-    def _compared(self, rest: Rest | None) -> Tensor:
-        """What decides which label is better, besides time: as few numbers as will do."""
-        live, forward, backward, stepping = self.bytes.unbind(1)
-        if rest is not None:
-            end = torch.maximum(forward, backward + rest.gradient)
-            return torch.stack((live, torch.maximum(end, stepping + rest.stepping)), dim=1)
-        columns = [live, backward]
-        if (forward > backward).any():  # else it never counts: backward's can only grow more
-            columns.append(forward)
-        if (stepping != stepping[0]).any():
-            columns.append(stepping)
-        return torch.stack(columns, dim=1)
+    def _on_grid(self, compared: Tensor, cells: int) -> Labels:
+        """Two of each cell of a grid: the fastest and the smallest, or the ends would be lost.
 
-    def _on_grid(self, rest: Rest | None, cells: int) -> Labels:
-        """Two of each cell of a grid: the fastest and the one with the least live, or the ends would be lost."""
-        compared = self._compared(rest)
-        least = compared.amin(dim=0)
-        width = torch.clamp((compared.amax(dim=0) - least) // (cells - 1), min=1)
+        Where bytes are few, less of them cost the most time: there the cells are narrow, and wide at the other end.
+        """
+        above = (compared - compared.amin(dim=0)).double()
+        share = above / torch.clamp(above.amax(dim=0), min=1)
         key = torch.zeros(len(self), dtype=torch.int64)
-        for column in torch.div(compared - least, width, rounding_mode="floor").unbind(1):
-            key = key * (cells + 1) + column
-        if (cells + 1) ** compared.shape[1] > DENSE:
+        for column in (share.sqrt() * (cells - 1)).long().unbind(1):
+            key = key * cells + column
+        if cells ** compared.shape[1] > DENSE:
             key = torch.unique(key, return_inverse=True)[1]
         count = len(self)
         numbers = torch.arange(count)
@@ -192,9 +186,10 @@ class Labels:
         kept[compared.argmin(dim=0)] = True
         return self._those(torch.nonzero(kept).squeeze(1))
 
-    def _undominated(self, rest: Rest | None) -> Labels:
+    def _undominated(self, compared: Tensor) -> Labels:
         """Those that no other beats; they are sorted by time, so only one that stands before can."""
-        compared = self._compared(rest)
+        if compared.shape[1] == 1:
+            return self._those(_falling(compared[:, 0]))
         if compared.shape[1] == 2:
             firsts, seconds = compared[:, 0].tolist(), compared[:, 1].tolist()
             return self._those(torch.tensor(_below_the_stairs(firsts, seconds), dtype=torch.int64))
@@ -210,6 +205,24 @@ class Labels:
 
     def _those(self, indices: Tensor) -> Labels:
         return Labels(self.bytes[indices], self.seconds[indices], self.trail[indices])
+
+
+def _live_alone(labels: Labels) -> Tensor:
+    return labels.bytes[:, :1]
+
+
+def _compared(labels: Labels, rest: Rest | None) -> Tensor:
+    """What decides which label is better, besides time: as few numbers as will do."""
+    live, forward, backward, stepping = labels.bytes.unbind(1)
+    if rest is not None:
+        end = torch.maximum(forward, backward + rest.gradient)
+        return torch.stack((live, torch.maximum(end, stepping + rest.stepping)), dim=1)
+    columns = [live, backward]
+    if (forward > backward).any():  # else it never counts: backward's can only grow more
+        columns.append(forward)
+    if (stepping != stepping[0]).any():
+        columns.append(stepping)
+    return torch.stack(columns, dim=1)
 
 
 def _falling(numbers: Tensor) -> Tensor:

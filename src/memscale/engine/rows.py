@@ -16,6 +16,8 @@ from memscale.engine.choices import (
     can_chain,
     can_recompute,
     odd_blocks,
+    serves,
+    stack_sizes,
     worth_keeping,
 )
 from memscale.engine.cost import Clock
@@ -64,6 +66,7 @@ class Rows:
         self.terms = terms
         self.blocks = called_blocks(profile)
         self._odd = odd_blocks(self.blocks)
+        self._stacks = stack_sizes(self.blocks)
         # Equal blocks with equal neighbours have equal options, which are worked out once.
         kinds: dict[BlockProfile, int] = {}
         self._kinds = [kinds.setdefault(_anonymous(block), len(kinds)) for block in self.blocks]
@@ -218,6 +221,8 @@ class Rows:
                     continue
                 rest = range(index + 1, index + length)
                 for kept_first, kept in _kept_in(block):
+                    if not serves(length, block, worth_keeping(block)[:kept], self._stacks):
+                        continue
                     choices = [self._recomputed(index, kept_first, home=home)]
                     choices += [self._recomputed(each, kept, home=home, chained=True) for each in rest]
                     found += self._up_and_down(index, tuple(choices))
