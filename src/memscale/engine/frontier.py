@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import torch
 
-from memscale.engine.labels import Labels, Moves, Rest
+from memscale.engine.labels import Labels, Moves, Rest, Span
 from memscale.engine.trades import Option, Row, State, Trade, following, trade_of
 
 __all__ = ["best_trades", "fastest_within"]
@@ -50,7 +50,7 @@ def best_trades(row: Row[What], most: int | None = None) -> list[Trade[What]]:
         most = max(LEAST, MOST // max(1, len(row.options)))
     fastest = _fastest(row)
     rest = _rests(row)[0, 0]
-    if rest is not None and fastest.peak == row.constant + rest.resident + rest.stepping:
+    if rest.is_known and fastest.peak == row.constant + rest.stepping.least:
         return [fastest]  # the optimizer step alone needs as much, whatever else is done
     with _one_thread():
         return _frontier(row, _partial_plans(row, most))
@@ -74,7 +74,8 @@ def fastest_within(
         return fastest
     with _one_thread():
         found = _frontier(row, _partial_plans(row, most or WITHIN, peak - row.constant, faster_than))
-    return next((trade for trade in found if trade.peak <= peak), None)
+    # Up to the limit partial plans count as equals: what the plan needs is to be counted anew.
+    return trade_of(row, found[0].options) if found else None
 
 
 def _fastest(row: Row[What]) -> Trade[What]:
@@ -117,9 +118,9 @@ def _partial_plans(
     """
     count = len(row.options)
     rests = _rests(row)
-    to_come = _to_come(row)
     live = _least(row, lambda option: option.resident + option.held) if limit is not None else {}
     seconds = _least(row, lambda option: option.seconds) if faster_than < math.inf else {}
+    end = _end(row)
     known: dict[tuple[int, ...], Moves] = {}  # equal positions have the same options
     reached: dict[State, list[Labels]] = {(0, 0): [Labels.first(row.seconds)]}
     kept: dict[State, Labels] = {}
@@ -127,12 +128,15 @@ def _partial_plans(
         dropped = row.dropped_before(position)
         for phase in row.phases:
             state = (position, phase)
-            labels = Labels.together(reached.pop(state, ())).lifted(to_come[state])
-            if limit is not None:
-                labels = labels.within(limit, row, rests[state], live[state])
-            if seconds:
-                labels = labels.faster_than(faster_than - seconds[state])
-            labels = kept[state] = labels.thinned(most, rests[state], limited=limit is not None)
+            labels = Labels.together(reached.pop(state, ()))
+            if len(labels):
+                labels = labels.lifted(rests[state])
+                if limit is not None:
+                    labels = labels.within(limit, rests[state], live[state] + end)
+                if seconds:
+                    labels = labels.faster_than(faster_than - seconds[state])
+                labels = labels.thinned(most, rests[state])
+            kept[state] = labels
             if position == count or not len(labels):
                 continue
             key = (phase, *map(id, row.options[position]))
@@ -143,46 +147,36 @@ def _partial_plans(
     return kept
 
 
-def _rests(row: Row[What]) -> dict[State, Rest | None]:
-    """From each state on; None where it depends on the options."""
+def _end(row: Row[What]) -> int:
+    """The most in use where forward ends, above what is live then."""
+    return max(row.loss + row.dropped_before(len(row.options)), row.tail)
+
+
+def _rests(row: Row[What]) -> dict[State, Rest]:
+    """From each state on that leads to the end of the row."""
     count = len(row.options)
-    found: dict[State, Rest | None] = {(count, phase): Rest(0, 0, row.stepping) for phase in row.phases}
-    for position in reversed(range(count)):
-        for phase in row.phases:
-            ways: set[Rest | None] = set()
-            for _, option, after in following(row, (position, phase)):
-                rest = found[after]
-                ways.add(
-                    None
-                    if rest is None
-                    else Rest(
-                        rest.resident + option.resident,
-                        rest.gradient + option.gradient,
-                        rest.stepping + option.stepping,
-                    )
-                )
-            found[position, phase] = ways.pop() if len(ways) == 1 else None
-    return found
-
-
-def _to_come(row: Row[What]) -> dict[State, int]:
-    """What the rest of the row will need at its highest, above what is live, even if nothing but that is looked at.
-
-    It is counted as `Labels` count backward: without what will be resident, and the gradients that will be left.
-    """
-    count = len(row.options)
-    end = max(row.loss + row.dropped_before(count), row.tail)
-    found: dict[State, int] = {(count, phase): end for phase in row.phases}
+    last = Rest(Span(0, 0), Span(0, 0), Span(row.stepping, row.stepping), _end(row))
+    found = {(count, phase): last for phase in row.phases}
     for position in reversed(range(count)):
         for phase in row.phases:
             ways = [
-                max(option.backward, option.held + found[after]) - option.gradient
+                (option, found[after])
                 for _, option, after in following(row, (position, phase))
                 if after in found
             ]
             if ways:
-                found[position, phase] = min(ways)
+                found[position, phase] = Rest(
+                    _span((rest.forward, option.resident) for option, rest in ways),
+                    _span((rest.backward, option.resident + option.gradient) for option, rest in ways),
+                    _span((rest.stepping, option.resident + option.stepping) for option, rest in ways),
+                    min(max(o.backward, o.held + rest.to_come) - o.gradient for o, rest in ways),
+                )
     return found
+
+
+def _span(ways: Iterable[tuple[Span, int]]) -> Span:
+    least, most = zip(*((span.least + more, span.most + more) for span, more in ways), strict=True)
+    return Span(min(least), max(most))
 
 
 def _least(row: Row[What], cost: Callable[[Option[What]], Number]) -> dict[State, Number]:

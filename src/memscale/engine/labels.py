@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import bisect
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from memscale.engine.trades import Option, Row, State, following
 
-__all__ = ["Labels", "Moves", "Rest"]
+__all__ = ["Labels", "Moves", "Rest", "Span"]
 
 What = TypeVar("What")
 
@@ -22,13 +21,32 @@ DENSE = 2**15  # cells of a grid that are all written down; of more, those that 
 CHUNK = 512  # partial plans that are compared with the others at a time
 
 
+class Span(NamedTuple):
+    """From the least to the most of something."""
+
+    least: int
+    most: int
+
+
 @dataclass(frozen=True)
 class Rest:
-    """What the rest of a row adds, where it leaves no choice of that."""
+    """What the rest of a row adds in the end, according to the options that are taken there.
 
-    resident: int
-    gradient: int
-    stepping: int
+    Attributes:
+        forward: to what was needed in forward: what is resident.
+        backward: to what was needed in backward: that and gradients.
+        stepping: to what is needed in the optimizer step.
+        to_come: what it needs itself above what is live now, at the least, counted without what it adds to backward.
+    """
+
+    forward: Span
+    backward: Span
+    stepping: Span
+    to_come: int
+
+    @property
+    def is_known(self) -> bool:
+        return all(span.least == span.most for span in (self.forward, self.backward, self.stepping))
 
 
 class Moves:
@@ -121,48 +139,61 @@ class Labels:
             )
             yield (state[0] + span, phase), those
 
-    def lifted(self, to_come: int) -> Labels:
-        """With the most in backward no less than what is still to come will make of it, whatever is chosen."""
-        live, forward, backward, stepping = self.bytes.unbind(1)
-        backward = torch.maximum(backward, live + to_come)
-        return Labels(torch.stack((live, forward, backward, stepping), dim=1), self.seconds, self.trail)
+    def lifted(self, rest: Rest) -> Labels:
+        """With no less in backward than what is still to come will make of it, whatever is taken then.
 
-    def within(self, limit: int, row: Row[What], rest: Rest | None, least_live: int) -> Labels:
-        """Those that may still end below a limit."""
+        And with nothing in forward, where that is no more: it never counts, because backward's will grow more.
+        """
         live, forward, backward, stepping = self.bytes.unbind(1)
-        known = rest or Rest(0, 0, row.stepping)
-        loss = max(row.loss + row.dropped_before(len(row.options)), row.tail)
+        backward = torch.maximum(backward, live + rest.to_come)
+        return self._with(live, forward * (forward > backward), backward, stepping)
+
+    def within(self, limit: int, rest: Rest, least_live: int) -> Labels:
+        """Those that may still end below a limit; with no less than what will not exceed it, whatever is taken."""
+        live, forward, backward, stepping = self.bytes.unbind(1)
         ends = (
-            live + (least_live + loss),
-            forward + known.resident,
-            backward + (known.resident + known.gradient),
-            stepping + (known.resident + known.stepping),
+            live + least_live,
+            forward + rest.forward.least,
+            backward + rest.backward.least,
+            stepping + rest.stepping.least,
         )
-        return self._those(torch.nonzero(torch.stack(ends).amax(dim=0) <= limit).squeeze(1))
+        those = self._those(torch.nonzero(torch.stack(ends).amax(dim=0) <= limit).squeeze(1))
+        live, forward, backward, stepping = those.bytes.unbind(1)
+        return those._with(
+            live,
+            forward.clamp(min=limit - rest.forward.most),
+            backward.clamp(min=limit - rest.backward.most),
+            stepping.clamp(min=limit - rest.stepping.most),
+        )
+
+    def _with(self, *columns: Tensor) -> Labels:
+        return Labels(torch.stack(columns, dim=1), self.seconds, self.trail)
 
     def faster_than(self, seconds: float) -> Labels:
         return self._those(torch.nonzero(self.seconds < seconds).squeeze(1))
 
-    def thinned(self, most: int, rest: Rest | None, *, limited: bool = False) -> Labels:
-        """Without those that cannot win; about `most` of them, if need be by a grid.
-
-        Args:
-            most: how many.
-            rest: what is known of the rest of the row.
-            limited: they are those within a limit, and so equal in all but what is live, as far as the rest is known.
-        """
+    def thinned(self, most: int, rest: Rest) -> Labels:
+        """Without those that cannot win; about `most` of them, if need be by a grid."""
         if len(self) < 2:
             return self
         labels = self._those(torch.sort(self.seconds, stable=True).indices)
-        columns = _live_alone if limited and rest is not None else functools.partial(_compared, rest=rest)
         if len(labels) > CROWD * most:
-            labels = labels._on_grid(columns(labels), max(2, most * 3 // 4))
-        labels = labels._undominated(columns(labels))
+            labels = labels._on_grid(labels._compared(rest), max(2, most * 3 // 4))
+        labels = labels._undominated(labels._compared(rest))
         cells = most // 2
         while len(labels) > most and cells > 1:
-            labels = labels._on_grid(columns(labels), cells)
+            labels = labels._on_grid(labels._compared(rest), cells)
             cells = cells * 4 // 5
         return labels
+
+    def _compared(self, rest: Rest) -> Tensor:
+        """What decides which label is better, besides time: as few numbers as will do."""
+        live, forward, backward, stepping = self.bytes.unbind(1)
+        others = [forward, backward, stepping]
+        if rest.is_known:
+            end = torch.maximum(forward + rest.forward.most, backward + rest.backward.most)
+            others = [torch.maximum(end, stepping + rest.stepping.most)]
+        return torch.stack([live, *(each for each in others if (each != each[0]).any())], dim=1)
 
     def _on_grid(self, compared: Tensor, cells: int) -> Labels:
         """Two of each cell of a grid: the fastest and the smallest, or the ends would be lost.
@@ -205,24 +236,6 @@ class Labels:
 
     def _those(self, indices: Tensor) -> Labels:
         return Labels(self.bytes[indices], self.seconds[indices], self.trail[indices])
-
-
-def _live_alone(labels: Labels) -> Tensor:
-    return labels.bytes[:, :1]
-
-
-def _compared(labels: Labels, rest: Rest | None) -> Tensor:
-    """What decides which label is better, besides time: as few numbers as will do."""
-    live, forward, backward, stepping = labels.bytes.unbind(1)
-    if rest is not None:
-        end = torch.maximum(forward, backward + rest.gradient)
-        return torch.stack((live, torch.maximum(end, stepping + rest.stepping)), dim=1)
-    columns = [live, backward]
-    if (forward > backward).any():  # else it never counts: backward's can only grow more
-        columns.append(forward)
-    if (stepping != stepping[0]).any():
-        columns.append(stepping)
-    return torch.stack(columns, dim=1)
 
 
 def _falling(numbers: Tensor) -> Tensor:
