@@ -39,7 +39,8 @@ class Choice:
 
 PLAIN = Choice()
 AS_IT_IS = "as it is"
-SERVES = 4  # times the best length of segments, beyond which none is looked at; with 3 or 6 plans are slower
+SHORT = 4  # segments of so many blocks are always looked at
+SERVES = 4  # times the best length, beyond which no others are
 ODD_SHARE = 50  # odd blocks that hold less than a fiftieth of what the stacks hold are not worth a choice
 
 
@@ -219,8 +220,11 @@ def serves(
 
     With n blocks in segments of k, n/k inputs are held, and what k blocks forget comes back at once: the sum is the
     least at some k, where both are equal. Shorter and somewhat longer segments serve where something else is the peak,
-    or in the first layers, when little is held. One that brings back twice that least sum alone serves nobody.
+    or in the first layers, when little is held. One that brings back twice that least sum alone serves nobody; short
+    ones are looked at nevertheless.
     """
+    if length <= SHORT:
+        return True
     comes_back = block.saved_bytes // max(1, block.calls) - sum(op.output_bytes for op in keep)
     inputs = stacks[block.container] * block.boundary_bytes
     return length**2 * max(1, comes_back) <= SERVES**2 * inputs
