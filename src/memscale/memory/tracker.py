@@ -270,9 +270,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         self._meet(args)
         if kwargs:
             self._meet(kwargs.values())
-            result = func(*args, **kwargs)
-        else:
-            result = func(*args)
+        result = self._run(func, args, kwargs or {})
         kind = type(result)
         if kind in self._plain and result.layout is torch.strided:
             self._follow_storage(result, func)  # nearly all results, so without a detour
@@ -281,6 +279,9 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         elif isinstance(result, torch.Tensor):
             self._follow(result, func)
         return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
 
     def _meet(self, values: Iterable[Any]) -> None:
         """Count operands that nobody has seen: what the user had before the block began."""

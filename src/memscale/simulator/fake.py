@@ -19,11 +19,12 @@ from memscale.errors import SimulationError
 from memscale.simulator import known
 from memscale.simulator.kernels import gru_cell, gru_cell_backward
 from memscale.simulator.patches import attribute
-from memscale.simulator.remembered import RememberingMode
+from memscale.simulator.remembered import FORGOTTEN, RememberingMode
 from memscale.simulator.tracking import DeviceTracker, op_name
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 MANY = ("_foreach_", "_fused_")  # operations on many tensors at once
 
@@ -89,7 +90,7 @@ class FakeMode(RememberingMode):  # type: ignore[no-untyped-call]  # its `__init
 
 def is_simulating() -> bool:
     """Are tensors made here and now fake?"""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return torch._C._get_dispatch_mode(_FAKE) is not None
 
 
 class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
@@ -120,6 +121,19 @@ class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__ini
             _remember_value(result, name, args)
         known.follow(result, func, name, args, kwargs)
         return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch._C._len_torch_dispatch_stack() == 1:  # nobody stands between this mode and the fake one
+            mode = torch._C._get_dispatch_mode(_FAKE)
+            if isinstance(mode, RememberingMode):
+                torch._C._unset_dispatch_mode(_FAKE)
+                try:
+                    result = mode.recall(func, args, kwargs)
+                finally:
+                    torch._C._set_dispatch_mode(mode)
+                if result is not FORGOTTEN:
+                    return result
+        return super()._run(func, args, kwargs)
 
     def _device_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.device | None:
         if not isinstance(tensor, FakeTensor):
