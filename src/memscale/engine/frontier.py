@@ -121,7 +121,7 @@ def _partial_plans(
     live = _least(row, lambda option: option.resident + option.held) if limit is not None else {}
     seconds = _least(row, lambda option: option.seconds) if faster_than < math.inf else {}
     end = _end(row)
-    known: dict[tuple[int, ...], Moves] = {}  # equal positions have the same options
+    known: dict[tuple[int, int], Moves] = {}  # equal positions have the same options
     reached: dict[State, list[Labels]] = {(0, 0): [Labels.first(row.seconds)]}
     kept: dict[State, Labels] = {}
     for position in range(count + 1):
@@ -139,7 +139,7 @@ def _partial_plans(
             kept[state] = labels
             if position == count or not len(labels):
                 continue
-            key = (phase, *map(id, row.options[position]))
+            key = (phase, id(row.options[position]))
             if key not in known:
                 known[key] = Moves(row, state)
             for after, those in labels.followed_by(known[key], state, dropped):

@@ -18,6 +18,7 @@ What = TypeVar("What")
 
 CROWD = 4  # times as many as wanted are thinned out by a grid before they are compared, which would take long
 DENSE = 2**15  # cells of a grid that are all written down; of more, those that are not empty
+KEPT_IN_CELL = 1.3  # on average: in many the fastest is the smallest, or alone
 CHUNK = 512  # partial plans that are compared with the others at a time
 
 
@@ -178,13 +179,9 @@ class Labels:
             return self
         labels = self._those(torch.sort(self.seconds, stable=True).indices)
         if len(labels) > CROWD * most:
-            labels = labels._on_grid(labels._compared(rest), max(2, most * 3 // 4))
+            labels = labels._on_grid(labels._compared(rest), most * 3 // 4)
         labels = labels._undominated(labels._compared(rest))
-        cells = most // 2
-        while len(labels) > most and cells > 1:
-            labels = labels._on_grid(labels._compared(rest), cells)
-            cells = cells * 4 // 5
-        return labels
+        return labels if len(labels) <= most else labels._on_grid(labels._compared(rest), most // 2, most)
 
     def _compared(self, rest: Rest) -> Tensor:
         """What decides which label is better, besides time: as few numbers as will do."""
@@ -195,25 +192,31 @@ class Labels:
             others = [torch.maximum(end, stepping + rest.stepping.most)]
         return torch.stack([live, *(each for each in others if (each != each[0]).any())], dim=1)
 
-    def _on_grid(self, compared: Tensor, cells: int) -> Labels:
+    def _on_grid(self, compared: Tensor, side: int, most: int | None = None) -> Labels:
         """Two of each cell of a grid: the fastest and the smallest, or the ends would be lost.
 
         Where bytes are few, less of them cost the most time: there the cells are narrow, and wide at the other end.
+
+        Args:
+            compared: what decides, a row for each label.
+            side: how many cells there are along each side.
+            most: how many labels are wanted; the grid is as coarse as it must be.
         """
         above = (compared - compared.amin(dim=0)).double()
-        share = above / torch.clamp(above.amax(dim=0), min=1)
-        key = torch.zeros(len(self), dtype=torch.int64)
-        for column in (share.sqrt() * (cells - 1)).long().unbind(1):
-            key = key * cells + column
-        if cells ** compared.shape[1] > DENSE:
-            key = torch.unique(key, return_inverse=True)[1]
+        share = (above / torch.clamp(above.amax(dim=0), min=1)).sqrt()
+        cells = _cells(share, side)
+        while most is not None and len(set(cells.tolist())) * KEPT_IN_CELL > most and side > 2:
+            side = side * 4 // 5
+            cells = _cells(share, side)
+        if side ** compared.shape[1] > DENSE:
+            cells = torch.unique(cells, return_inverse=True)[1]
         count = len(self)
         numbers = torch.arange(count)
         size = compared.sum(dim=1)
         kept = torch.zeros(count, dtype=torch.bool)
-        kept[_least_in_each(key, numbers)] = True
+        kept[_least_in_each(cells, numbers)] = True
         # Of equal sizes the first; the product is below 2**63 for any memory there is.
-        kept[_least_in_each(key, (size - size.amin()) * count + numbers) % count] = True
+        kept[_least_in_each(cells, (size - size.amin()) * count + numbers) % count] = True
         kept[compared.argmin(dim=0)] = True
         return self._those(torch.nonzero(kept).squeeze(1))
 
@@ -246,10 +249,18 @@ def _falling(numbers: Tensor) -> Tensor:
     return torch.nonzero(smaller).squeeze(1)
 
 
-def _least_in_each(cell_of: Tensor, numbers: Tensor) -> Tensor:
+def _cells(share: Tensor, side: int) -> Tensor:
+    """The number of the cell that each row is in; a grid has at least two along each side."""
+    first, *others = (share * (max(2, side) - 1)).long().unbind(1)
+    for place in others:
+        first = first * max(2, side) + place
+    return first
+
+
+def _least_in_each(cells: Tensor, numbers: Tensor) -> Tensor:
     """The least number of each cell that has one."""
     most = torch.iinfo(torch.int64).max
-    least = torch.full((int(cell_of.max()) + 1,), most).scatter_reduce_(0, cell_of, numbers, "amin")
+    least = torch.full((int(cells.max()) + 1,), most).scatter_reduce_(0, cells, numbers, "amin")
     return least[least < most]
 
 

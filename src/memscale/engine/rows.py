@@ -89,13 +89,13 @@ class Rows:
         for odd_home in (False, True) if self.terms.home else (False,):
             homes, depth = self._may_be_home(odd_home), self.terms.ahead
             if homes is not None:
-                options = [
-                    [
-                        self._with_those_ahead(option, odd_home, depth)
-                        for option in self._options_at(index, homes)
-                    ]
-                    for index in range(len(self.blocks))
-                ]
+                known: dict[int, list[Option[Choices]]] = {}  # of equal positions they are one list
+                options = []
+                for index in range(len(self.blocks)):
+                    here = self._options_at(index, homes)
+                    if id(here) not in known:
+                        known[id(here)] = [self._with_those_ahead(each, odd_home, depth) for each in here]
+                    options.append(known[id(here)])
                 yield self._row(options, odd_home, depth)
 
     def trade(self, candidate: Candidate) -> Trade[Choices]:
