@@ -27,6 +27,7 @@ __all__ = ["BatchFit", "BatchSizes", "batch_sizes"]
 
 MOST_SAMPLES = 2**16
 EXACT_TO = 64  # sizes above are found to within a sixty-fourth
+FLAT = 32  # to such a part the fastest size is looked for: its neighbours are about as fast
 HALVINGS = 6  # of the largest size, to begin the search for the fastest one with
 
 
@@ -200,7 +201,7 @@ class _Search:
         while between:  # the best and its neighbours
             place = tried.index(max(tried, key=about))
             pairs = itertools.pairwise(tried[max(0, place - 1) : place + 2])
-            between = {(one + other) // 2 for one, other in pairs if (other - one) * EXACT_TO > other}
+            between = {(one + other) // 2 for one, other in pairs if (other - one) * FLAT > other}
             between -= set(tried)
             tried = sorted({*tried, *between})
         quick = self._config.replace(memory_budget=self.room)

@@ -26,7 +26,7 @@ from memscale.profiler import ModelProfile
 __all__ = ["Estimates", "Under", "largest_that", "profile_between"]
 
 FINE = 64  # the first step from where a search begins is such a part of it
-STEPS = 4  # in which the parameters of layers are put at home, in the plans by hand that sizes are compared by
+STEPS = 3  # from nothing to everything, in the plans by hand that sizes are compared by
 SECANTS = 4  # looks for where to begin
 
 Under = Sequence[tuple[Setting, ModelProfile]]

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+from operator import attrgetter
+
 import pytest
 
 from engine.test_rules import LARGE, MIB, block, config_of, profile_of, stack
 from memscale.engine import decide, points_of
-from memscale.engine.choices import by_hand, called_blocks
-from memscale.engine.engine import points
+from memscale.engine.choices import by_hand, called_blocks, uniform
+from memscale.engine.cost import Clock
+from memscale.engine.engine import points, points_by_hand
+from memscale.engine.rows import Rows, Terms
 from memscale.planning import usable
+from memscale.profiler import ModelProfile
 
 WITH_HOMES = config_of(enable_offloading=True)
 
@@ -40,6 +46,40 @@ def test_by_hand_is_full_checkpointing_with_ever_more_layers_at_home() -> None:
     assert layers == [[False], [False, True, True]]
     assert len(list(by_hand(profile, home=False))) == 1
     assert not list(by_hand(stack(3, has_own_checkpointing=True), home=True))
+
+
+def test_in_steps_from_one_end_to_the_other() -> None:
+    profile = stack(12)
+    assert [each.at_home for each in by_hand(profile, home=True, steps=3)] == [0, 4, 8, 12, 12]
+    assert [each.at_home for each in by_hand(stack(2), home=True, steps=3)] == [0, 1, 2, 2]
+    every = points_by_hand(profile, LARGE, WITH_HOMES)
+    few = points_by_hand(profile, LARGE, WITH_HOMES, steps=1)
+    assert len(few) < len(every)
+    ends = [min(point.peak_bytes for point in found) for found in (few, every)]
+    assert ends[0] == ends[1]
+    assert min(point.seconds for point in few) == min(point.seconds for point in every)
+
+
+def longest_segments(profile: ModelProfile) -> tuple[int, int]:
+    """Of the plans by hand, and of the options that the frontier is found on."""
+    blocks = called_blocks(profile)
+    by_hand = [
+        max((len(list(group)) for chained, group in groupby(each.choices, attrgetter("chained")) if chained))
+        for each in uniform(profile, recompute=True, home=False)
+        if any(choice.chained for choice in each.choices)
+    ]
+    rows = Rows(profile, Terms(Clock.of(LARGE), "cuda"))
+    spans = [option.span for row in rows.rows() for here in row.options for option in here]
+    assert len(blocks) == 24
+    return 1 + max(by_hand), max(spans)
+
+
+def test_segments_that_bring_back_too_much_are_not_looked_at() -> None:
+    """24 blocks: of what they save the best segments are of sqrt(24 * input / saved) blocks."""
+    heavy = stack(24, saved_bytes=96 * MIB, boundary_bytes=MIB, output_bytes=MIB, ops=())
+    light = stack(24, saved_bytes=MIB, boundary_bytes=MIB, output_bytes=MIB, ops=())
+    assert longest_segments(heavy) == (4, 4)
+    assert longest_segments(light) == (16, 8)
 
 
 def test_the_engine_has_what_one_would_try_by_hand() -> None:

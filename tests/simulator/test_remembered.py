@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memscale.simulator import remembered
+from memscale.simulator import remembered, simulate
 from memscale.simulator.fake import FakeMode
 
 
@@ -195,3 +196,42 @@ def test_no_tensor_is_kept_alive() -> None:
     kept = tree_leaves([*remembered._recipes, *remembered._recipes.values()])
     assert kept
     assert not any(isinstance(each, torch.Tensor) for each in kept)
+
+
+class _Heard(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_simulation_recalls_without_asking_the_fake_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    dispatch = remembered.RememberingMode.__torch_dispatch__
+
+    def noted(self: Any, func: Any, *rest: Any) -> Any:
+        heard.append(str(func))
+        return dispatch(self, func, *rest)
+
+    monkeypatch.setattr(remembered.RememberingMode, "__torch_dispatch__", noted)
+    with simulate("RTX 3090") as simulation:
+        x = torch.empty(4, 6, device=simulation.device)
+        first = x + x
+        assert "aten.add.Tensor" in heard
+        heard.clear()
+        second = x + x
+        assert heard == []
+        assert _description(second) == _description(first)
+        assert second.device == simulation.device
+        assert simulation.tracker.live_bytes(simulation.device) == 3 * 512
+
+
+def test_a_mode_between_hears_what_is_recalled() -> None:
+    with _Heard() as mode, simulate("RTX 3090") as simulation:
+        x = torch.empty(4, 6, device=simulation.device)
+        for _ in range(3):
+            x.add(1)
+    assert mode.names.count("aten.add.Tensor") == 3

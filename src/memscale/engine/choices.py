@@ -135,16 +135,19 @@ def odd_blocks(blocks: Sequence[BlockProfile]) -> tuple[BlockProfile, ...]:
     return odd if sum(block.saved_bytes for block in odd) * ODD_SHARE >= repeated else ()
 
 
-def uniform(profile: ModelProfile, *, recompute: bool, home: bool) -> Iterator[Candidate]:
+def uniform(
+    profile: ModelProfile, *, recompute: bool, home: bool, steps: int | None = None
+) -> Iterator[Candidate]:
     """Every stack alike, from nothing to everything: what one would try by hand.
 
     Three knobs: how many blocks are chained into one segment, how many of the best operations of each block are
-    kept, and whether odd blocks are recomputed as well; all of it with parameters on the device and at home.
+    kept (one more at a time, or in so many steps), and whether odd blocks are recomputed as well; all of it with
+    parameters on the device and at home.
     """
     blocks = called_blocks(profile)
     found = [Candidate(tuple(PLAIN for _ in blocks))]
     if recompute:
-        found += _recomputed(blocks)
+        found += _recomputed(blocks, steps)
     yield from found
     if home:
         everywhere = range(len(blocks))
@@ -159,17 +162,15 @@ def by_hand(profile: ModelProfile, *, home: bool, steps: int | None = None) -> I
     The parameters of the last layers at home, one layer more at a time, or in so many steps; then those of all blocks.
     Nothing if no block can be recomputed.
     """
-    full = next(
-        (each for each in uniform(profile, recompute=True, home=False) if each.is_full_checkpointing), None
-    )
+    every = _recomputed(called_blocks(profile), steps)
+    full = next((each for each in every if each.is_full_checkpointing), None)
     if full is None:
         return
     yield full
     if home:
         layers = [index for index, block in enumerate(called_blocks(profile)) if block.role == "repeated"]
         at_home: dict[int, Choice] = {}
-        more = 1 if steps is None else max(1, len(layers) // steps)
-        for count in range(more, len(layers) + 1, more):
+        for count in _in_steps(len(layers), steps)[1:]:
             yield replace(full, choices=_at_home(full.choices, layers[-count:], at_home))
         yield replace(full, choices=_at_home(full.choices, range(len(full.choices)), at_home))
 
@@ -184,7 +185,14 @@ def _at_home(
     return tuple(known[id(choice)] if index in which else choice for index, choice in enumerate(choices))
 
 
-def _recomputed(blocks: Sequence[BlockProfile]) -> Iterator[Candidate]:
+def _in_steps(most: int, steps: int | None) -> list[int]:
+    """From nothing to the most, one by one or in so many steps."""
+    if steps is None or steps >= most:
+        return list(range(most + 1))
+    return [most * step // steps for step in range(steps + 1)]
+
+
+def _recomputed(blocks: Sequence[BlockProfile], steps: int | None) -> Iterator[Candidate]:
     repeated = [block for block in blocks if block.role == "repeated" and can_recompute(block)]
     stacks = stack_sizes(blocks)
     kinds = {(block.container, block.saved_bytes, block.boundary_bytes): block for block in repeated}.values()
@@ -197,7 +205,7 @@ def _recomputed(blocks: Sequence[BlockProfile]) -> Iterator[Candidate]:
         if not repeated and not with_odd:
             continue
         for length in lengths:
-            for kept_ops in range(most_ops + 1):
+            for kept_ops in _in_steps(most_ops, steps):
                 if length > 1 and not any(
                     serves(length, block, worth_keeping(block)[:kept_ops], stacks) for block in kinds
                 ):
@@ -213,9 +221,7 @@ def stack_sizes(blocks: Sequence[BlockProfile]) -> Counter[str]:
     return Counter(block.container for block in blocks)
 
 
-def serves(
-    length: int, block: BlockProfile, keep: Sequence[OpProfile], stacks: Mapping[str, int]
-) -> bool:
+def serves(length: int, block: BlockProfile, keep: Sequence[OpProfile], stacks: Mapping[str, int]) -> bool:
     """Whether so many of a stack's blocks are worth a look as one segment, if each keeps some products.
 
     With n blocks in segments of k, n/k inputs are held, and what k blocks forget comes back at once: the sum is the

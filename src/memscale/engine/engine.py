@@ -188,10 +188,11 @@ def points_by_hand(
     *,
     steps: int | None = None,
 ) -> list[Point]:
-    """What one would try by hand, nothing at all first; parameters at home in so many steps, or layer by layer."""
-    candidates = list(uniform(profile, recompute=config.enable_checkpointing, home=config.enable_offloading))
+    """What one would try by hand, nothing at all first; all of it, or in so many steps from one end to the other."""
+    home = config.enable_offloading
+    candidates = list(uniform(profile, recompute=config.enable_checkpointing, home=home, steps=steps))
     if config.enable_checkpointing:
-        candidates += by_hand(profile, home=config.enable_offloading, steps=steps)
+        candidates += by_hand(profile, home=home, steps=steps)
     found = points_of(candidates, profile, hardware, config, setting)
     return [found[0], *_with_room_below(found[1:], hardware, config)]
 
@@ -229,7 +230,9 @@ def _sharpened(
     for limit in (verdict.within - verdict.within // SURE, verdict.within):
         fitting: list[tuple[float, int]] = []
         slowest = chosen.seconds * (1 + NEARLY)
-        for index, (_, row) in reversed(list(enumerate(ways))):  # those that fetch ahead are faster most often
+        for index, (_, row) in reversed(
+            list(enumerate(ways))
+        ):  # those that fetch ahead are faster most often
             rough = fastest_within(row, limit, ROUGHLY, faster_than=slowest)
             if rough is not None:
                 fitting.append((rough.seconds, index))

@@ -7,14 +7,16 @@ that the rest of the row can still make worse: what is live at this point, and t
 backward (where what follows in the row will have left gradients behind), and in the optimizer step. Of two partial
 plans the one that is no better in any of the four, nor in time, can never win, and is dropped.
 
-So the programme is exact. Where the rest of the row leaves no choice about resident bytes and gradients, the last
-three are known to end as one number, and only two are compared.
+So the programme is exact. Fewer numbers are to be compared where some are known not to count: where the rest of the row
+leaves no choice about resident bytes and gradients, the last three will end as one. And whatever is taken for the rest,
+it will need something above what is live now: a partial plan that has needed less so far gains nothing by that
+(`Labels.lifted`).
 
 If more partial plans stay than are wanted (`most`), those in the same cell of a grid count as one, the
 fastest; the grid is as coarse as it must be.
 
-For one peak alone (`fastest_within`) less is to be compared: partial plans that will exceed it are dropped, and of
-those that will not, how far below they stay is of no account.
+For one peak alone (`fastest_within`) partial plans that will exceed it are dropped, and of those that will not,
+how far below they stay is of no account.
 """
 
 from __future__ import annotations
