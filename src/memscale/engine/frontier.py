@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -159,26 +159,40 @@ def _rests(row: Row[What]) -> dict[State, Rest]:
     count = len(row.options)
     last = Rest(Span(0, 0), Span(0, 0), Span(row.stepping, row.stepping), _end(row))
     found = {(count, phase): last for phase in row.phases}
+    known: dict[tuple[int, int], list[tuple[int, int, Option[What]]]] = {}
     for position in reversed(range(count)):
         for phase in row.phases:
+            key = (id(row.options[position]), phase)
+            if key not in known:
+                known[key] = _unlike(row, (position, phase))
             ways = [
-                (option, found[after])
-                for _, option, after in following(row, (position, phase))
-                if after in found
+                (option, found[position + span, then])
+                for span, then, option in known[key]
+                if (position + span, then) in found
             ]
             if ways:
                 found[position, phase] = Rest(
-                    _span((rest.forward, option.resident) for option, rest in ways),
-                    _span((rest.backward, option.resident + option.gradient) for option, rest in ways),
-                    _span((rest.stepping, option.resident + option.stepping) for option, rest in ways),
-                    min(max(o.backward, o.held + rest.to_come) - o.gradient for o, rest in ways),
+                    _span([(rest.forward, option.resident) for option, rest in ways]),
+                    _span([(rest.backward, option.resident + option.gradient) for option, rest in ways]),
+                    _span([(rest.stepping, option.resident + option.stepping) for option, rest in ways]),
+                    min([max(o.backward, o.held + rest.to_come) - o.gradient for o, rest in ways]),
                 )
     return found
 
 
-def _span(ways: Iterable[tuple[Span, int]]) -> Span:
-    least, most = zip(*((span.least + more, span.most + more) for span, more in ways), strict=True)
-    return Span(min(least), max(most))
+def _unlike(row: Row[What], state: State) -> list[tuple[int, int, Option[What]]]:
+    """The options that may come next, but for those that lead to the same place as another that needs no more."""
+    kept: dict[tuple[int, ...], list[tuple[int, int, Option[What]]]] = {}
+    for _, option, (_, phase) in following(row, state):
+        alike = (option.span, phase, option.resident, option.gradient, option.stepping)
+        others = kept.setdefault(alike, [])
+        if not any(o.backward <= option.backward and o.held <= option.held for _, _, o in others):
+            others.append((option.span, phase, option))
+    return [each for others in kept.values() for each in others]
+
+
+def _span(ways: Sequence[tuple[Span, int]]) -> Span:
+    return Span(min([span.least + more for span, more in ways]), max([span.most + more for span, more in ways]))
 
 
 def _least(row: Row[What], cost: Callable[[Option[What]], Number]) -> dict[State, Number]:

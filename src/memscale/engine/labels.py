@@ -179,7 +179,7 @@ class Labels:
             return self
         labels = self._those(torch.sort(self.seconds, stable=True).indices)
         if len(labels) > CROWD * most:
-            labels = labels._on_grid(labels._compared(rest), most * 3 // 4)
+            labels = labels._on_grid(labels._compared(rest), most // 2)
         labels = labels._undominated(labels._compared(rest))
         return labels if len(labels) <= most else labels._on_grid(labels._compared(rest), most // 2, most)
 
