@@ -192,7 +192,9 @@ def _unlike(row: Row[What], state: State) -> list[tuple[int, int, Option[What]]]
 
 
 def _span(ways: Sequence[tuple[Span, int]]) -> Span:
-    return Span(min([span.least + more for span, more in ways]), max([span.most + more for span, more in ways]))
+    return Span(
+        min([span.least + more for span, more in ways]), max([span.most + more for span, more in ways])
+    )
 
 
 def _least(row: Row[What], cost: Callable[[Option[What]], Number]) -> dict[State, Number]:

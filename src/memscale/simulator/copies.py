@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from typing import Any, TypeVar
 
@@ -15,6 +16,11 @@ from memscale.errors import SimulationError
 from memscale.simulator import known
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+# Attributes of modules that are no tensors, nor hold any but those that are looked at by themselves.
+_REGISTERED = {"_parameters", "_buffers", "_modules"}
+_ATOMS = {bool, int, float, str, type(None)}
+_CONTAINERS = {dict, OrderedDict, list, tuple, set}
 
 # Tensors that are nothing but memory; a tensor of another class may mean more than its shape says.
 PLAIN_KINDS: set[type] = {torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor}
@@ -63,7 +69,10 @@ def _tensors_of(model: nn.Module, without: Collection[int]) -> list[torch.Tensor
         for value in (*module._parameters.values(), *module._buffers.values()):
             if value is not None:
                 found[id(value)] = value
-        for value in vars(module).values():
+        for name, value in vars(module).items():
+            kind = type(value)
+            if name in _REGISTERED or kind in _ATOMS or (kind in _CONTAINERS and not value):
+                continue  # nearly all: to look into each is felt in deep models
             for leaf in _pytree.tree_leaves(value):
                 if isinstance(leaf, torch.Tensor):
                     found[id(leaf)] = leaf
