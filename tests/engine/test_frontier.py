@@ -219,6 +219,16 @@ def test_within_one_per_cent_of_an_integer_programme(count, choices, loss):
     assert low <= 1.01 * least_peak(row)
 
 
+def test_options_that_lead_nowhere_are_not_taken():
+    """Nothing may follow the faster one: the second position has options of an earlier phase alone."""
+    here = [Option("at home", 0.0, held=10, phase=1), Option("resident", 1.0, resident=5, held=10, phase=0)]
+    row = Row([here, [Option("resident", 1.0, resident=5, held=10, phase=0)]])
+    (trade,) = best_trades(row)
+    assert [option.what for option in trade.options] == ["resident", "resident"]
+    assert fastest_within(row, trade.peak) == trade
+    assert fastest_within(row, trade.peak - 1) is None
+
+
 @pytest.mark.parametrize(("choices", "most"), [(RECOMPUTE, 800), (MIXED, 2000)])
 def test_what_is_still_to_come_leaves_few_to_compare(choices, most):
     """Without it 1371 and 2799 partial plans are left that no other beats; the frontier is exact either way."""

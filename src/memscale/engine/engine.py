@@ -230,10 +230,8 @@ def _sharpened(
     for limit in (verdict.within - verdict.within // SURE, verdict.within):
         fitting: list[tuple[float, int]] = []
         slowest = chosen.seconds * (1 + NEARLY)
-        for index, (_, row) in reversed(
-            list(enumerate(ways))
-        ):  # those that fetch ahead are faster most often
-            rough = fastest_within(row, limit, ROUGHLY, faster_than=slowest)
+        for index in reversed(range(len(ways))):  # those that fetch ahead are faster most often
+            rough = fastest_within(ways[index][1], limit, ROUGHLY, faster_than=slowest)
             if rough is not None:
                 fitting.append((rough.seconds, index))
                 slowest = math.nextafter(rough.seconds, math.inf)

@@ -145,7 +145,8 @@ def _partial_plans(
             if key not in known:
                 known[key] = Moves(row, state)
             for after, those in labels.followed_by(known[key], state, dropped):
-                reached.setdefault(after, []).append(those)
+                if after in rests:  # else it leads nowhere
+                    reached.setdefault(after, []).append(those)
     return kept
 
 
