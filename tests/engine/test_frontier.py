@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import optimize
 
 from memscale.engine import frontier, labels
-from memscale.engine.frontier import best_trades, fastest_within
+from memscale.engine.frontier import best_trades, bound_within, fastest_within
 from memscale.engine.trades import Option, Row, Trade, trade_of
 
 EXACT = 10**6  # partial plans: more than these rows have
@@ -171,6 +172,16 @@ def test_fastest_within_a_peak_is_what_trying_everything_finds(row, share):
         assert found.peak <= peak
 
 
+@settings(max_examples=150, deadline=None)
+@given(row=rows(), share=st.floats(0, 1.1))
+def test_no_trade_within_a_peak_is_faster_than_the_bound(row, share):
+    exact = by_trying_everything(row)
+    low, high = exact[-1][1], exact[0][1]
+    peak = int(low + share * (high - low))
+    fastest = min((seconds for seconds, needed in exact if needed <= peak), default=math.inf)
+    assert bound_within(row, peak) <= fastest * (1 + 1e-9) + 1e-9
+
+
 @settings(max_examples=100, deadline=None)
 @given(row=rows())
 def test_a_trade_costs_what_its_options_cost(row):
@@ -227,6 +238,18 @@ def test_options_that_lead_nowhere_are_not_taken():
     assert [option.what for option in trade.options] == ["resident", "resident"]
     assert fastest_within(row, trade.peak) == trade
     assert fastest_within(row, trade.peak - 1) is None
+
+
+@pytest.mark.parametrize(("count", "choices", "loss"), CASES)
+def test_the_bound_of_a_deep_row_is_close(count, choices, loss):
+    """But for moments inside of backward, which it knows nothing of."""
+    row = deep(count, choices, loss)
+    found = best_trades(row)
+    for share in (0.1, 0.25, 0.5, 0.75):
+        peak = int(found[-1].peak + share * (found[0].peak - found[-1].peak))
+        fastest = fastest_within(row, peak)
+        assert fastest is not None
+        assert 0.75 * fastest.seconds < bound_within(row, peak) <= fastest.seconds + 1e-9
 
 
 @pytest.mark.parametrize(("choices", "most"), [(RECOMPUTE, 800), (MIXED, 2000)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ from memscale.config import AsyncOffloadConfig, Config
 from memscale.engine.choices import Candidate, by_hand, uniform
 from memscale.engine.cost import Clock
 from memscale.engine.entries import Entries
-from memscale.engine.frontier import best_trades, fastest_within
+from memscale.engine.frontier import best_trades, bound_within, fastest_within
 from memscale.engine.rows import Choices, Rows, Terms
 from memscale.engine.rules import OWN_BYTES, Point, Verdict, choose, frontier
 from memscale.engine.settings import NOTHING, Setting
@@ -33,8 +32,10 @@ __all__ = [
 
 MOST_BUCKET_BYTES = 64 * 2**20  # long enough runs to be read fast
 LEAST_BUCKET_BYTES = 2**20
-ROUGHLY = 40  # partial plans kept where it is enough to know that there is a plan, or about how fast one is
-NEARLY = 0.02  # a rough look may miss the fastest plan by such a part of its time
+ROUGHLY = 40  # partial plans kept where it is enough to know that there is a plan
+NEARLY = 0.02  # of a plan's time: what plans may differ by, and be taken as about as fast
+ABOVE = 0.004  # the bound of a row, in parts of it: the trades that there are
+CLOSE = 0.01  # to it: there trades are looked for first
 SURE = 400  # a closer look leaves such a part of a peak free, or every other plan would have to be made anew
 DIGITS = 6  # of ratios: a plan's text must not hang on the last bit of a float
 
@@ -227,24 +228,39 @@ def _sharpened(
         for rows in (_rows(profile, hardware, config, chosen.setting, depth),)
         for row in rows.rows()
     ]
+    slowest = chosen.seconds * (1 + NEARLY)  # as fast as that there may be a plan that is surer to fit
     for limit in (verdict.within - verdict.within // SURE, verdict.within):
-        fitting: list[tuple[float, int]] = []
-        slowest = chosen.seconds * (1 + NEARLY)
-        for index in reversed(range(len(ways))):  # those that fetch ahead are faster most often
-            rough = fastest_within(ways[index][1], limit, ROUGHLY, faster_than=slowest)
-            if rough is not None:
-                fitting.append((rough.seconds, index))
-                slowest = math.nextafter(rough.seconds, math.inf)
-        if fitting:
+        found = _fastest_of(ways, limit, slowest)
+        if found is not None:
             break
     else:
         return verdict
-    rows, row = ways[min(fitting)[1]]
-    trade = fastest_within(row, limit, faster_than=chosen.seconds)
-    if trade is None:
-        return verdict
+    rows, trade = found
     point = _point(rows, trade, Candidate(_choices(trade)), chosen.setting)
-    return replace(verdict, point=point) if point.home_bytes <= _room_below(hardware, config) else verdict
+    if trade.seconds >= chosen.seconds or point.home_bytes > _room_below(hardware, config):
+        return verdict
+    return replace(verdict, point=point)
+
+
+def _fastest_of(
+    ways: Sequence[tuple[Rows, Row[Choices]]], limit: int, slowest: float
+) -> tuple[Rows, Trade[Choices]] | None:
+    """The fastest trade of some rows that needs no more than a limit, and is faster than the slowest of interest.
+
+    Those rows are looked at whose bound is lower than what is known, the lowest first: first for trades close to it, of
+    which there are few, then for others.
+    """
+    best = None
+    for bound, index in sorted((bound_within(row, limit), index) for index, (_, row) in enumerate(ways)):
+        if bound * (1 + ABOVE) >= slowest:
+            break
+        rows, row = ways[index]
+        close = bound * (1 + CLOSE)
+        trade = fastest_within(row, limit, faster_than=close) if close < slowest else None
+        trade = trade or fastest_within(row, limit, faster_than=slowest)
+        if trade is not None:
+            best, slowest = (rows, trade), trade.seconds
+    return best
 
 
 def has_plan_within(

@@ -23,21 +23,22 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import torch
 
-from memscale.engine.labels import Labels, Moves, Rest, Span
+from memscale.engine.bounds import Bound, least
+from memscale.engine.labels import LIVE, STEPPING, Labels, Moves, Rest, Span
 from memscale.engine.trades import Option, Row, State, Trade, following, trade_of
 
-__all__ = ["best_trades", "fastest_within"]
+__all__ = ["best_trades", "bound_within", "fastest_within"]
 
 What = TypeVar("What")
-Number = TypeVar("Number", int, float)
 
 MOST = 3000  # partial plans kept, shared out among the positions
 LEAST = 100  # partial plans kept at a position, however many positions there are
+ROUNDING = 1e-9  # of seconds and prices that are added up
 WITHIN = 300  # partial plans kept at a position if the peak is given
 
 
@@ -76,8 +77,23 @@ def fastest_within(
         return fastest
     with _one_thread():
         found = _frontier(row, _partial_plans(row, most or WITHIN, peak - row.constant, faster_than))
+    if not found or found[0].seconds >= faster_than:
+        return None
     # Up to the limit partial plans count as equals: what the plan needs is to be counted anew.
-    return trade_of(row, found[0].options) if found else None
+    return trade_of(row, found[0].options)
+
+
+def bound_within(row: Row[What], peak: int) -> float:
+    """Seconds that no trade which needs no more than a given peak is below. See Note [Priced memory] in bounds.py."""
+    return max(bound.seconds for bound in _bounds(row, peak - row.constant))
+
+
+def _bounds(row: Row[What], limit: int) -> tuple[Bound[What], Bound[What]]:
+    """Of what is live where forward ends, and of what is in use in the optimizer step."""
+    return (
+        Bound(row, limit - _end(row), lambda option: option.resident + option.held),
+        Bound(row, limit - row.stepping, lambda option: option.resident + option.stepping),
+    )
 
 
 def _fastest(row: Row[What]) -> Trade[What]:
@@ -120,9 +136,9 @@ def _partial_plans(
     """
     count = len(row.options)
     rests = _rests(row)
-    live = _least(row, lambda option: option.resident + option.held) if limit is not None else {}
-    seconds = _least(row, lambda option: option.seconds) if faster_than < math.inf else {}
     end = _end(row)
+    live = least(row, lambda option: option.resident + option.held) if limit is not None else {}
+    bounds = _bounds(row, limit) if limit is not None and faster_than < math.inf else None
     known: dict[tuple[int, int], Moves] = {}  # equal positions have the same options
     reached: dict[State, list[Labels]] = {(0, 0): [Labels.first(row.seconds)]}
     kept: dict[State, Labels] = {}
@@ -133,10 +149,12 @@ def _partial_plans(
             labels = Labels.together(reached.pop(state, ()))
             if len(labels):
                 labels = labels.lifted(rests[state])
+                if bounds is not None:
+                    for bound, column in zip(bounds, (LIVE, STEPPING), strict=True):
+                        below = bound.beyond(state, faster_than * (1 + ROUNDING))
+                        labels = labels.below(below, bound.price, column)
                 if limit is not None:
                     labels = labels.within(limit, rests[state], live[state] + end)
-                if seconds:
-                    labels = labels.faster_than(faster_than - seconds[state])
                 labels = labels.thinned(most, rests[state])
             kept[state] = labels
             if position == count or not len(labels):
@@ -196,22 +214,6 @@ def _span(ways: Sequence[tuple[Span, int]]) -> Span:
     return Span(
         min([span.least + more for span, more in ways]), max([span.most + more for span, more in ways])
     )
-
-
-def _least(row: Row[What], cost: Callable[[Option[What]], Number]) -> dict[State, Number]:
-    """From each state on, the least that the rest of the row costs: what is live when forward ends, or seconds."""
-    count = len(row.options)
-    found: dict[State, Number] = {(count, phase): 0 for phase in row.phases}
-    for position in reversed(range(count)):
-        for phase in row.phases:
-            ways = [
-                cost(option) + found[after]
-                for _, option, after in following(row, (position, phase))
-                if after in found
-            ]
-            if ways:
-                found[position, phase] = min(ways)
-    return found
 
 
 def _frontier(row: Row[What], kept: dict[State, Labels]) -> list[Trade[What]]:

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from memscale.engine.trades import Option, Row, State, following
 
-__all__ = ["Labels", "Moves", "Rest", "Span"]
+__all__ = ["LIVE", "STEPPING", "Labels", "Moves", "Rest", "Span"]
 
 What = TypeVar("What")
 
+LIVE, STEPPING = 0, 3  # columns of `Labels.bytes`
 CROWD = 4  # times as many as wanted are thinned out by a grid before they are compared, which would take long
 DENSE = 2**15  # cells of a grid that are all written down; of more, those that are not empty
 KEPT_IN_CELL = 1.3  # on average: in many the fastest is the smallest, or alone
@@ -170,8 +171,10 @@ class Labels:
     def _with(self, *columns: Tensor) -> Labels:
         return Labels(torch.stack(columns, dim=1), self.seconds, self.trail)
 
-    def faster_than(self, seconds: float) -> Labels:
-        return self._those(torch.nonzero(self.seconds < seconds).squeeze(1))
+    def below(self, seconds: float, price: float, column: int) -> Labels:
+        """Those whose seconds, with the price of the bytes of a column, are less."""
+        costs = self.seconds + price * self.bytes[:, column]
+        return self._those(torch.nonzero(costs < seconds).squeeze(1))
 
     def thinned(self, most: int, rest: Rest) -> Labels:
         """Without those that cannot win; about `most` of them, if need be by a grid."""
