@@ -143,7 +143,9 @@ def _same_word(word: str) -> str:
 
 def _unknown(name: str, words: frozenset[str]) -> str:
     nearest = _nearest(words)
-    advice = "give one of the names that `memscale.hardware.list_gpus()` has, or a size of device memory in bytes"
+    advice = (
+        "give one of the names that `memscale.hardware.list_gpus()` has, or a size of device memory in bytes"
+    )
     if not nearest:
         return f"No GPU is known as {shown(name)}, and no name comes near it: {advice}."
     return f"No GPU is known as {shown(name)}. The nearest names are {', '.join(nearest)}: {advice}."
