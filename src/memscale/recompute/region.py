@@ -123,7 +123,8 @@ def run_region(
     )
     versions = [version_of(tensor) for tensor in tensors]
     output: T = region.run_forward(args, kwargs)
-    region.settle()
+    returned = list(Tree.of(output).tensors())
+    region.settle(returned)
     for position, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
         if version_of(tensor) != version and region.saved:
             raise RecomputeError(
@@ -132,7 +133,7 @@ def run_region(
                 "operation on that input out of place (inplace=False), or leave this module out of "
                 "checkpointing."
             )
-    remember(region, Tree.of(output).tensors(), tensors)
+    remember(region, returned, tensors)
     return output
 
 
@@ -177,11 +178,11 @@ class Region:
         with saved_tensors_hooks(self._pack, _unpack), mode:
             return self.function(*args, **kwargs)
 
-    def settle(self) -> None:
-        """Forward has run."""
+    def settle(self, returned: Sequence[torch.Tensor]) -> None:
+        """Forward has run, and has returned these tensors."""
         self.buffers.settle()
         if self.kept is not None:
-            self.kept.settle()
+            self.kept.settle(returned)
 
     def _pack(self, tensor: torch.Tensor) -> Holder:
         holder = Holder(self, len(self.saved))
