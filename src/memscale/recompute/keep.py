@@ -46,7 +46,7 @@ from memscale.recompute._torch_private import (
     written_tensors,
 )
 from memscale.recompute.inputs import version_of
-from memscale.recompute.rng import RngState
+from memscale.recompute.rng import TorchRngState
 from memscale.recompute.trees import Tree
 
 __all__ = ["KeepPolicy", "Kept"]
@@ -135,7 +135,7 @@ class Kept:
         return name in self._calls
 
     def put(self, call: tuple[str, int], result: object, is_random: bool) -> None:
-        output = _Output(result, RngState(self._device_types) if is_random else None)
+        output = _Output(result, TorchRngState(self._device_types) if is_random else None)
         keys = output.storage_keys()
         if None in keys:
             return  # writes to it could not be seen
@@ -154,7 +154,7 @@ class _Output:
 
     __slots__ = ("_rng", "_tree", "_watched")
 
-    def __init__(self, result: object, rng: RngState | None) -> None:
+    def __init__(self, result: object, rng: TorchRngState | None) -> None:
         self._tree = Tree.of(result).map(torch.Tensor, alias_below_autograd)
         self._watched = [(tensor, version_of(tensor)) for tensor in self._tree.tensors()]
         self._rng = rng

@@ -70,10 +70,11 @@ def run_region(
     """Call a function so that backward recomputes what it needs instead of finding it saved.
 
     Loss and gradients are bit for bit those of the plain call, dropout included, as long as the function
-    depends on its arguments, `modules` and torch's random numbers only: Python's `random`, NumPy's generators
-    and attributes counted up in Python are not put back. Where gradients are off, or nothing requires one,
-    this is the plain call; so it is for modules that cannot be run again: a lazy one in its first call, a
-    scripted one.
+    depends on its arguments, `modules` and the global random generators of torch, Python and NumPy only:
+    generator objects of its own and attributes counted up in Python are not put back.
+
+    Where gradients are off, or nothing requires one, this is the plain call; so it is for modules that cannot
+    be run again: a lazy one in its first call, a scripted one.
 
     Args:
         function: What to run; it runs once now and once for each backward pass.
@@ -180,6 +181,7 @@ class Region:
 
     def settle(self, returned: Sequence[torch.Tensor]) -> None:
         """Forward has run, and has returned these tensors."""
+        self.conditions.forward_has_run()
         self.buffers.settle()
         if self.kept is not None:
             self.kept.settle(returned)
