@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.recompute.rng import RngState
+from memscale.recompute.rng import HostRngState, TorchRngState
 from memscale.recompute.saved import changed_parameter
 
 __all__ = ["Conditions", "ModuleFlags", "submodules"]
@@ -95,17 +95,18 @@ def _is_stepped_in_backward(parameter: nn.Parameter) -> bool:
 class Conditions:
     """Everything outside a region's inputs and buffers that its recomputation must find again.
 
-    Which is: the random state of every device in use, autocast (on or off, its dtype, its cache), the flags
-    of the modules, the default device, and which attention kernels are allowed (`sdpa_kernel`). Grad mode is
-    not in it: a region exists only where gradients are on.
+    Which is: the random state of every device in use, of Python and of NumPy, autocast (on or off, its dtype,
+    its cache), the flags of the modules, the default device, and which attention kernels are allowed
+    (`sdpa_kernel`). Grad mode is not in it: a region exists only where gradients are on.
     """
 
-    __slots__ = ("_attention", "_autocast", "_default_device", "_device_types", "_flags", "_rng")
+    __slots__ = ("_attention", "_autocast", "_default_device", "_device_types", "_flags", "_host_rng", "_rng")
 
     def __init__(self, flags: ModuleFlags, device_types: Iterable[str]) -> None:
         self._device_types = sorted({*device_types, *flags.device_types})
         self._flags = flags
-        self._rng = RngState(self._device_types)
+        self._rng = TorchRngState(self._device_types)
+        self._host_rng: HostRngState | None = HostRngState()
         self._autocast = _Autocast(self._device_types)
         self._default_device = torch.get_default_device()
         self._attention = _allowed_attention()
@@ -118,9 +119,16 @@ class Conditions:
         """Those of the modules."""
         return self._flags.parameters()
 
+    def forward_has_run(self) -> None:
+        """Forget the state of Python's and NumPy's generators if forward has not drawn from them."""
+        if self._host_rng is not None and not self._host_rng.has_moved():
+            self._host_rng = None
+
     def restore_random(self) -> None:
         """The random state as it was at forward."""
         self._rng.restore()
+        if self._host_rng is not None:
+            self._host_rng.restore()
 
     def parameters_moved(self) -> None:
         """Parameters have gone elsewhere, with their values."""
@@ -136,8 +144,10 @@ class Conditions:
             if torch.get_default_device() != self._default_device:
                 stack.enter_context(self._default_device)
             stack.enter_context(torch.enable_grad())
-            stack.callback(RngState(self._device_types).restore)
-            self._rng.restore()
+            stack.callback(TorchRngState(self._device_types).restore)
+            if self._host_rng is not None:
+                stack.callback(HostRngState().restore)
+            self.restore_random()
             yield
 
 

@@ -68,6 +68,7 @@ class Call:
 
     def settle(self) -> None:
         """Forward has run."""
+        self._conditions.forward_has_run()
         self._buffers.settle()
 
     def parameters(self) -> list[nn.Parameter]:
