@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class EightBitSteps(StreamedSteps):
         quantizer: bitsandbytes.
         bucket_bytes: the most that parameters, gradients and 32-bit moments of one bucket may take; a
             parameter that needs more has a bucket to itself, or comes in slices.
-        logger: told which optimizers are left alone, and why.
+        logger: told which optimizers keep their state in 32 bits, and why.
         meter: takes the time of it.
 
     Example:
@@ -92,13 +92,11 @@ class EightBitSteps(StreamedSteps):
         """Whether moments of this parameter are kept in 8 bits; whoever is around must not cut it."""
         return self._parameters.get(id(parameter)) is parameter
 
-    def _around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not holds_moments(args[0]):
-            return step(*args, **kwargs)
-        return super()._around(step, *args, **kwargs)
+    def _is_concerned(self, optimizer: Optimizer) -> bool:
+        return holds_moments(optimizer) and super()._is_concerned(optimizer)
 
-    def _why_left_alone(self, optimizer: Optimizer) -> str | None:
-        return why_in_full(optimizer) or super()._why_left_alone(optimizer)
+    def _why_whole(self, optimizer: Optimizer) -> str | None:
+        return why_in_full(optimizer) or super()._why_whole(optimizer)
 
     def _sliced(self, optimizer: Optimizer, bucket: list[Member], needed: int) -> SlicedParameter | None:
         if len(bucket) != 1 or self._moments.has_failed:

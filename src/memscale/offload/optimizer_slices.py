@@ -8,7 +8,7 @@ of it: a parameter over a part of the same memory, with that part of the gradien
 begins with the counters that the parameter had; those of the last are the parameter's afterwards. So the values
 are the same, and only a slice of them is up at a time, from the first step on, when state is made.
 
-Others (Adafactor looks at rows and columns, a subclass may do anything) get such a parameter whole. So does who is
+Others (Adafactor looks at rows and columns, Muon at matrices) get such a parameter whole. So does who is
 around the same step further in and must see a parameter itself (``INSIDE``); it may cut it on its own.
 """
 
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
+from memscale.offload.optimizer_kinds import arithmetic_of
 from memscale.offload.optimizer_state import PAGE, MovingState
 
 __all__ = ["INSIDE", "Inside", "SlicedParameter", "length_of_slices", "slices_of"]
 
-# By class, not by subclass: what a class of the user's adds is not known.
 ELEMENTWISE = frozenset(
     {
         optim.SGD,
@@ -72,7 +72,7 @@ def slices_of(
 
 def length_of_slices(optimizer: Optimizer, parameter: Tensor, needed: int, limit: int) -> int | None:
     """The elements of such a slice."""
-    if type(optimizer) not in ELEMENTWISE or needed <= limit or not _is_flat(parameter):
+    if arithmetic_of(type(optimizer)) not in ELEMENTWISE or needed <= limit or not _is_flat(parameter):
         return None
     gradient = parameter.grad
     if gradient is None or not _is_flat(gradient):
