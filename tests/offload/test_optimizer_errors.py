@@ -34,7 +34,7 @@ def failing(at, error):
 
     def init_group(self, group, *lists):
         nonlocal seen
-        for _ in group["params"]:
+        for _ in group["params"] if hasattr(self, "_optimizer_step_pre_hooks") else ():  # a real one
             if seen == at:
                 raise error
             seen += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from memscale.eight_bit.kinds import holds_moments, why_in_full
-from memscale.eight_bit.moments import EightBitMoments
+from memscale.eight_bit.kinds import MOMENTS, holds_moments, why_in_full
+from memscale.eight_bit.moments import EightBitMoments, Moment
 from memscale.eight_bit.quantizer import Quantizer
 from memscale.eight_bit.slices import EightBitSlices
 from memscale.observe.meter import Meter
@@ -91,6 +91,16 @@ class EightBitSteps(StreamedSteps):
     def keeps(self, parameter: torch.Tensor) -> bool:
         """Whether moments of this parameter are kept in 8 bits; whoever is around must not cut it."""
         return self._parameters.get(id(parameter)) is parameter
+
+    def as_left(
+        self, optimizer: Optimizer, parameter: torch.Tensor, name: str, like: torch.Tensor
+    ) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+        """New state of such a parameter after a step: of a moment its codes and their scales."""
+        if name in MOMENTS and self._why_whole(optimizer) is None and not self._moments.has_failed:
+            for part, value in Moment.like(like, signed=MOMENTS[name]).items():
+                yield (name, part), value
+        else:
+            yield (name,), like
 
     def _is_concerned(self, optimizer: Optimizer) -> bool:
         return holds_moments(optimizer) and super()._is_concerned(optimizer)

@@ -31,15 +31,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memscale.errors import ConfigError, ConfigTypeError
+from memscale.errors import ConfigError, ConfigTypeError, TierFullError
 from memscale.observe.state import WatchedState
+from memscale.offload.new_state import NewState
 from memscale.offload.optimizer_buckets import Buckets
 from memscale.offload.optimizer_closure import evaluated
 from memscale.offload.optimizer_copies import copy_with_state, copy_without
 from memscale.offload.optimizer_groups import Member, SplitStep, members_of
 from memscale.offload.optimizer_hooks import Surroundings
 from memscale.offload.optimizer_kinds import why_whole
-from memscale.offload.optimizer_slices import SlicedParameter, slices_of
+from memscale.offload.optimizer_slices import SlicedParameter, as_left, slices_of
 from memscale.offload.optimizer_state import PAGE, MovingState, Origins, StatePlace
 
 __all__ = ["StatePlace", "StreamedSteps"]
@@ -73,6 +74,8 @@ class StreamedSteps:
         ...     def down(self, tensor): return tensor.to("cpu", copy=True)
         ...     def up(self, tensor, parameter): return tensor.to(parameter.device)
         ...     def new(self, like): return torch.empty_like(like, device="cpu")
+        ...     def reserve(self, like, parameter): return self.new(like)
+        ...     def fill(self, home, values): home.copy_(values)
         ...     def rest(self, tensor): pass
         >>> model = nn.Linear(64, 64)
         >>> steps = StreamedSteps(model.parameters(), Elsewhere(), bucket_bytes=2**20)
@@ -219,24 +222,46 @@ class StreamedSteps:
         for member in members_of(optimizer):
             ours = self._is_ours(member) and member.parameter.grad is not None
             (streamed if ours else others).append(member)
-        buckets = Buckets(optimizer, streamed, self._state, self.bucket_bytes)
-        with SplitStep(optimizer) as split:
-            while True:
-                bucket = buckets.take()
-                sliced = self._sliced(optimizer, bucket, buckets.needed)
-                if sliced is not None:
-                    self._run_slices(sliced, split, bucket[0], call)
-                    bucket = []
-                # Whatever is not streamed is stepped once, too: with the last bucket.
-                shown = [*bucket, *others] if buckets.is_last else bucket
-                if shown or sliced is None:
-                    split.show(shown)
-                    self._run(optimizer, bucket, call)
-                if buckets.is_last:
-                    break
-        for member in others:
-            if self._is_ours(member):  # no gradient now, but maybe state: loaded, or from before we came
-                self._take_down(optimizer, member, {})
+        self._reserve(optimizer, streamed, others)
+        try:
+            buckets = Buckets(optimizer, streamed, self._state, self.bucket_bytes)
+            with SplitStep(optimizer) as split:
+                while True:
+                    bucket = buckets.take()
+                    sliced = self._sliced(optimizer, bucket, buckets.needed)
+                    if sliced is not None:
+                        self._run_slices(sliced, split, bucket[0], call)
+                        bucket = []
+                    # Whatever is not streamed is stepped once, too: with the last bucket.
+                    shown = [*bucket, *others] if buckets.is_last else bucket
+                    if shown or sliced is None:
+                        split.show(shown)
+                        self._run(optimizer, bucket, call)
+                    if buckets.is_last:
+                        break
+            for member in others:
+                if self._is_ours(member):  # no gradient now, but maybe state: loaded, or from before we came
+                    self._take_down(optimizer, member, {})
+        finally:
+            self._state.end_reservation()
+
+    def _reserve(self, optimizer: Optimizer, streamed: Iterable[Member], others: Iterable[Member]) -> None:
+        """Take room for all state that the step will leave in the place, before a parameter is changed."""
+        new = NewState(optimizer)
+        try:
+            for member in (*streamed, *filter(self._is_ours, others)):
+                self._state.reserve_for(optimizer.state.get(member.parameter), member.parameter)
+            for member in streamed:
+                group, parameter = optimizer.param_groups[member.group], member.parameter
+                for name, like in new.of(group, parameter).items():
+                    for path, left in as_left(optimizer, parameter, name, like):
+                        self._state.reserve(parameter, path, left)
+        except TierFullError as error:
+            self._state.end_reservation()
+            raise TierFullError(
+                f"This step of {type(optimizer).__name__} was not made, and no parameter was changed: its state "
+                f"does not fit where the plan has it. {error}"
+            ) from error
 
     def _sliced(self, optimizer: Optimizer, bucket: list[Member], needed: int) -> SlicedParameter | None:
         if not self._slices or len(bucket) != 1:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from memscale.offload.optimizer_kinds import arithmetic_of
 from memscale.offload.optimizer_state import PAGE, MovingState
 
-__all__ = ["INSIDE", "Inside", "SlicedParameter", "length_of_slices", "slices_of"]
+__all__ = ["INSIDE", "Inside", "SlicedParameter", "as_left", "length_of_slices", "slices_of"]
 
 ELEMENTWISE = frozenset(
     {
@@ -54,6 +54,11 @@ class Inside(Protocol):
     def keeps(self, parameter: Tensor) -> bool:
         """Whether it must be given this parameter whole."""
 
+    def as_left(
+        self, optimizer: Optimizer, parameter: Tensor, name: str, like: Tensor
+    ) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """What it makes of new state of this parameter: where it is then, and a tensor that is as large."""
+
 
 INSIDE: weakref.WeakSet[Any] = weakref.WeakSet()
 """Those who are, now."""
@@ -68,6 +73,17 @@ def slices_of(
         return None
     length = length_of_slices(optimizer, parameter, needed, limit)
     return None if length is None else SlicedParameter(optimizer, parameter, state, length)
+
+
+def as_left(
+    optimizer: Optimizer, parameter: Tensor, name: str, like: Tensor
+) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """New state as whoever is further in leaves it: where it is in the parameter's state, and how large."""
+    for each in INSIDE:
+        if each.keeps(parameter):
+            yield from each.as_left(optimizer, parameter, name, like)
+            return
+    yield (name,), like
 
 
 def length_of_slices(optimizer: Optimizer, parameter: Tensor, needed: int, limit: int) -> int | None:
@@ -176,7 +192,7 @@ class SlicedParameter:
             return before
         if name not in self._made:
             like = torch.empty_like(self._parameter, dtype=value.dtype, device="meta")
-            self._made[name] = self._state.new_home(like, self._parameter)
+            self._made[name] = self._state.new_home(like, self._parameter, name)
         return self._made[name]
 
 
