@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memscale.config import Config
+from memscale.config import Config, ConfigFields
 from memscale.engine import decide, plain_point, room_of
 from memscale.engine.settings import Batch, settings_for
 from memscale.engine.structure import decide_by_structure
@@ -28,12 +28,28 @@ from memscale.profiler import ModelProfile, Place, Sample, find_blocks, profile_
 from memscale.profiler.cache import uses_cache
 from memscale.profiler.static import profile_static
 from memscale.recompute.rng import RngState
+from memscale.report.log import speaking
 from memscale.sizes import batch_size_of, length_of, with_batch_size, with_length
 from memscale.techniques.loss import find_head
 from memscale.units import format_bytes
 
 # At a plan that fits, if the simulation finds that the engine's does not: with a closer look, or without.
 ATTEMPTS = (True, False, True, True)
+_ONLY_CHECKPOINTING: ConfigFields = {
+    "enable_tiling": False,
+    "enable_offloading": False,
+    "use_mixed_precision": False,
+    "use_8bit_optimizer": False,
+}
+# What a plan is made without, one after the other, if a step with the plan before it raises.
+FEWER_TECHNIQUES: tuple[tuple[str, ConfigFields], ...] = (
+    ("", {}),
+    ("tiling", {"enable_tiling": False}),
+    ("offloading", {"enable_offloading": False}),
+    ("tiling and offloading", {"enable_tiling": False, "enable_offloading": False}),
+    ("any technique but checkpointing", _ONLY_CHECKPOINTING),
+    ("any technique", {**_ONLY_CHECKPOINTING, "enable_checkpointing": False}),
+)
 DEEP = 8  # equal blocks beyond the two that the profile runs, from which on a plain step is not simulated
 
 
@@ -112,15 +128,18 @@ def profiled(
     profile: ModelProfile | None = None,
 ) -> Profiled:
     """Profile a model, unless its plain profile is there already; to be called in a `rehearsal`."""
-    if profile is None:
-        profile = profile_model(
-            model,
-            sample,
-            Place.of(hardware.device),
-            static=config.use_static_profiling,
-            empirical=config.use_empirical_fallback,
-        )
+    profile = profile or _plain_profile(model, sample, config, hardware)
     return Profiled(profile, _under_settings(model, profile, sample, config, hardware))
+
+
+def _plain_profile(model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> ModelProfile:
+    return profile_model(
+        model,
+        sample,
+        Place.of(hardware.device),
+        static=config.use_static_profiling,
+        empirical=config.use_empirical_fallback,
+    )
 
 
 def look_at(
@@ -197,27 +216,55 @@ def rehearsed(
     known: Profiled | None = None,
     on_likely: Callable[[Plan], None] | None = None,
 ) -> tuple[Plan, float]:
-    """The plan, and what the engine's first choice needs by simulation over what it needs by the engine's count.
+    """Return the plan, and the simulated peak of the engine's first choice over the engine's own count.
+
+    One step is simulated with the plan, or run where the model cannot be simulated. A plan with which that raises
+    would raise in training: it is replaced by one with fewer techniques (`FEWER_TECHNIQUES`), and a note says which
+    were left out and why.
 
     To be called in a `rehearsal`; otherwise as `make_plan`.
     """
     try:
-        look = look_at(model, sample, config, hardware, known, on_likely)
+        profile = known.profile if known is not None else _plain_profile(model, sample, config, hardware)
     except torch.OutOfMemoryError:
         note = f"a step of the plain model on {sample.describe()} runs out of memory, so that it was not profiled"
         return decide_by_structure(model, find_blocks(model), hardware, config, notes=(note,)), 1.0
+    failure = ""
+    for left_out, changes in FEWER_TECHNIQUES:
+        settings = config.replace(**changes)
+        needs = known if not changes else None
+        try:
+            needs = needs or profiled(model, sample, settings, hardware, profile)
+            look = look_at(model, sample, settings, hardware, needs, None if changes else on_likely)
+            plan, excess = _rehearse(model, look, sample, settings, hardware)
+        except Exception as error:
+            if not changes:
+                failure = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+                with speaking(config) as log:
+                    log.warning("A step with the plan raised (%s): planning with fewer techniques.", failure)
+            continue
+        return (_planned_without(left_out, plan, failure) if changes else plan), excess
+    plan = decide(profile, hardware, settings)  # nothing is attached, so that nothing of it can fail
+    return _planned_without(f"{left_out}, its peak an estimate", plan, failure), 1.0
+
+
+def _planned_without(left_out: str, plan: Plan, failure: str) -> Plan:
+    """Say of a plan what was left out because a step with it raised."""
+    note = f"planned without {left_out}: a step of the plan with it raised ({failure})"
+    return replace(plan, notes=(*plan.notes, note), decision_source="rule_fallback")
+
+
+def _rehearse(
+    model: nn.Module, look: Look, sample: Sample, config: Config, hardware: Hardware
+) -> tuple[Plan, float]:
+    """Simulate or measure a step with the engine's plan; raise what that raises."""
     profile, plan = look.profile, look.plan
-    try:
-        if profile.source != "static":
-            return _measured(model, plan, profile, sample, config, hardware), 1.0
-        plain = _plain_step(model, profile, sample, hardware)
-        predicted = predict(model, plan, sample, Place.of(hardware.device), config, plain)
-        excess = predicted.predicted_peak_bytes / max(1, plan.predicted_peak_bytes)
-        return _within(model, look, predicted, sample, config, hardware), excess
-    except Exception as error:
-        how = "simulated" if profile.source == "static" else "run"
-        note = f"the plan could not be {how} ({type(error).__name__}), its peak is an estimate"
-        return replace(plan, notes=(*plan.notes, *_way(profile), note)), 1.0
+    if profile.source != "static":
+        return _measured(model, plan, profile, sample, config, hardware), 1.0
+    plain = _plain_step(model, profile, sample, hardware)
+    predicted = predict(model, plan, sample, Place.of(hardware.device), config, plain)
+    excess = predicted.predicted_peak_bytes / max(1, plan.predicted_peak_bytes)
+    return _within(model, look, predicted, sample, config, hardware), excess
 
 
 def _under_settings(
@@ -333,9 +380,18 @@ def _what_would_fit(
 def _measured(
     model: nn.Module, plan: Plan, profile: ModelProfile, sample: Sample, config: Config, hardware: Hardware
 ) -> Plan:
+    """Run a step with the plan; one that there is no room for now leaves the engine's estimate."""
+    from memscale.recovery.shortage import is_out_of_memory  # its package imports this module
+
     plan = replace(plan, notes=(*plan.notes, *_way(profile)))
     plain = Step(plan.baseline_peak_bytes, plan.baseline_saved_bytes)
-    return measure(model, plan, sample, Place.of(hardware.device), config, plain=plain)
+    try:
+        return measure(model, plan, sample, Place.of(hardware.device), config, plain=plain)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        note = "a step with the plan ran out of memory when it was measured, its peak is an estimate"
+        return replace(plan, notes=(*plan.notes, note))
 
 
 def _way(profile: ModelProfile) -> tuple[str, ...]:
