@@ -7,7 +7,7 @@ traces with. Without it a step could not be run without computing it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,13 @@ from memscale.simulator.kernels import gru_cell, gru_cell_backward
 from memscale.simulator.patches import attribute
 from memscale.simulator.remembered import FORGOTTEN, RememberingMode
 from memscale.simulator.tracking import DeviceTracker, op_name
+from memscale.simulator.workspace import lstm_workspace_bytes
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+LSTM = 2  # oneDNN's number for it
 
 MANY = ("_foreach_", "_fused_")  # operations on many tensors at once
 
@@ -46,9 +49,22 @@ def _group_norm_backward(
     return tuple(tensor if asked else None for tensor, asked in zip(made, wanted, strict=True))
 
 
-# torch has no shape rules for these, so that they are made of operations that it has them for; or, of group norm's
-# backward with values in 16 bits and weights in 32 (torch 2.13), one that gives them the type of the weights.
-SHAPES = {
+def _mkldnn_rnn_layer(values: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+    output, hidden, cell, workspace = aten.mkldnn_rnn_layer.default(values, *args)
+    mode, hidden_size, is_training = args[8], args[9], args[14]
+    if (
+        is_training and mode == LSTM and values.dim() == 3
+    ):  # its input is turned to (steps, samples, width) before it comes here
+        steps, samples, width = values.shape
+        workspace = workspace.new_empty(lstm_workspace_bytes(steps, samples, width, hidden_size))
+    return output, hidden, cell, workspace
+
+
+# torch has no shape rules for these, so that they are made of operations that it has them for; or rules that are
+# wrong (torch 2.13): of group norm's backward with values in 16 bits and weights in 32, which gives them the type of
+# the weights, and of oneDNN's LSTM, which has no workspace.
+SHAPES: dict[str, Callable[..., Any]] = {
+    "mkldnn_rnn_layer": _mkldnn_rnn_layer,
     "_thnn_fused_gru_cell": gru_cell,
     "_thnn_fused_gru_cell_backward": gru_cell_backward,
     "native_group_norm_backward": _group_norm_backward,
@@ -113,7 +129,6 @@ class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__ini
             return _number(args[0])
         if name == "record_stream" or (name.startswith(MANY) and _changes_values_only(name, args)):
             return None
-        func = SHAPES.get(name, func)
         if name in ("_pin_memory", "pin_memory"):
             func, args, kwargs = aten.clone.default, args[:1], {}
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -123,6 +138,9 @@ class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__ini
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = SHAPES.get(op_name(func))
+        if own is not None:
+            return own(*args, **kwargs)
         if torch._C._len_torch_dispatch_stack() == 1:  # nobody stands between this mode and the fake one
             mode = torch._C._get_dispatch_mode(_FAKE)
             if isinstance(mode, RememberingMode):
