@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.config import Config, ConfigFields
-from memscale.engine import decide, plain_point, room_of
+from memscale.engine import decide, plain_point, room_of, unseen_bytes
 from memscale.engine.settings import Batch, settings_for
 from memscale.engine.structure import decide_by_structure
 from memscale.errors import ProfileError
@@ -153,15 +153,16 @@ def look_at(
     """Profile a model and decide; to be called in a `rehearsal`."""
     needs = known or profiled(model, sample, config, hardware)
     profile, under = needs.profile, needs.under
-    margin = room_of(hardware, config) - usable(room_of(hardware, config))
+    room = room_of(hardware, config)
+    margin = room - usable(room, unseen_bytes(profile, hardware))
     early = on_likely if profile.source == "static" else None
     plan = decide(profile, hardware, config, under=under, margin=margin, on_likely=early)
     return Look(profile, under, plan)
 
 
-def usable(room: int) -> int:
-    """The highest simulated peak that fits, with its allowance."""
-    return int(room / (1 + ALLOWANCES["simulated"]))
+def usable(room: int, unseen: int = 0) -> int:
+    """Return the highest simulated peak that fits, with its allowance and what no prediction sees."""
+    return max(0, int((room - unseen) / (1 + ALLOWANCES["simulated"])))
 
 
 def fits(plan: Plan, hardware: Hardware, config: Config) -> bool:
@@ -320,11 +321,12 @@ def _within(
     """
     profile, plan = look.profile, look.plan
     room = room_of(hardware, config)
+    most = usable(room, unseen_bytes(profile, hardware))
     plain = Step(predicted.baseline_peak_bytes, predicted.baseline_saved_bytes)
     simulated = {plan.actions: predicted}
     more = 0
     for closely in ATTEMPTS:
-        if plan.predicted_peak_bytes > usable(room) or fits(predicted, hardware, config):
+        if plan.predicted_peak_bytes > most or fits(predicted, hardware, config):
             break
         if closely:
             more += max(1, predicted.predicted_peak_bytes - plan.predicted_peak_bytes)
@@ -332,7 +334,7 @@ def _within(
             (setting, replace(needs, other_saved_bytes=needs.other_saved_bytes + more))
             for setting, needs in look.under
         ]
-        plan = decide(profile, hardware, config, under=under, margin=room - usable(room), closely=closely)
+        plan = decide(profile, hardware, config, under=under, margin=room - most, closely=closely)
         same = simulated.get(plan.actions)
         if same is None:
             predicted = predict(model, plan, sample, Place.of(hardware.device), config, plain)
@@ -342,7 +344,7 @@ def _within(
     notes = list(predicted.notes)
     if profile.blocks_left_out >= DEEP:
         notes.append(f"the plain step was not simulated: its figures follow from {profile.reason}")
-    if plan.predicted_peak_bytes <= usable(room) < predicted.predicted_peak_bytes:
+    if plan.predicted_peak_bytes <= most < predicted.predicted_peak_bytes:
         needs = format_bytes(predicted.predicted_peak_bytes)
         notes.append(f"by simulation the plan needs {needs}, more than there is ({format_bytes(room)})")
     return replace(predicted, notes=tuple(notes))

@@ -86,6 +86,11 @@ ANSWERS: dict[str, float] = {
 }
 FILLED = {"full": 1, "full_like": 1, "scalar_tensor": 0}  # position of the value in the arguments
 SAME_VALUE = {"_to_copy", "clone", "detach", "alias", "lift_fresh", "view", "_unsafe_view"}
+# Comparisons of activations: what they say is a guess, also of all of them together (`any`). Checks for values that
+# are not finite are not among them: a step is taken to pass them.
+COMPARISONS = {"gt", "lt", "ge", "le", "eq", "ne"}
+SAME_GUESS = SAME_VALUE | {"any", "all", "logical_not", "logical_and", "logical_or"}
+SAME_GUESS |= {"bitwise_not", "bitwise_and", "bitwise_or"}
 # Of a number that is not known: 1.0 would be worse, as optimizers divide by 1 - x.
 UNKNOWN_FLOAT = 0.5
 UNKNOWN_INT = 1
@@ -126,6 +131,7 @@ class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__ini
             return args[0].fake_device
         name = op_name(func)
         if name == "_local_scalar_dense":
+            self.guesses += _is_guess(args[0])
             return _number(args[0])
         if name == "record_stream" or (name.startswith(MANY) and _changes_values_only(name, args)):
             return None
@@ -134,6 +140,8 @@ class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__ini
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if isinstance(result, FakeTensor) and result.numel() == 1:
             _remember_value(result, name, args)
+        if name in COMPARISONS or name in SAME_GUESS:
+            _remember_guess(result, name, args)
         known.follow(result, func, name, args, kwargs)
         return result
 
@@ -186,6 +194,22 @@ def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
         and first.dtype is second.dtype
         and first.fake_device == second.fake_device
     )
+
+
+def _is_guess(tensor: torch.Tensor) -> bool:
+    """Is a number made up, so that Python code that goes by it may do something else in training?"""
+    return getattr(tensor, "_memscale_value", None) is None or getattr(tensor, "_memscale_guess", False)
+
+
+def _remember_guess(result: Any, name: str, args: tuple[Any, ...]) -> None:
+    if not isinstance(result, FakeTensor):
+        return
+    if name in COMPARISONS:
+        guess = isinstance(args[0], torch.Tensor) and args[0].is_floating_point()
+    else:
+        guess = any(getattr(each, "_memscale_guess", False) for each in args)
+    if guess:
+        result._memscale_guess = True  # type: ignore[attr-defined]
 
 
 def _number(tensor: torch.Tensor) -> bool | int | float:

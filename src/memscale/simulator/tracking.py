@@ -33,6 +33,7 @@ class DeviceTracker(MemoryTracker):  # type: ignore[no-untyped-call]  # its `__i
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self._workspace_bytes:
+            self.temporary_bytes = 0
             name = op_name(func)
             if name in MATMULS:
                 self._reserve_workspace(result)
@@ -44,6 +45,7 @@ class DeviceTracker(MemoryTracker):  # type: ignore[no-untyped-call]  # its `__i
         """Allocate what the kernel does beside its results, which are there already, and free it again."""
         sizes = [size for size in TEMPORARIES[name](*args) if size]
         what = f"a temporary of {name}"
+        self.temporary_bytes = sum(sizes)
         for release in [self.hold(size, args[0].device, what) for size in sizes]:
             release()
 
