@@ -64,8 +64,9 @@ def test_fake_tensors_and_a_real_run_agree_to_the_byte(family: Family) -> None:
     static, empirical = profile_of(family), profile_of(family, static=False)
     assert (static.source, empirical.source) == ("static", "empirical")
     if family.name == "lstm":
-        # The fused kernel's own workspace, of which torch's shape rule for it knows nothing.
-        assert static.block("lstm").saved_bytes < empirical.block("lstm").saved_bytes
+        # The workspace of the CPU's kernel depends on the CPU.
+        saved = empirical.block("lstm").saved_bytes
+        assert static.block("lstm").saved_bytes == pytest.approx(saved, rel=0.01)
         return
     assert needs(static) == needs(empirical)
     assert any(block.saved_bytes for block in static.blocks)

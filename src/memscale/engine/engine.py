@@ -28,6 +28,7 @@ __all__ = [
     "points_by_hand",
     "points_of",
     "room_of",
+    "unseen_bytes",
 ]
 
 MOST_BUCKET_BYTES = 64 * 2**20  # long enough runs to be read fast
@@ -99,7 +100,7 @@ def plan_of(
         found: the points that there were to choose from.
     """
     plain = plain_point(profile, hardware)
-    chosen = verdict.point
+    chosen, unseen = verdict.point, unseen_bytes(profile, hardware)
     needs = next((needs for setting, needs in under if setting is chosen.setting), profile)
     return Plan(
         layers=Entries(verdict, _rows(needs, hardware, config, chosen.setting, chosen.ahead), config).of(
@@ -118,15 +119,32 @@ def plan_of(
         disk_bytes=chosen.home_bytes if hardware.device.kind == "cpu" else 0,
         decision_source="user_config" if config.explicit_fields & _TECHNIQUE_FIELDS else "rule",
         prediction_source="estimated",
-        notes=(*chosen.setting.notes, *verdict.notes),
+        unseen_bytes=unseen,
+        notes=(*chosen.setting.notes, *verdict.notes, *_unseen_notes(profile, unseen)),
         frontier=tuple(
-            FrontierPoint(point.label, point.peak_bytes, _ratio(point, plain)) for point in frontier(found)
+            FrontierPoint(point.label, point.peak_bytes, _ratio(point, plain), unseen)
+            for point in frontier(found)
         ),
         precision=chosen.setting.precision,
         loss=chosen.setting.loss,
         optimizer=_optimizer(chosen, hardware, verdict.rule, _bucket_bytes(profile)),
         async_offload=chosen.ahead > 0,
     )
+
+
+def unseen_bytes(profile: ModelProfile, hardware: Hardware) -> int:
+    """Return what a step may need that no prediction sees."""
+    if not profile.unseen:
+        return 0
+    plain = plain_point(profile, hardware).peak_bytes
+    return sum(each.nbytes + int(each.share * plain) for each in profile.unseen)
+
+
+def _unseen_notes(profile: ModelProfile, nbytes: int) -> tuple[str, ...]:
+    if not profile.unseen:
+        return ()
+    what = "; ".join(each.what for each in profile.unseen)
+    return (f"the allowance is {format_bytes(nbytes)} wider: {what}",)
 
 
 def _ratio(point: Point, plain: Point) -> float:

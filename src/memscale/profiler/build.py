@@ -11,7 +11,7 @@ from torch import nn
 
 from memscale.memory.allocator import CachingAllocator
 from memscale.profiler.blocks import Block
-from memscale.profiler.profile import BlockProfile, ModelProfile, ProfileSource
+from memscale.profiler.profile import BlockProfile, ModelProfile, ProfileSource, Unseen
 from memscale.profiler.recorder import BlockRecord, Recorder, StepRecord
 from memscale.profiler.sample import Sample
 from memscale.recompute.trees import Tree
@@ -67,6 +67,28 @@ def _stand_in(target: torch.Tensor) -> torch.Tensor:
     rows = target.flatten(0, -2)
     classes = torch.zeros(rows.shape[0], dtype=torch.long, device=rows.device)
     return nn.functional.cross_entropy(rows, classes)
+
+
+CONVOLUTION_WORKSPACES = (
+    3  # times what the largest convolution reads and writes: cuDNN may take as much for itself
+)
+RECURRENT_SHARE = 0.15  # of the peak: cuDNN's recurrent layers keep what is not taken apart as here
+BRANCH_SHARE = 0.15  # of the peak: another branch may hold more
+
+
+def _unseen(model: nn.Module, step: StepRecord, *, on_cpu: bool) -> tuple[Unseen, ...]:
+    """What a step may need that its recorded one did not show."""
+    found = []
+    if step.guesses:
+        what = "forward asks for values of tensors (a branch, .item()), which were guessed: training may do other work"
+        found.append(Unseen(what, share=BRANCH_SHARE))
+    if not on_cpu and any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        what = "the memory that cuDNN keeps for recurrent layers is not known"
+        found.append(Unseen(what, share=RECURRENT_SHARE))
+    if not on_cpu and step.largest_convolution:
+        what = "the workspaces of cuDNN's convolutions are not known"
+        found.append(Unseen(what, CONVOLUTION_WORKSPACES * step.largest_convolution))
+    return tuple(found)
 
 
 def build_profile(
@@ -131,6 +153,7 @@ def build_profile(
         peak_bytes=0 if stand_ins else step.peak,
         blocks_left_out=len(stand_ins),
         at_home=at_home,
+        unseen=_unseen(model, step, on_cpu=exact_bytes),
     )
 
 

@@ -96,6 +96,21 @@ class BlockProfile:
 
 
 @dataclass(frozen=True)
+class Unseen:
+    """Memory that a step may need and a simulation does not see.
+
+    Attributes:
+        what: in words, for the user.
+        nbytes: a bound on it.
+        share: the same as a share of the plain step's peak, where no bound in bytes is known.
+    """
+
+    what: str
+    nbytes: int = 0
+    share: float = 0.0
+
+
+@dataclass(frozen=True)
 class ModelProfile:
     """A model's needs in one training step.
 
@@ -118,6 +133,7 @@ class ModelProfile:
         peak_bytes: the step's peak, as the profile's own run saw it; 0 if the run was of a shortened model.
         blocks_left_out: how many blocks did not run, and have the figures of an equal one.
         at_home: parameters were on the tier below: peaks of blocks include their working copies.
+        unseen: what a step may need beyond that.
     """
 
     blocks: tuple[BlockProfile, ...]
@@ -137,6 +153,7 @@ class ModelProfile:
     peak_bytes: int
     blocks_left_out: int = 0
     at_home: bool = False
+    unseen: tuple[Unseen, ...] = ()
 
     def block(self, name: str) -> BlockProfile:
         """One block by name."""

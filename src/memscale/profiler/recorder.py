@@ -60,6 +60,8 @@ class StepRecord:
     other_flops: int = 0
     other_traffic: int = 0
     peak: int = 0
+    largest_convolution: int = 0  # bytes of its operands and its result
+    guesses: int = 0  # numbers that Python asked for and nobody had computed
 
 
 class _OpMode(LightDispatchMode):
@@ -124,6 +126,7 @@ class Recorder:
 
     def forward_begins(self) -> None:
         self.step.resident = self._in_use()
+        self.step.guesses = -self._tracker.guesses
 
     def forward_returns(self) -> None:
         """The model has returned, and its outputs are there.
@@ -152,6 +155,7 @@ class Recorder:
         self.step.peak = self._tracker.peak_bytes(self._device)
         self.step.workspace = self._tracker.workspace_bytes(self._device)
         self.step.tail_peak = self._between
+        self.step.guesses += self._tracker.guesses
 
     # ------------------------------------------------------------------ blocks
 
@@ -203,7 +207,9 @@ class Recorder:
         name = self._block_in_backward() if backward else (self._running[-1] if self._running else None)
         flops = _flops(func, args, kwargs, result)
         traffic = 0 if _is_view(func) else _bytes((args, kwargs)) + _bytes(result)
-        in_use = self._in_use()
+        in_use = self._in_use() + self._tracker.temporary_bytes
+        if func is torch.ops.aten.convolution.default:
+            self.step.largest_convolution = max(self.step.largest_convolution, traffic)
         if name is None:
             self.step.other_flops += flops
             self.step.other_traffic += traffic
