@@ -171,3 +171,20 @@ def test_precision_of_its_own_wins(tmp_path: Path) -> None:
     exact = make_trainer("gpt2", tmp_path / "exact", max_steps=4)
     exact.train()
     assert losses(plain) != losses(exact)
+
+
+def test_with_mixed_precision_of_its_own_layers_are_planned(tmp_path: Path) -> None:
+    plain = make_trainer("gpt2", tmp_path / "plain", bf16=True, max_steps=4)
+    plain.train()
+    trainer = make_trainer("gpt2", tmp_path / "wrapped", bf16=True, max_steps=4)
+    memscale.wrap(trainer, QUIET)
+    trainer.train()
+    assert losses(trainer) == losses(plain)
+    assert eval_losses(trainer) == eval_losses(plain)
+    executor = trainer.model._memscale_executor
+    assert f"[2, {LENGTH}]" in executor.plan.batch
+    assert all(executor.plan.layer(f"transformer.h.{index}").techniques for index in range(3))
+    assert executor.report().recomputations > 0
+    assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+    memscale.detach(trainer)
+    assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]

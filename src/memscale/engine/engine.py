@@ -80,6 +80,16 @@ def decide(
     return plan_of(verdict, profile, hardware, config, under=under, found=found)
 
 
+def _without_calls(profile: ModelProfile) -> tuple[str, ...]:
+    """Return, for a step that calls no block, a note that says so and why that may be."""
+    if profile.calls_blocks:
+        return ()
+    return (
+        f"forward calls none of the model's {len(profile.blocks)} layers, so that nothing is planned on them: it uses "
+        "their weights directly, or was replaced by a function that calls other modules",
+    )
+
+
 def plan_of(
     verdict: Verdict,
     profile: ModelProfile,
@@ -120,7 +130,12 @@ def plan_of(
         decision_source="user_config" if config.explicit_fields & _TECHNIQUE_FIELDS else "rule",
         prediction_source="estimated",
         unseen_bytes=unseen,
-        notes=(*chosen.setting.notes, *verdict.notes, *_unseen_notes(profile, unseen)),
+        notes=(
+            *chosen.setting.notes,
+            *verdict.notes,
+            *_without_calls(profile),
+            *_unseen_notes(profile, unseen),
+        ),
         frontier=tuple(
             FrontierPoint(point.label, point.peak_bytes, _ratio(point, plain), unseen)
             for point in frontier(found)

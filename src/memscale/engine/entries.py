@@ -13,6 +13,7 @@ from memscale.profiler.profile import BlockProfile, ModelProfile
 from memscale.units import format_bytes
 
 DIGITS = 9  # of seconds
+NOT_CALLED = "not-called"  # the rule of a block that forward does not call
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Entries:
         if block.has_own_checkpointing:
             return "already-checkpointed", "the model checkpoints this block by itself"
         if block.order < 0:
-            return "not-called", "forward does not call it"
+            return NOT_CALLED, "forward does not call it"
         if block.changes_input:
             return (
                 "changes-its-input",

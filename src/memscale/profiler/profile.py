@@ -155,6 +155,11 @@ class ModelProfile:
     at_home: bool = False
     unseen: tuple[Unseen, ...] = ()
 
+    @property
+    def calls_blocks(self) -> bool:
+        """Whether forward called any block; a model without blocks has none to call."""
+        return not self.blocks or any(block.calls for block in self.blocks)
+
     def block(self, name: str) -> BlockProfile:
         """One block by name."""
         return next(block for block in self.blocks if block.name == name)

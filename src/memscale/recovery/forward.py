@@ -19,7 +19,7 @@ from memscale.recompute._torch_private import hooks_are_allowed
 from memscale.recovery.calls import Call
 from memscale.recovery.plans import explain, heavier_plans, say_recovered
 from memscale.recovery.shortage import add_note, free_memory, is_out_of_memory
-from memscale.techniques.forwards import ReplacedForward
+from memscale.techniques.forwards import OWN, ReplacedForward
 
 if TYPE_CHECKING:
     from memscale.recovery.guard import StepGuard
@@ -107,5 +107,5 @@ def _tried(executor: Executor, call: Call, plan: Plan) -> Any:
 
 def planned_forward(model: nn.Module) -> Callable[..., Any]:
     """A model's forward with all techniques of its plan, inside of the one that recovers."""
-    forward: Callable[..., Any] = model.forward
+    forward = vars(model).get(OWN) or model.forward
     return forward.__wrapped__ if isinstance(forward, RecoveringForward) else forward

@@ -21,7 +21,7 @@ from memscale.execution_plan import Checkpointing
 from memscale.observe.recomputing import WatchedLayer
 from memscale.recompute import KeepPolicy, run_region
 from memscale.techniques.base import Site
-from memscale.techniques.forwards import ReplacedForward
+from memscale.techniques.forwards import ReplacedForward, top_forward
 
 if TYPE_CHECKING:
     from memscale.executor.record import Record
@@ -171,7 +171,7 @@ def _place(site: Site) -> tuple[str, int]:
     parents = {member.rpartition(".")[0] for member in layer.members}
     name = min(parents)
     container = site.model.get_submodule(name)
-    before = vars(container).get("forward")
+    before = top_forward(container)
     in_order = type(container).forward is nn.Sequential.forward
     if len(parents) > 1 or not in_order or not (before is None or isinstance(before, SlicedForward)):
         raise WrapError(

@@ -15,12 +15,17 @@ has a forward that refers to the copy. Of the model around it a forward knows on
 module alone does not decide, as a part that is kept in `eval()` while the rest trains saves as much for
 backward as any. In all other cases the call goes on to what was there before, after a look at two flags.
 
-*When it is covered.* Others may put their own forward over ours (accelerate does, for autocast). To take ours
-away would then break theirs, so it is released instead: from then on it only passes calls on.
+*When it is covered.* Others may put their own forward over ours (accelerate does, for autocast). As with a bound
+method they take `forward.__func__`, which is a function of the module and nothing else: it finds the module's
+override at each call under `OWN`, or calls the class's forward if there is none any more. So plans may change
+underneath, `detach` leaves a forward that works, and a copy of the module calls itself. Whoever closes over the
+override itself has no such luck: to take ours away would break theirs, so it is released and passes calls on.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,7 +35,27 @@ from torch import nn
 
 from memscale.errors import WrapError
 
-__all__ = ["ReplacedForward"]
+__all__ = ["OWN", "ReplacedForward", "is_covered", "top_forward"]
+
+OWN = "_memscale_forward"
+"""The attribute under which a module has its outermost override, also where another forward covers that."""
+
+_IS_DISPATCH = "_memscale_dispatch"
+
+
+def is_covered(module: nn.Module) -> bool:
+    """Return whether a module's `forward` is someone else's that goes on to the module's override."""
+    forward = vars(module).get("forward")
+    while forward is not None and not isinstance(forward, ReplacedForward):
+        if getattr(forward, _IS_DISPATCH, False):
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
+
+
+def top_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the instance forward that a new override goes around; None if the class's is in use."""
+    return vars(module).get(OWN if is_covered(module) else "forward")
 
 
 class ReplacedForward:
@@ -50,7 +75,7 @@ class ReplacedForward:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._before: Callable[..., Any] | None = vars(module).get("forward")
+        self._before = top_forward(module)
 
     def run(
         self,
@@ -83,6 +108,20 @@ class ReplacedForward:
                 "module, and call it rather than its forward."
             )
         return module
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """The function that a bound method would have. See Note [A replaced forward], *When it is covered*.
+
+        There is none if the module had an instance forward before (after `detach` it would not be found), nor of
+        an override of another method.
+        """
+        module, innermost = self.module, self
+        while isinstance(innermost._before, ReplacedForward):
+            innermost = innermost._before
+        if innermost._before is not None or vars(module).get("forward") is not self:
+            raise AttributeError("__func__")
+        return _dispatch_for(type(module))
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -121,3 +160,18 @@ class ReplacedForward:
     def __setstate__(self, state: dict[str, Any]) -> None:
         model = self._model  # may be here before the state, where the pickle begins at this very object
         vars(self).update(state, _module=weakref.ref(state["_module"]), _model=model)
+
+
+def _dispatch_for(kind: type[nn.Module]) -> Callable[..., Any]:
+    """Return a function that calls the override of the module that it is given, with the signature of its class."""
+
+    def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        own = vars(module).get(OWN)
+        if own is None or own is vars(module).get("forward"):  # the latter: it is called from inside of that
+            return type(module).forward(module, *args, **kwargs)
+        return own(*args, **kwargs)
+
+    setattr(forward, _IS_DISPATCH, True)
+    with contextlib.suppress(TypeError, ValueError):  # a builtin has no signature
+        forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+    return forward

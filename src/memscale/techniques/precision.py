@@ -58,6 +58,8 @@ class MixedPrecision:
 def _objection(scene: Scene) -> str | None:
     if isinstance(scene.model, torch.jit.ScriptModule):
         return "the model is a scripted module, whose forward cannot be replaced"
+    if "_original_forward" in vars(scene.model):
+        return "accelerate has put mixed precision of its own on the model"
     kind = scene.device.type
     if not torch.amp.is_autocast_available(kind):
         return f"torch has no autocast for {kind}"
