@@ -43,7 +43,7 @@ __all__ = [
     "Tiling",
 ]
 
-SCHEMA = 2
+SCHEMA = 3
 MOST_TRADES = 12  # that a person is shown of a frontier
 """The version of the JSON form; it changes with the fields."""
 
@@ -80,10 +80,12 @@ class Offloading:
     Attributes:
         to: where its parameters and their gradients are at home; ``"device"`` if they stay.
         activations: what forward leaves for backward (or the input of a recomputed block) goes down as well.
+        resident: names of its parameters that stay on the device, as something reads them while the block does not run.
     """
 
     to: Tier = "host"
     activations: bool = False
+    resident: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
