@@ -80,10 +80,12 @@ class Offloading:
     Attributes:
         to: where its parameters and their gradients are at home; ``"device"`` if they stay.
         activations: what forward leaves for backward (or the input of a recomputed block) goes down as well.
+        resident: names of its parameters that stay on the device, as something reads them while the block does not run.
     """
 
     to: Tier = "host"
     activations: bool = False
+    resident: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -281,13 +281,15 @@ def _under_settings(
     for setting in settings_for(hardware, config, batch):
         needs = profile
         if setting.changes_the_profile and profile.source == "static":
-            alone = setting.alone(find_blocks(model), home)
+            resident = {block.name: block.resident for block in profile.blocks if block.resident}
+            alone = setting.alone(find_blocks(model), home, resident)
             needs = profile_static(
                 model,
                 sample,
                 Place.of(hardware.device),
                 prepare=functools.partial(_attached, alone, quiet),
                 at_home=home is not None,
+                resident=resident,
             )
         found.append((setting, needs))
     return found

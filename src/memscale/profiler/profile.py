@@ -64,6 +64,8 @@ class BlockProfile:
         has_own_checkpointing: the model recomputes this block by itself already.
         ops: the operations worth keeping, if the block is recomputed.
         dropped_bytes: what its forward makes that lives on until the model returns, and no longer (a cache).
+        resident: names of its parameters that cannot leave the device, since they are read while the block does not
+            run: by another module, or by a checkpoint inside of the block. The other figures are without them.
         changes_input: its forward writes into its own inputs (an in-place activation first), so that it can't be
             run again from them.
     """
@@ -93,6 +95,7 @@ class BlockProfile:
     dropped_bytes: int = 0
     changes_input: bool = False
     passed_bytes: int = 0
+    resident: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
