@@ -417,7 +417,7 @@ def _step(draw: random.Random) -> StepSpec:
         micro_batches=draw.choice([1, 1, 1, 2, 3]),
         batch=batch,
         length=length,
-        losses=draw.choice(["one"] * 8 + ["two", "sum", "grad", "penalty", "inputs"]),
+        losses=draw.choice(["one"] * 20 + ["two", "sum", "grad", "inputs"] * 2 + ["penalty"]),
         clip=draw.choice([None, None, "norm", "value"]),
         autocast=_maybe(draw, 0.06),
         closure=_maybe(draw, 0.06),

@@ -146,7 +146,7 @@ class Training:
                 total += self._backward(number, micro, step).detach().cpu()
             with_gradient = [each for each in self.model.parameters() if each.grad is not None]
             if step.clip == "norm" and with_gradient:
-                self._see("norm", clip_grad_norm_(with_gradient, 0.5))
+                self._see("norm", self._clip_norm(with_gradient, 0.5))
             elif step.clip == "value" and with_gradient:
                 clip_grad_value_(with_gradient, 0.05)
             return total
@@ -164,6 +164,20 @@ class Training:
             self.optimizer.step()
             if self.scheduler is not None:
                 self.scheduler.step()
+
+    def _clip_norm(self, parameters: list[nn.Parameter], limit: float) -> torch.Tensor:
+        """Clip gradients by their norm, which is taken in the same order wherever they are.
+
+        torch's own function takes those of one device together: its sum is another in the last bit, if some layers are
+        on the host.
+        """
+        if self.device.type == "cpu":
+            return clip_grad_norm_(parameters, limit)
+        norms = torch.stack([each.grad.detach().cpu().float().norm() for each in parameters])
+        total = norms.norm()
+        for parameter in parameters:
+            parameter.grad.mul_((limit / (total + 1e-6)).clamp(max=1.0).to(parameter.grad.device))
+        return total
 
     def _backward(self, number: int, micro: int, step: StepSpec) -> torch.Tensor:
         """Forward and backward of one batch, in the way that the step asks for."""
