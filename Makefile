@@ -5,6 +5,7 @@
 #   VENV=.venv-2.9           another environment beside the first one
 #   JOBS=4                   test processes at a time
 #   PYTEST_ARGS="-k frozen"  more arguments for pytest; a path replaces the whole suite
+#   CASES=1000 SEED=0        how many random models `make soak` trains, and from which seed on
 
 PYTHON ?=
 TORCH ?=
@@ -12,11 +13,13 @@ VENV ?= .venv
 # A test process holds torch and transformers in memory, so four are enough on a large machine.
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ "$$n" -lt 4 ] && echo "$$n" || echo 4)
 PYTEST_ARGS ?=
+CASES ?= 1000
+SEED ?= 0
 
 python := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format clean distclean
+.PHONY: help setup demo test soak check format clean distclean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -33,6 +36,10 @@ demo: setup ## Train a small model and show where its memory goes
 # One thread for each test process: the processes already fill the cores.
 test: setup ## Run the whole test suite, doctests included
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(python) -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+# Exit code 1 if a wrapped model trains other than the plain one in any of the cases.
+soak: setup ## Search for wrong numbers in random models: CASES=1000 SEED=0
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(python) -m properties.search --cases $(CASES) --seed $(SEED)
 
 check: setup ## Lint, formatting, types
 	$(python) -m ruff check

@@ -1,0 +1,106 @@
+"""Search for a case in which a wrapped model trains other than the plain one.
+
+    python -m properties.search --cases 1000            # seeds 0 to 999, on CPU and on the executing virtual GPU
+    python -m properties.search --only 417              # one seed, with what is wrong and a smaller case
+
+Run it with `tests` on PYTHONPATH, or as `make soak`. The exit code is 1 if any case failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import logging
+import sys
+import time
+import warnings
+from collections import Counter
+
+import torch
+
+from properties.check import Outcome, check, shrink
+from properties.generator import Case, make_case
+
+SECONDS_PER_CASE = 180  # a case that takes longer hangs
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=1000, help="how many (default 1000)")
+    parser.add_argument("--seed", type=int, default=0, help="the first one (default 0)")
+    parser.add_argument("--only", type=int, nargs="+", help="just these seeds, in detail")
+    parser.add_argument("--device", choices=["cpu", "vgpu"], help="instead of the one that a case draws")
+    parser.add_argument("--without", default="", help="kinds of pieces to leave out, with commas between")
+    parser.add_argument("--no-shrink", action="store_true", help="do not make failing cases smaller")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("memscale").setLevel(logging.CRITICAL)
+    left_out = set(filter(None, options.without.split(",")))
+    seeds = options.only or range(options.seed, options.seed + options.cases)
+    summary = Summary()
+    for seed in seeds:
+        case = make_case(seed, options.device)
+        if case.kinds() & left_out:
+            continue
+        faulthandler.dump_traceback_later(SECONDS_PER_CASE, exit=True)
+        before = time.monotonic()
+        outcome = check(case)
+        faulthandler.cancel_dump_traceback_later()
+        if options.only:
+            print(case.describe())
+        summary.add(case, outcome, time.monotonic() - before)
+        if outcome.is_failure and not options.no_shrink:
+            print(_indented(shrink(case, outcome).describe()), flush=True)
+        if options.only and outcome.details:
+            print(_indented(outcome.details), flush=True)
+        gc.collect()
+    summary.print()
+    return 1 if summary.failures else 0
+
+
+class Summary:
+    """What was found."""
+
+    def __init__(self) -> None:
+        self.kinds: Counter[tuple[str, str]] = Counter()
+        self.reasons: Counter[tuple[str, str]] = Counter()
+        self.techniques: Counter[str] = Counter()
+        self.failures: list[tuple[int, str]] = []
+        self.began = time.monotonic()
+
+    def add(self, case: Case, outcome: Outcome, seconds: float) -> None:
+        self.kinds[outcome.kind, case.device] += 1
+        self.techniques.update(name for name, count in outcome.techniques.items() if count)
+        print(f"{case.seed} {case.device} {outcome.kind} {seconds:.1f}s {outcome.reason}", flush=True)
+        if outcome.is_failure:
+            self.failures.append((case.seed, f"{outcome.kind} on {case.device}: {outcome.reason}"))
+        elif outcome.kind in ("refused", "invalid"):
+            self.reasons[outcome.kind, outcome.reason[:100]] += 1
+
+    def print(self) -> None:
+        print(f"\n{sum(self.kinds.values())} cases in {time.monotonic() - self.began:.0f} s")
+        for (kind, device), count in sorted(self.kinds.items()):
+            print(f"  {count:5} {kind} on {device}")
+        print("cases in which a plan had:")
+        for name, count in self.techniques.most_common():
+            print(f"  {count:5} {name}")
+        for wanted in ("refused", "invalid"):
+            chosen = [(count, reason) for (kind, reason), count in self.reasons.items() if kind == wanted]
+            if chosen:
+                print(f"{wanted}:")
+            for count, reason in sorted(chosen, reverse=True):
+                print(f"  {count:5} {reason}")
+        print(f"failures: {len(self.failures)}")
+        for seed, reason in self.failures:
+            print(f"  {seed}: {reason}")
+            print(f"        again: PYTHONPATH=src:tests python -m properties.search --only {seed}")
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
