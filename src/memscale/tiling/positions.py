@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from memscale.recompute._torch_private import (
@@ -39,6 +38,7 @@ from memscale.recompute.chain import no_links
 from memscale.recompute.conditions import Conditions, ModuleFlags, submodules
 from memscale.recompute.inputs import Inputs
 from memscale.recompute.trees import Tree
+from memscale.tiling.first_order import first_order_only
 from memscale.tiling.ranges import tiles_of
 
 __all__ = ["run_in_tiles"]
@@ -161,7 +161,7 @@ class _Tiles(torch.autograd.Function):
             return _forward(call.function, flat, call.rows)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call | None = ctx.call
         if call is None:
