@@ -59,7 +59,7 @@ class Call:
         if device is not None:
             types.add(device.type)
         self._conditions = Conditions(ModuleFlags(inside), types)
-        self._buffers = Buffers(inside)
+        self._buffers = Buffers(inside, copy_all=False)
 
     def take_back(self) -> None:
         """Forward has failed: random state and buffers as it found them."""
