@@ -131,8 +131,8 @@ def run_region(
             raise RecomputeError(
                 f"A checkpointed region changed input tensor {position} (shape {tuple(tensor.shape)}, "
                 f"{tensor.dtype}) in place, so it could not be run again from its inputs. Make the first "
-                "operation on that input out of place (inplace=False), or leave this module out of "
-                "checkpointing."
+                "operation on that input out of place (inplace=False), or switch recomputation off: "
+                "memscale.Config(enable_checkpointing=False)."
             )
     remember(region, returned, tensors)
     return output

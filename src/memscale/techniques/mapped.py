@@ -46,7 +46,9 @@ class MappedForward(ReplacedForward):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        mapped, parameters = self._mapped, list(module.parameters())
+        # Not other weights that `torch.func.functional_call` has put there.
+        mapped = self._mapped
+        parameters = [each for each in module.parameters() if isinstance(each, nn.Parameter)]
         mapped.watch(parameters)
         mapped.begin(parameters)
         try:
