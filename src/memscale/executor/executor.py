@@ -122,6 +122,7 @@ class Executor:
         self._meter = Meter()
         self.metrics = metrics
         self._homes = Homes(disk or disk_of(config), self._meter)
+        self._homes.host_capacity = None if config is None else config.max_cpu_offload_bytes
         self._techniques = Record()
         self._newborn: Newborn | None = None  # while a plan is being attached to a model on the meta device
         self._awaited: AwaitedValues | None = None
