@@ -212,6 +212,31 @@ def test_precision_of_its_own_wins(tmp_path: Path) -> None:
     assert losses(plain) != losses(exact)
 
 
+def test_each_model_that_model_init_makes_is_wrapped(tmp_path: Path) -> None:
+    made: list[torch.nn.Module] = []
+
+    def init() -> torch.nn.Module:
+        made.append(build("gpt2"))
+        return made[-1]
+
+    def trainer_with_init(where: Path) -> Any:
+        trainer = make_trainer("gpt2", where, max_steps=3, eval_strategy="no", save_strategy="no")
+        return transformers.Trainer(args=trainer.args, train_dataset=trainer.train_dataset, model_init=init)
+
+    plain = trainer_with_init(tmp_path / "plain")
+    plain.train()
+    trainer = trainer_with_init(tmp_path / "wrapped")
+    memscale.wrap(trainer, QUIET)
+    for _ in range(2):
+        trainer.train()
+        assert trainer.model is made[-1]
+        assert losses(trainer) == losses(plain)
+        assert trainer.model._memscale_executor.report().recomputations > 0
+    memscale.detach(trainer)
+    trainer.train()
+    assert "_memscale_executor" not in vars(trainer.model)
+
+
 def test_with_mixed_precision_of_its_own_layers_are_planned(tmp_path: Path) -> None:
     plain = make_trainer("gpt2", tmp_path / "plain", bf16=True, max_steps=4)
     plain.train()

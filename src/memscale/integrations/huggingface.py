@@ -23,14 +23,20 @@ class PlanInLog(TrainerCallback):
 
     As log events of their own: the plan after the step that brought it, the rest before the Trainer's last entry.
     `state.log_history` is left as it would be without MemScale, since training code reads and compares it.
+
+    A Trainer with `model_init` makes a new model for each training: that one is wrapped when training begins.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, wrap_model: Callable[[torch.nn.Module], None]) -> None:
         self._trainer = weakref.ref(trainer)  # the Trainer holds its callbacks
+        self._wrap_model = wrap_model
         self._logged: Plan | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._logged = None
+        trainer = self._trainer()
+        if trainer is not None and trainer.model_init is not None and self._executor() is None:
+            self._wrap_model(_model_of(trainer))
         device = args.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -96,7 +102,7 @@ def wrap_trainer(trainer: Trainer, wrap_model: Callable[[torch.nn.Module], None]
     """Wrap the Trainer's model, and let its log know."""
     wrap_model(_model_of(trainer))
     trainer.remove_callback(PlanInLog)
-    trainer.add_callback(PlanInLog(trainer))
+    trainer.add_callback(PlanInLog(trainer, wrap_model))
 
 
 def detach_trainer(trainer: Trainer, detach_model: Callable[[torch.nn.Module], None]) -> None:
