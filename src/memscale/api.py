@@ -60,6 +60,8 @@ def wrap(
 
     Raises:
         WrapTypeError: ``target`` or another argument is of a wrong type.
+        ConfigError: ``config.log_file`` can't be opened.
+        HardwareError: ``config.offload_dir`` can't be a directory.
         WrapError: the model is scripted, has no parameters, or some on the meta device that nothing initialises.
         ProfileError: the model does not run on ``sample_input``.
 
@@ -253,7 +255,9 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
         )
         if sample_input is not None:
             executor.batches.add(named_shapes(model, sample_of(sample_input, model)))
-        with speaking(config) as log:  # first: a log file that cannot be opened leaves the model as it is
+        with speaking(
+            config, strict=True
+        ) as log:  # first: a log file that cannot be opened leaves the model as it is
             _attach(executor, lambda: say_plan(log, decided, hardware))
     except BaseException:
         disk.close()

@@ -415,6 +415,14 @@ def _path(field: str, value: object) -> str:
         raise ConfigTypeError(_refusal(field, value, allowed))
     if not path:
         raise ConfigError(_refusal(field, value, f"{allowed}, and not empty"))
+    try:
+        is_possible = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_possible = False
+    if not is_possible:
+        raise ConfigError(
+            _refusal(field, value, f"{allowed} that the system can take, without NUL or lone surrogates")
+        )
     return path
 
 

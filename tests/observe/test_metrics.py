@@ -215,3 +215,17 @@ def test_labels_are_escaped_and_what_is_not_known_is_left_out() -> None:
 def test_the_meter_of_nothing_has_only_what_is_predicted() -> None:
     report = Report.of(memscale.Plan((), predicted_peak_bytes=7), Meter(), model="Net", device="cpu")
     assert 'memscale_predicted_peak_bytes{model="Net"} 7\n' in metrics_text([report])
+
+
+def test_a_client_that_says_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server._Handler, "timeout", 0.05)
+    model = wrapped()
+    port = model._memscale_executor.metrics._serving._server.port
+    with socket.create_connection((server.HOST, port), timeout=60) as idle:
+        assert idle.recv(1) == b""  # closed by the server
+    assert is_open(url_of(model))
+    memscale.detach(model)
+
+
+def test_clients_are_not_waited_for_for_ever() -> None:
+    assert server._Handler.timeout is not None

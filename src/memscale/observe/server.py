@@ -141,6 +141,8 @@ class _LoopbackServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
+    timeout = 10.0  # seconds, for a client that connects and says nothing: it would keep a thread
+
     def do_GET(self) -> None:
         assert isinstance(self.server, _LoopbackServer)
         server = self.server.metrics()
