@@ -6,8 +6,10 @@ import contextlib
 import functools
 import gc
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import nn
@@ -75,12 +77,25 @@ def make_plan(
         ProfileError: the model does not run on the sample.
     """
     if sample is None:
-        return decide_by_structure(model, find_blocks(model), hardware, config)
+        plan = decide_by_structure(model, find_blocks(model), hardware, config)
+        return replace(plan, notes=(*plan.notes, *_left_out(model)))
     with rehearsal(model):
         plan, excess = rehearsed(model, sample, config, hardware, known, on_likely)
+        plan = replace(plan, notes=(*plan.notes, *_left_out(model)))
         if not suggest or fits(plan, hardware, config) or plan.prediction_source != "simulated":
             return plan
         return replace(plan, notes=(*plan.notes, *_what_would_fit(model, sample, config, hardware, excess)))
+
+
+def _left_out(model: nn.Module) -> tuple[str, ...]:
+    """Return a note that names the parts of a model that no technique can go on."""
+    scripted = [name for name, each in model.named_modules() if isinstance(each, torch.jit.ScriptModule)]
+    outermost = [name for name in scripted if not any(name.startswith(f"{other}.") for other in scripted)]
+    if not outermost:
+        return ()
+    return (
+        f"scripted modules (torch.jit) take no technique and are left as they are: {', '.join(outermost)}",
+    )
 
 
 @contextlib.contextmanager
@@ -95,6 +110,7 @@ def rehearsal(model: nn.Module) -> Iterator[None]:
         _quiet_fake_tensors(),
         _without_other_processes(model),
         _without_garbage_collection(),
+        _without_compiler(),
     ):
         try:
             yield
@@ -183,6 +199,13 @@ def _without_other_processes(model: nn.Module) -> Iterator[None]:
     finally:
         for each, name, value in before:
             setattr(each, name, value)
+
+
+def _without_compiler() -> contextlib.AbstractContextManager[object]:
+    """Compiled parts run as they are written: to compile them for fake tensors takes long, and tells nothing."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes a second
+        return contextlib.nullcontext()
+    return cast(contextlib.AbstractContextManager[object], torch.compiler.set_stance("force_eager"))
 
 
 @contextlib.contextmanager

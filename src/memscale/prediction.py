@@ -32,7 +32,7 @@ from memscale.memory.allocator import CachingAllocator
 from memscale.memory.tracker import MemoryTracker
 from memscale.offload.optimizer_state import PAGE
 from memscale.profiler.build import backward_targets, loss_of
-from memscale.profiler.empirical import untouched
+from memscale.profiler.empirical import is_reentrant, untouched
 from memscale.profiler.place import Place
 from memscale.profiler.sample import Sample
 from memscale.simulator.tracking import DeviceTracker
@@ -126,6 +126,9 @@ def _asked_for(model: nn.Module, executor: Executor) -> Callable[[torch.Tensor],
         return home
 
     def backward(loss: torch.Tensor) -> None:
+        if is_reentrant(loss):
+            torch.autograd.backward(loss)  # with no hooks but ours: see `gradients_of`
+            return
         with contextlib.ExitStack() as stack:
             for parameter in trained:
                 if id(parameter) in on_disk:

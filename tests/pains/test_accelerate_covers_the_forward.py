@@ -62,6 +62,7 @@ def in_float16(model: nn.Module) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_accelerate() -> Iterator[None]:
+    accelerate.state.AcceleratorState._reset_state(True)
     yield
     accelerate.state.AcceleratorState._reset_state(True)
 

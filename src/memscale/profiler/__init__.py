@@ -70,7 +70,7 @@ def profile_model(
         )
     try:
         return profile_empirical(model, sample, reason=f"a real run ({why_not_static})")
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, ProfileError):
         raise
     except Exception as error:
         raise ProfileError(

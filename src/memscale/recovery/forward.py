@@ -33,11 +33,14 @@ class RecoveringForward(ReplacedForward):
     Args:
         module: The model.
         guard: Told of every call whose backward is to come.
+        is_opaque: Whether there is anything inside that a compiler must not trace through. If there is not, a compiled
+            model is compiled as ever, and an out-of-memory error in it is raised.
     """
 
-    def __init__(self, module: nn.Module, guard: StepGuard) -> None:
+    def __init__(self, module: nn.Module, guard: StepGuard, *, is_opaque: bool = True) -> None:
         super().__init__(module)
         self._guard = guard
+        self.is_opaque = is_opaque
 
     def run(
         self,

@@ -15,6 +15,10 @@ has a forward that refers to the copy. Of the model around it a forward knows on
 module alone does not decide, as a part that is kept in `eval()` while the rest trains saves as much for
 backward as any. In all other cases the call goes on to what was there before, after a look at two flags.
 
+*Under torch.compile.* The compiler cannot look through hooks on saved tensors, nor fetch parameters. An override that
+is in use and `is_opaque` runs outside of it (a graph break), and the log says so once a model; others are traced
+through.
+
 *When it is covered.* Others may put their own forward over ours (accelerate does, for autocast). As with a bound
 method they take `forward.__func__`, which is a function of the module and nothing else: it finds the module's
 override at each call under `OWN`, or calls the class's forward if there is none any more. So plans may change
@@ -26,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,6 +39,7 @@ import torch
 from torch import nn
 
 from memscale.errors import WrapError
+from memscale.offload.optimizer_hooks import outside_compiler
 
 __all__ = ["OWN", "ReplacedForward", "is_covered", "top_forward"]
 
@@ -41,6 +47,12 @@ OWN = "_memscale_forward"
 """The attribute under which a module has its outermost override, also where another forward covers that."""
 
 _IS_DISPATCH = "_memscale_dispatch"
+
+logger = logging.getLogger("memscale")
+
+_compiled: weakref.WeakSet[nn.Module] = (
+    weakref.WeakSet()
+)  # models of which it was said that they are compiled
 
 
 def is_covered(module: nn.Module) -> bool:
@@ -65,9 +77,13 @@ class ReplacedForward:
         module: The module that this goes on.
 
     Subclasses say in `run` what a call in training does.
+
+    Attributes:
+        is_opaque: Whether a compiler must not trace through it.
     """
 
     __name__ = "forward"
+    is_opaque = True
 
     _model: weakref.ref[nn.Module] | None = None
     _is_released = False
@@ -92,11 +108,31 @@ class ReplacedForward:
             successor, self._successor = self._successor, None
             return successor(*args, **kwargs)
         module = self.module
-        forward = self._forward_of(module)
-        # The compiler plans its own memory, and cannot look through hooks on saved tensors.
-        if torch.is_grad_enabled() and self._is_in_use(module) and not torch.compiler.is_compiling():
-            return self.run(module, forward, args, kwargs)
-        return forward(*args, **kwargs)
+        if torch.is_grad_enabled() and self._is_in_use(module) and not torch.compiler.is_exporting():
+            if not torch.compiler.is_compiling():
+                return self.run(module, self._forward_of(module), args, kwargs)
+            if self.is_opaque:
+                return self.outside_compiler(*args, **kwargs)
+        if self._before is not None:
+            return self._before(*args, **kwargs)
+        # Not as a bound method: after a graph break the compiler would look that up on the module, and find this.
+        return type(module).forward(module, *args, **kwargs)
+
+    @outside_compiler
+    def outside_compiler(self, *args: Any, **kwargs: Any) -> Any:
+        """Make a call from inside of compiled code without the compiler."""
+        model = None if self._model is None else self._model()
+        model = self.module if model is None else model
+        config = getattr(vars(model).get("_memscale_executor"), "config", None)
+        if model not in _compiled and (config is None or config.enable_logging):
+            _compiled.add(model)
+            logger.warning(
+                "torch.compile came to a layer of %s that MemScale has changed (%s): it runs without the compiler, "
+                "with the techniques of its plan. To have it compiled instead, call memscale.detach(model) first.",
+                type(model).__name__,
+                type(self.module).__name__,
+            )
+        return self(*args, **kwargs)
 
     @property
     def module(self) -> nn.Module:

@@ -99,6 +99,8 @@ class AutocastForward(ReplacedForward):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self._successor is not None or self._is_released:
             return super().__call__(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self.outside_compiler(*args, **kwargs)
         module = self.module
         forward = self._forward_of(module)
         has_its_own = torch.is_autocast_enabled(self._device_type)
