@@ -82,8 +82,7 @@ class HostPlace:
             raise TierFullError(
                 f"{format_bytes(nbytes)} more of optimizer state would exceed the cap on host memory of "
                 f"{format_bytes(self._capacity)}, of which {format_bytes(self._taken)} is used. The state "
-                "stays on the device, complete. Raise Config(max_cpu_offload_gb=...), or have it on disk by "
-                "Config(max_disk_offload_gb=...)."
+                "stays on the device, complete. Raise Config(max_cpu_offload_gb=...)."
             )
         home = make()
         self._taken += nbytes
