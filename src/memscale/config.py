@@ -166,7 +166,8 @@ class Config:
         memory_budget: Take the fastest plan that fits this size: `"6GB"`, `"6GiB"`, a number of bytes, or
             `"auto"` for `target_gpu_utilization` of the device.
         offload_dir: Where the disk tier keeps its files.
-        max_disk_offload_gb: The most disk to offload to, in GB (10⁹ bytes). 0: none; None: what is free.
+        max_disk_offload_gb: The most disk to offload to, in GB (10⁹ bytes). 0: none; None: what is free. Below an
+            accelerator the disk is used where nothing fits with the host memory that there is, or that is allowed.
 
     Raises:
         ConfigError: A value is out of range, or asks for what is not implemented yet.

@@ -230,10 +230,11 @@ def _add_adam_state(
 ) -> None:
     """Adam's moments, of the parameters that are on the device, and the counts of steps, which are on the host.
 
-    Where the plan has state on disk, that is where it is, whatever its parameter's home; but for what is smaller than a
-    page.
+    Where the plan of a CPU has state on disk, that is where it is, whatever its parameter's home; but for what is
+    smaller than a page.
     """
     is_below = plan is not None and plan.optimizer is not None and plan.optimizer.state == "disk"
+    is_below = is_below and device.type == "cpu"
     eight_bit = plan is not None and plan.optimizer is not None and plan.optimizer.eight_bit
     small = {id(each) for each in parameters_in_eight_bits(model)} if eight_bit else set()
     for parameter in here:

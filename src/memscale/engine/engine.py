@@ -64,6 +64,35 @@ def decide(
         closely: where the fastest plan up to a peak is asked for, look at the frontier closer there.
         on_likely: called with what would be chosen of the plans by hand, before the frontier is looked for.
     """
+    plan = _decide(profile, hardware, config, under, margin, closely, on_likely)
+    if plan.predicted_peak_bytes + margin <= room_of(hardware, config):
+        return plan
+    for past_host in _tiers(profile, hardware, config)[1:]:
+        found = _decide(profile, past_host, config, under, margin, closely, None)
+        if found.predicted_peak_bytes < plan.predicted_peak_bytes:
+            room = format_bytes(_room_below(hardware, config))
+            note = f"parameters, gradients and Adam state go to disk: with {room} of host memory for them nothing fits"
+            return replace(found, notes=(*found.notes, note))
+    return plan
+
+
+def _tiers(profile: ModelProfile, hardware: Hardware, config: Config) -> tuple[Hardware, ...]:
+    """The device with the tier below it; then with the disk, if host memory is too small for all and that is larger."""
+    past_host = replace(hardware, past_host=True)
+    everything = profile.parameter_bytes + profile.gradient_bytes + profile.optimizer_bytes
+    useful = _room_below(hardware, config) < min(everything, _room_below(past_host, config))
+    return (hardware, past_host) if useful and config.enable_offloading else (hardware,)
+
+
+def _decide(
+    profile: ModelProfile,
+    hardware: Hardware,
+    config: Config,
+    under: Sequence[tuple[Setting, ModelProfile]],
+    margin: int,
+    closely: bool,
+    on_likely: Callable[[Plan], None] | None,
+) -> Plan:
     settings = under or ((NOTHING, profile),)
     found: list[Point] = []
     for setting, needs in settings:
@@ -125,8 +154,8 @@ def plan_of(
         baseline_seconds=float(f"{plain.seconds:.{DIGITS}g}"),
         baseline_saved_bytes=plain.saved_bytes,
         predicted_saved_bytes=chosen.saved_bytes,
-        host_bytes=0 if hardware.device.kind == "cpu" else chosen.home_bytes,
-        disk_bytes=chosen.home_bytes if hardware.device.kind == "cpu" else 0,
+        host_bytes=0 if hardware.offloads_to_disk else chosen.home_bytes,
+        disk_bytes=chosen.home_bytes if hardware.offloads_to_disk else 0,
         decision_source="user_config" if config.explicit_fields & _TECHNIQUE_FIELDS else "rule",
         prediction_source="estimated",
         unseen_bytes=unseen,
@@ -172,7 +201,7 @@ def _bucket_bytes(profile: ModelProfile) -> int:
 
 
 def _optimizer(chosen: Point, hardware: Hardware, rule: str, bucket_bytes: int) -> OptimizerPlan | None:
-    on_disk = hardware.device.kind == "cpu" and chosen.candidate.at_home > 0
+    on_disk = hardware.offloads_to_disk and chosen.candidate.at_home > 0
     if not on_disk and not chosen.setting.eight_bit:
         return None
     reasons = []
@@ -307,9 +336,10 @@ def has_plan_within(
 def _every_row(
     under: Sequence[tuple[Setting, ModelProfile]], hardware: Hardware, config: Config
 ) -> Iterator[Row[Choices]]:
-    for depth in reversed(_depths(hardware, config)):
-        for setting, needs in under:
-            yield from _rows(needs, hardware, config, setting, depth).rows()
+    for there in reversed(_tiers(under[0][1], hardware, config)):
+        for depth in reversed(_depths(there, config)):
+            for setting, needs in under:
+                yield from _rows(needs, there, config, setting, depth).rows()
 
 
 def points_of(
@@ -384,7 +414,7 @@ def _room_below(hardware: Hardware, config: Config) -> int:
 
     Of host memory that is its size, not what happens to be free; a disk may be full of other things.
     """
-    if hardware.device.kind == "cpu":
+    if hardware.offloads_to_disk:
         cap, there = config.max_disk_offload_bytes, hardware.disk.free_bytes if hardware.disk.writable else 0
     else:
         cap, there = config.max_cpu_offload_bytes, hardware.host.total_ram_bytes

@@ -40,7 +40,7 @@ class Entries:
                 replace(layer, reason=f"{layer.reason}; {_why_resident(block)}") if block.resident else layer
             )
         home = block.parameter_bytes + block.gradient_bytes + block.optimizer_bytes
-        tier: Tier = "disk" if self.rows.terms.kind == "cpu" else "host"
+        tier: Tier = "disk" if self.rows.terms.clock.below_is_disk else "host"
         reason = f"{format_bytes(home)} of parameters, gradients and Adam state live on the {tier}"
         if block.resident:
             reason += f"; {_why_resident(block)}"
