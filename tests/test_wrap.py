@@ -304,8 +304,8 @@ def test_a_first_batch_that_cannot_be_profiled_leaves_the_plan(
         calls = 0
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            if self.calls < 2:  # the run that would profile it
+            Once.calls += 1
+            if Once.calls < 2:  # the run that would profile it
                 raise RuntimeError("not yet")
             return super().forward(x)
 

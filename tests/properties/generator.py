@@ -289,7 +289,7 @@ OPTIONS: dict[str, tuple[float, Make]] = {
     "counter": (0.5, lambda d: {}),
     "normed": (0.7, lambda d: {"spectral": _maybe(d, 0.5)}),
     "no_grad": (1, lambda d: {"how": d.choice(["no_grad", "detach"])}),
-    "random": (1, lambda d: {"source": d.choice(["python", "numpy", "torch host", "torch"])}),
+    "random": (1, lambda d: {"source": d.choice(["python", "numpy", "own", "torch host", "torch"])}),
     "layer_drop": (0.4, lambda d: {"source": d.choice(["python", "torch"])}),
     "branch": (0.4, lambda d: {}),
     "routed": (0.4, lambda d: {}),

@@ -3,8 +3,8 @@
 The run is guarded: weights are not stepped, gradients are asked for instead of accumulated (so that hooks that wait
 for them, those of DistributedDataParallel or of an optimizer in backward, do not hear of it; reentrant checkpoints
 refuse that, and there they are accumulated and dropped), buffers are exchanged
-for copies (so that batch-norm statistics stay), random states and training flags are put back. Forward hooks that
-the user has put on the model do run.
+for copies (so that batch-norm statistics stay), random states, training flags and counters are put back. Forward hooks
+that the user has put on the model do run.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from memscale.profiler.cache import without_cache
 from memscale.profiler.profile import ModelProfile
 from memscale.profiler.recorder import Recorder
 from memscale.profiler.sample import Sample
+from memscale.recompute.attributes import Attributes
 from memscale.recompute.rng import RngState
 
 
@@ -53,7 +54,8 @@ def profile_empirical(model: nn.Module, sample: Sample, *, reason: str) -> Model
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Whatever runs inside leaves gradients, buffers, random states and training flags as they were."""
+    """Leave gradients, buffers, plain attributes, random states and training flags as they were before the block."""
+    attributes = Attributes(list(model.modules()))
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     flags = [(module, module.training) for module in model.modules()]
     buffers = [(module, module._buffers) for module in model.modules() if module._buffers]
@@ -66,6 +68,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        attributes.take_back()
         for module, own in buffers:
             module.__dict__["_buffers"] = own
         for parameter, gradient in gradients:

@@ -38,6 +38,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from memscale.errors import RecomputeError
 from memscale.recompute._torch_private import same_version
+from memscale.recompute.attributes import Attributes
 
 __all__ = ["Buffers"]
 
@@ -49,16 +50,19 @@ _changes: weakref.WeakKeyDictionary[nn.Module, dict[bool, bool]] = weakref.WeakK
 
 
 class Buffers:
-    """The buffers of some modules, before a forward pass and after it. See Note [Buffers of a region].
+    """What forward may change of some modules, before it and after: buffers and Python attributes.
+
+    See Note [Buffers of a region] and Note [Attributes of a region].
 
     Args:
-        modules: Whose buffers.
+        modules: Whose buffers and attributes.
         copy_all: Copy large buffers too that have not been seen to change.
     """
 
-    __slots__ = ("_bare", "_owners")
+    __slots__ = ("_attributes", "_bare", "_owners")
 
     def __init__(self, modules: Sequence[nn.Module], *, copy_all: bool = True) -> None:
+        self._attributes = Attributes(modules)
         with torch.no_grad():
             copies: dict[int, torch.Tensor] = {}  # a buffer shared by two modules has one copy
             self._owners = [
@@ -71,6 +75,7 @@ class Buffers:
 
     def settle(self) -> None:
         """Forward has run: learn which modules changed their buffers, and drop the other copies."""
+        self._attributes.settle()
         for owner in self._owners:
             owner.settle()
         for module, before in self._bare:
@@ -79,11 +84,12 @@ class Buffers:
         self._bare = []
 
     def take_back(self) -> None:
-        """Forward has failed: the real buffers are again as it found them.
+        """Forward has failed: buffers and attributes are again as it found them.
 
         Raises:
             RecomputeError: A buffer's value at the beginning is not known any more.
         """
+        self._attributes.take_back()
         with torch.no_grad():
             for owner in self._owners:
                 owner.take_back()
@@ -92,7 +98,7 @@ class Buffers:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Run with the buffers as forward found them, on copies; leave the real ones untouched.
+        """Run with buffers (copies of them) and attributes as forward found them; leave the real ones untouched.
 
         Raises:
             RecomputeError: A buffer's value at forward is not known any more.
@@ -105,7 +111,8 @@ class Buffers:
             for module, buffers in exchanged:
                 if buffers is not None:
                     module.__dict__["_buffers"] = buffers
-            yield
+            with self._attributes.put_back():
+                yield
         finally:
             for module, original in real:
                 module.__dict__["_buffers"] = original

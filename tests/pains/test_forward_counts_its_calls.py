@@ -1,0 +1,106 @@
+"""A module that counts its calls, or draws from a generator of its own, in a layer that is recomputed.
+
+With `torch.utils.checkpoint` the count goes up twice a step, and what is computed with it is another in backward.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import memscale
+from memscale import Config
+from memscale.executor import Executor
+from wrapping import lossless
+
+
+class Layer(nn.Module):
+    """Multiplies by something that its own Python state says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.kind = kind
+        self.calls = 0
+        self.factor: float | None = None
+        if kind == "torch":
+            self.source = torch.Generator().manual_seed(3)
+        elif kind == "python":
+            self.source = random.Random(3)
+        elif kind == "numpy":
+            self.source = np.random.default_rng(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.kind == "count":
+            factor = 1.0 / self.calls
+        elif self.kind == "first":
+            factor = 0.5 if self.factor is None else 2.0
+            self.factor = factor
+        elif self.kind == "new":
+            factor = 2.0 if hasattr(self, "was_called") else 0.5
+            self.was_called = True
+        elif self.kind == "torch":
+            factor = float(torch.rand((), generator=self.source))
+        else:
+            factor = float(self.source.random())
+        return x + torch.tanh(self.linear(x) * factor)
+
+
+KINDS = ("count", "first", "new", "torch", "python", "numpy")
+CHECKPOINTING = lossless("aggressive", enable_offloading=False, force_optimize=True)
+
+
+def train(kind: str, config: Config | None, sample: bool = True) -> list[torch.Tensor | int]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer(kind) for _ in range(4)), nn.Linear(8, 2))
+    batch = torch.randn(6, 8)
+    if config is not None:
+        memscale.wrap(model, config, batch if sample else None)
+        if sample:
+            executor: Executor = model._memscale_executor
+            assert any("checkpointing" in layer.techniques for layer in executor.plan.layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[torch.Tensor | int] = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        seen += [
+            loss.detach(),
+            *(parameter.grad for parameter in model.parameters() if parameter.grad is not None),
+        ]
+        seen += [layer.calls for layer in model if isinstance(layer, Layer)]
+    if config is not None:
+        memscale.detach(model)
+    seen += [len(vars(module)) for module in model.modules()]
+    return seen
+
+
+def assert_same(got: list[torch.Tensor | int], expected: list[torch.Tensor | int]) -> None:
+    assert len(got) == len(expected)
+    for one, other in zip(got, expected, strict=True):
+        if isinstance(one, torch.Tensor):
+            assert torch.equal(one, other)
+        else:
+            assert one == other
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recomputed_layer_finds_its_attributes_as_forward_did(kind: str) -> None:
+    assert_same(train(kind, CHECKPOINTING), train(kind, None))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_profile_by_a_real_run_leaves_attributes_as_they_were(kind: str) -> None:
+    assert_same(train(kind, CHECKPOINTING.replace(use_static_profiling=False)), train(kind, None))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_from_the_first_batch_leaves_attributes_as_they_were(kind: str) -> None:
+    assert_same(train(kind, CHECKPOINTING, sample=False), train(kind, None))
