@@ -23,12 +23,14 @@ from memscale.execution_plan import ALLOWANCES, Plan, Tier
 from memscale.executor import Executor
 from memscale.fitting import Estimates, Under
 from memscale.hardware import Hardware
+from memscale.plan_cache import PlanCache, plan_key
 from memscale.prediction import Step, measure, predict, with_figures_of
 from memscale.profiler import ModelProfile, Place, Sample, find_blocks, profile_model
 from memscale.profiler.cache import uses_cache
 from memscale.profiler.static import profile_static
 from memscale.recompute.rng import RngState
 from memscale.report.log import speaking
+from memscale.simulator import known as known_values
 from memscale.sizes import batch_size_of, length_of, with_batch_size, with_length
 from memscale.techniques.loss import find_head
 from memscale.units import format_bytes
@@ -50,6 +52,7 @@ FEWER_TECHNIQUES: tuple[tuple[str, ConfigFields], ...] = (
     ("any technique but checkpointing", _ONLY_CHECKPOINTING),
     ("any technique", {**_ONLY_CHECKPOINTING, "enable_checkpointing": False}),
 )
+plans_made = PlanCache()
 DEEP = 8  # equal blocks beyond the two that the profile runs, from which on a plain step is not simulated
 
 
@@ -69,18 +72,26 @@ def make_plan(
     would fit, unless it is not to suggest anything. The model is not profiled where its profile is `known`.
 
     `on_likely` is called early, with a plan that is likely to have much in common with the one that is returned; not
-    where the model itself is run.
+    where the model itself is run, nor where an equal model was planned for before (Note [Equal models]).
 
     Raises:
         ProfileError: the model does not run on the sample.
     """
     if sample is None:
         return decide_by_structure(model, find_blocks(model), hardware, config)
+    key = plan_key(model, sample, config, hardware)
+    found = None if key is None else plans_made.find((key, suggest), sample)
+    if found is not None:
+        return found
+    asked = known_values.asked
     with rehearsal(model):
         plan, excess = rehearsed(model, sample, config, hardware, known, on_likely)
-        if not suggest or fits(plan, hardware, config) or plan.prediction_source != "simulated":
-            return plan
-        return replace(plan, notes=(*plan.notes, *_what_would_fit(model, sample, config, hardware, excess)))
+        if suggest and not fits(plan, hardware, config) and plan.prediction_source == "simulated":
+            advice = _what_would_fit(model, sample, config, hardware, excess)
+            plan = replace(plan, notes=(*plan.notes, *advice))
+    if key is not None and plan.prediction_source == "simulated":
+        plans_made.add((key, suggest), sample, plan, by_values=known_values.asked > asked)
+    return plan
 
 
 @contextlib.contextmanager
