@@ -20,6 +20,7 @@ from memscale.execution_plan import Plan
 from memscale.executor import EXECUTOR, Executor, copy_early, disk_of, executor_of, refuse_nested
 from memscale.hardware import Hardware, detect, virtual_hardware
 from memscale.interrupts import interrupts_deferred, raise_pending_interrupt
+from memscale.observe.meter import Meter
 from memscale.observe.metrics import Metrics
 from memscale.offload.homes import training_device
 from memscale.planning import fits, make_plan
@@ -243,8 +244,10 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
     disk = disk_of(config)
     # Of a model that is wrapped already, what goes to disk is most likely there.
     begin = None if executor_of(model) is not None else functools.partial(copy_early, model, disk)
+    meter = Meter()
     try:
-        decided = _plan(model, sample_input, config, hardware, on_likely=begin)
+        with meter.planning():
+            decided = _plan(model, sample_input, config, hardware, on_likely=begin)
         executor = Executor(
             model,
             decided,
@@ -254,6 +257,7 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
             guard=StepGuard(),
             metrics=Metrics(config.observability_port),
             disk=disk,
+            meter=meter,
         )
         if sample_input is not None:
             executor.batches.add(named_shapes(model, sample_of(sample_input, model)))

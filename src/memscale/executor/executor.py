@@ -81,6 +81,7 @@ class Executor:
         guard: Who catches out-of-memory errors in a step; nobody, if it is not given.
         metrics: Where its numbers are served while it is attached; nowhere, if it is not given.
         disk: The disk below the model; the one that the Config says, if it is not given.
+        meter: Counts what is done; one of its own, if it is not given.
 
     Attributes:
         batches: What the model's plans were made for so far.
@@ -109,6 +110,7 @@ class Executor:
         guard: Guard | None = None,
         metrics: Metrics | None = None,
         disk: DiskStore | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self._model = WeakModule(model)
         self._device = device
@@ -121,7 +123,7 @@ class Executor:
         self._attached = False
         self._surroundings = Record()
         self._watch = Record()
-        self._meter = Meter()
+        self._meter = meter or Meter()
         self.metrics = metrics
         self._homes = Homes(disk or disk_of(config), self._meter)
         self._homes.host_capacity = None if config is None else config.max_cpu_offload_bytes
