@@ -3,6 +3,8 @@
 Each family is built from a config with random weights (no download), trains one step in a few
 milliseconds on the CPU, and is used the way its users use it: `family.loss(family.build(), family.batch())`.
 Dropout is on wherever the family has it: a mask that differs on recompute is the first thing to break.
+`SMALL_FAMILIES` has the same models large enough that weights and activations make their peak, not library
+workspaces; `benchmarks/predictions.py` measures those.
 
 Example:
     >>> family = FAMILIES["gpt2"]
@@ -13,19 +15,51 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VOCAB = 97
-HIDDEN = 32
 LAYERS = 3
+HEADS = 4
 DROPOUT = 0.1
-CLASSES = 10
-IMAGE = 16
+SPEECH_POSITIONS = 32  # of Whisper's encoder, which takes windows of one size only
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the models of all families are.
+
+    Attributes:
+        vocab: Words of a language model.
+        hidden: Width of a transformer.
+        length: Default tokens of a sample.
+        positions: Longest sample a transformer can take.
+        image: Pixels along the edge of an image.
+        patch: Pixels along the edge of a vision transformer's patch.
+        classes: Classes of an image classifier.
+        mels: Frequency bins of a speech sample.
+        channels: Channels of a convolutional network, level by level.
+        window: Tokens that a sliding-window attention sees; fewer than `length`, or it would be plain attention.
+    """
+
+    vocab: int
+    hidden: int
+    length: int
+    positions: int
+    image: int
+    patch: int
+    classes: int
+    mels: int
+    channels: tuple[int, int, int]
+    window: int
+
+
+TINY = Scale(97, 32, 12, 64, 16, 4, 10, 8, (8, 16, 32), 8)
+SMALL = Scale(4096, 256, 64, 64, 64, 8, 100, 80, (32, 64, 128), 32)
+VOCAB, HIDDEN = TINY.vocab, TINY.hidden
 
 Batch = dict[str, Tensor] | tuple[Tensor, ...]
 
@@ -36,12 +70,13 @@ class Family:
 
     Attributes:
         name: Key in `FAMILIES`.
-        make: Builds the model; called by `build` under a fixed seed.
-        inputs: `(generator, batch_size, length)` to a CPU batch.
+        make: `(scale)` to the model; called by `build` under a fixed seed.
+        inputs: `(scale, generator, batch_size, length)` to a CPU batch.
         forward: `(model, batch)` to the scalar loss; the default calls `model(**batch).loss`.
         depth: Repeated blocks in the model: distinct modules, each counted once.
         calls: How often one forward pass calls each repeated block (weight sharing).
-        length: Default length of a sample: tokens, or pixels along an edge.
+        images: A sample is an image; its length is in pixels along an edge.
+        scale: How large it is.
         data_dependent: Shapes inside the model depend on values, so no static analysis can follow it.
         dropout: Draws random numbers in training.
         updates_buffers: A forward pass in training changes buffers (batch-norm statistics).
@@ -49,29 +84,35 @@ class Family:
     """
 
     name: str
-    make: Callable[[], nn.Module]
-    inputs: Callable[[torch.Generator, int, int], Batch]
+    make: Callable[[Scale], nn.Module]
+    inputs: Callable[[Scale, torch.Generator, int, int], Batch]
     depth: int
     forward: Callable[[nn.Module, Any], Tensor] = field(default=lambda model, batch: model(**batch).loss)
     calls: int = 1
-    length: int = 12
+    images: bool = False
+    scale: Scale = TINY
     data_dependent: bool = False
     dropout: bool = True
     updates_buffers: bool = False
     transformers: bool = True
 
+    @property
+    def length(self) -> int:
+        """Default length of a sample: tokens, or pixels along an edge."""
+        return self.scale.image if self.images else self.scale.length
+
     def build(self) -> nn.Module:
         """Returns a new model in training mode, the same weights each time; the global RNG is not moved."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return self.make().train()
+            return self.make(self.scale).train()
 
     def batch(
         self, device: str | torch.device = "cpu", batch_size: int = 2, length: int | None = None
     ) -> Batch:
         """Returns the same batch for the same arguments, on any device; the global RNG is not moved."""
         generator = torch.Generator().manual_seed(1)
-        batch = self.inputs(generator, batch_size, self.length if length is None else length)
+        batch = self.inputs(self.scale, generator, batch_size, self.length if length is None else length)
         if isinstance(batch, dict):
             return {key: value.to(device) for key, value in batch.items()}
         return tuple(value.to(device) for value in batch)
@@ -84,18 +125,18 @@ class Family:
 # Inputs ------------------------------------------------------------------------------------------
 
 
-def _tokens(generator: torch.Generator, *shape: int, low: int = 3) -> Tensor:
+def _tokens(scale: Scale, generator: torch.Generator, *shape: int, low: int = 3) -> Tensor:
     # From 3 up, so that no random token is one of the padding, begin or end tokens of a config.
-    return torch.randint(low, VOCAB, shape, generator=generator)
+    return torch.randint(low, scale.vocab, shape, generator=generator)
 
 
-def _causal(generator: torch.Generator, batch: int, length: int) -> Batch:
-    ids = _tokens(generator, batch, length)
+def _causal(scale: Scale, generator: torch.Generator, batch: int, length: int) -> Batch:
+    ids = _tokens(scale, generator, batch, length)
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def _masked(generator: torch.Generator, batch: int, length: int) -> Batch:
-    ids = _tokens(generator, batch, length)
+def _masked(scale: Scale, generator: torch.Generator, batch: int, length: int) -> Batch:
+    ids = _tokens(scale, generator, batch, length)
     labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.5, ids, -100)
     labels[:, 0] = ids[:, 0]  # a batch without a single masked token would have no loss
     mask = torch.ones_like(ids)
@@ -103,44 +144,44 @@ def _masked(generator: torch.Generator, batch: int, length: int) -> Batch:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def _translation(generator: torch.Generator, batch: int, length: int) -> Batch:
+def _translation(scale: Scale, generator: torch.Generator, batch: int, length: int) -> Batch:
     return {
-        "input_ids": _tokens(generator, batch, length),
-        "labels": _tokens(generator, batch, max(2, length // 2)),
+        "input_ids": _tokens(scale, generator, batch, length),
+        "labels": _tokens(scale, generator, batch, max(2, length // 2)),
     }
 
 
-def _speech(generator: torch.Generator, batch: int, length: int) -> Batch:
+def _speech(scale: Scale, generator: torch.Generator, batch: int, length: int) -> Batch:
     # Whisper takes windows of one fixed size only; the length is that of the transcript.
     return {
-        "input_features": torch.randn(batch, 8, 2 * HIDDEN, generator=generator),
-        "labels": _tokens(generator, batch, length),
+        "input_features": torch.randn(batch, scale.mels, 2 * SPEECH_POSITIONS, generator=generator),
+        "labels": _tokens(scale, generator, batch, length),
     }
 
 
-def _pixels(generator: torch.Generator, batch: int, length: int) -> Batch:
+def _pixels(scale: Scale, generator: torch.Generator, batch: int, length: int) -> Batch:
     return {
         "pixel_values": torch.randn(batch, 3, length, length, generator=generator),
-        "labels": torch.randint(CLASSES, (batch,), generator=generator),
+        "labels": torch.randint(scale.classes, (batch,), generator=generator),
     }
 
 
-def _image_pair(generator: torch.Generator, batch: int, length: int) -> Batch:
+def _image_pair(scale: Scale, generator: torch.Generator, batch: int, length: int) -> Batch:
     return (
         torch.randn(batch, 3, length, length, generator=generator),
-        torch.randint(CLASSES, (batch,), generator=generator),
+        torch.randint(scale.classes, (batch,), generator=generator),
     )
 
 
-def _image_to_image(generator: torch.Generator, batch: int, length: int) -> Batch:
+def _image_to_image(scale: Scale, generator: torch.Generator, batch: int, length: int) -> Batch:
     return (
         torch.randn(batch, 3, length, length, generator=generator),
         torch.randn(batch, 3, length, length, generator=generator),
     )
 
 
-def _next_token_pair(generator: torch.Generator, batch: int, length: int) -> Batch:
-    ids = _tokens(generator, batch, length + 1)
+def _next_token_pair(scale: Scale, generator: torch.Generator, batch: int, length: int) -> Batch:
+    ids = _tokens(scale, generator, batch, length + 1)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
@@ -152,16 +193,16 @@ def _cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 # From transformers -------------------------------------------------------------------------------
 
 
-def _gpt2() -> nn.Module:
+def _gpt2(scale: Scale) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=VOCAB,
-            n_positions=64,
-            n_embd=HIDDEN,
+            vocab_size=scale.vocab,
+            n_positions=scale.positions,
+            n_embd=scale.hidden,
             n_layer=LAYERS,
-            n_head=4,
+            n_head=HEADS,
             resid_pdrop=DROPOUT,
             embd_pdrop=DROPOUT,
             attn_pdrop=DROPOUT,
@@ -171,34 +212,34 @@ def _gpt2() -> nn.Module:
     )
 
 
-def _bert() -> nn.Module:
+def _bert(scale: Scale) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     return BertForMaskedLM(
         BertConfig(
-            vocab_size=VOCAB,
-            hidden_size=HIDDEN,
+            vocab_size=scale.vocab,
+            hidden_size=scale.hidden,
             num_hidden_layers=LAYERS,
-            num_attention_heads=4,
-            intermediate_size=2 * HIDDEN,
-            max_position_embeddings=64,
+            num_attention_heads=HEADS,
+            intermediate_size=2 * scale.hidden,
+            max_position_embeddings=scale.positions,
             hidden_dropout_prob=DROPOUT,
             attention_probs_dropout_prob=DROPOUT,
         )
     )
 
 
-def _llama_like(prefix: str, **extra: Any) -> nn.Module:
+def _llama_like(scale: Scale, prefix: str, **extra: Any) -> nn.Module:
     import transformers
 
     config = getattr(transformers, f"{prefix}Config")(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
+        vocab_size=scale.vocab,
+        hidden_size=scale.hidden,
+        intermediate_size=2 * scale.hidden,
         num_hidden_layers=LAYERS,
-        num_attention_heads=4,
+        num_attention_heads=HEADS,
         num_key_value_heads=2,
-        max_position_embeddings=64,
+        max_position_embeddings=scale.positions,
         attention_dropout=DROPOUT,
         bos_token_id=1,
         eos_token_id=2,
@@ -207,23 +248,25 @@ def _llama_like(prefix: str, **extra: Any) -> nn.Module:
     return getattr(transformers, f"{prefix}ForCausalLM")(config)
 
 
-def _mixtral() -> nn.Module:
+def _mixtral(scale: Scale) -> nn.Module:
     # "eager" loops over the experts that were hit: the form whose shapes depend on the data.
-    return _llama_like("Mixtral", num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager")
+    return _llama_like(
+        scale, "Mixtral", num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager"
+    )
 
 
-def _t5() -> nn.Module:
+def _t5(scale: Scale) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     return T5ForConditionalGeneration(
         T5Config(
-            vocab_size=VOCAB,
-            d_model=HIDDEN,
-            d_kv=8,
-            d_ff=2 * HIDDEN,
+            vocab_size=scale.vocab,
+            d_model=scale.hidden,
+            d_kv=scale.hidden // HEADS,
+            d_ff=2 * scale.hidden,
             num_layers=LAYERS,
             num_decoder_layers=LAYERS,
-            num_heads=4,
+            num_heads=HEADS,
             relative_attention_num_buckets=8,
             dropout_rate=DROPOUT,
             pad_token_id=0,
@@ -233,40 +276,40 @@ def _t5() -> nn.Module:
     )
 
 
-def _vit() -> nn.Module:
+def _vit(scale: Scale) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
     return ViTForImageClassification(
         ViTConfig(
-            hidden_size=HIDDEN,
+            hidden_size=scale.hidden,
             num_hidden_layers=LAYERS,
-            num_attention_heads=4,
-            intermediate_size=2 * HIDDEN,
+            num_attention_heads=HEADS,
+            intermediate_size=2 * scale.hidden,
             hidden_dropout_prob=DROPOUT,
             attention_probs_dropout_prob=DROPOUT,
-            image_size=IMAGE,
-            patch_size=4,
-            num_labels=CLASSES,
+            image_size=scale.image,
+            patch_size=scale.patch,
+            num_labels=scale.classes,
         )
     )
 
 
-def _whisper() -> nn.Module:
+def _whisper(scale: Scale) -> nn.Module:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     return WhisperForConditionalGeneration(
         WhisperConfig(
-            vocab_size=VOCAB,
-            num_mel_bins=8,
-            d_model=HIDDEN,
+            vocab_size=scale.vocab,
+            num_mel_bins=scale.mels,
+            d_model=scale.hidden,
             encoder_layers=LAYERS,
             decoder_layers=LAYERS,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=2 * HIDDEN,
-            decoder_ffn_dim=2 * HIDDEN,
-            max_source_positions=HIDDEN,
-            max_target_positions=64,
+            encoder_attention_heads=HEADS,
+            decoder_attention_heads=HEADS,
+            encoder_ffn_dim=2 * scale.hidden,
+            decoder_ffn_dim=2 * scale.hidden,
+            max_source_positions=SPEECH_POSITIONS,
+            max_target_positions=scale.positions,
             dropout=DROPOUT,
             attention_dropout=DROPOUT,
             activation_dropout=DROPOUT,
@@ -280,16 +323,16 @@ def _whisper() -> nn.Module:
     )
 
 
-def _resnet() -> nn.Module:
+def _resnet(scale: Scale) -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     return ResNetForImageClassification(
         ResNetConfig(
-            embedding_size=8,
-            hidden_sizes=[8, 16, 32],
+            embedding_size=scale.channels[0],
+            hidden_sizes=list(scale.channels),
             depths=[2, 3, 2],
             layer_type="basic",
-            num_labels=CLASSES,
+            num_labels=scale.classes,
         )
     )
 
@@ -302,8 +345,8 @@ def _loss_without_cache(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch, use_cache=False if model.training else None).loss
 
 
-def _frozen_embeddings() -> nn.Module:
-    model = _gpt2()
+def _frozen_embeddings(scale: Scale) -> nn.Module:
+    model = _gpt2(scale)
     model.transformer.wte.requires_grad_(False)  # type: ignore[union-attr]
     model.transformer.wpe.requires_grad_(False)  # type: ignore[union-attr]
     return model
@@ -324,8 +367,8 @@ class LoRALinear(nn.Module):
         return self.base(x) + 2.0 * self.lora_b(self.lora_a(self.dropout(x)))
 
 
-def _lora() -> nn.Module:
-    model = _llama_like("Llama").requires_grad_(False)
+def _lora(scale: Scale) -> nn.Module:
+    model = _llama_like(scale, "Llama").requires_grad_(False)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear) and name.endswith("_proj"):
@@ -339,12 +382,16 @@ def _lora() -> nn.Module:
 class TransformerEncoderModel(nn.Module):
     """`nn.TransformerEncoder` between an embedding and a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: Scale = TINY) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, HIDDEN)
-        layer = nn.TransformerEncoderLayer(HIDDEN, 4, 2 * HIDDEN, DROPOUT, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(HIDDEN), enable_nested_tensor=False)
-        self.head = nn.Linear(HIDDEN, VOCAB)
+        self.embedding = nn.Embedding(scale.vocab, scale.hidden)
+        layer = nn.TransformerEncoderLayer(
+            scale.hidden, 4, 2 * scale.hidden, DROPOUT, batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(
+            layer, LAYERS, nn.LayerNorm(scale.hidden), enable_nested_tensor=False
+        )
+        self.head = nn.Linear(scale.hidden, scale.vocab)
 
     def forward(self, ids: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], device=ids.device)
@@ -354,31 +401,32 @@ class TransformerEncoderModel(nn.Module):
 class LSTMModel(nn.Module):
     """A two-layer language model of the years before attention."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: Scale = TINY) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, HIDDEN)
-        self.lstm = nn.LSTM(HIDDEN, HIDDEN, num_layers=2, dropout=DROPOUT, batch_first=True)
-        self.head = nn.Linear(HIDDEN, VOCAB)
+        self.embedding = nn.Embedding(scale.vocab, scale.hidden)
+        self.lstm = nn.LSTM(scale.hidden, scale.hidden, num_layers=2, dropout=DROPOUT, batch_first=True)
+        self.head = nn.Linear(scale.hidden, scale.vocab)
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden, _ = self.lstm(self.embedding(ids))
         return self.head(hidden)
 
 
-def _cnn() -> nn.Module:
+def _cnn(scale: Scale) -> nn.Module:
+    _, narrow, wide = scale.channels
     return nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1),
+        nn.Conv2d(3, narrow, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
+        nn.Conv2d(narrow, wide, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(32, 32, 3, padding=1),
+        nn.Conv2d(wide, wide, 3, padding=1),
         nn.ReLU(),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Dropout(DROPOUT),
-        nn.Linear(32, CLASSES),
+        nn.Linear(wide, scale.classes),
     )
 
 
@@ -403,8 +451,10 @@ class ResidualConv(nn.Module):
 class UNet(nn.Module):
     """Three levels down, a middle, three levels up; each level a list of blocks in a list of levels."""
 
-    def __init__(self, widths: tuple[int, ...] = (8, 16, 24)) -> None:
+    def __init__(self, scale: Scale = TINY) -> None:
         super().__init__()
+        first = scale.channels[0]
+        widths = (first, 2 * first, 3 * first)
         self.stem = nn.Conv2d(3, widths[0], 3, padding=1)
         self.down, self.up = nn.ModuleList(), nn.ModuleList()
         width = widths[0]
@@ -436,15 +486,16 @@ class UNet(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self, heads: int = 4) -> None:
+    def __init__(self, scale: Scale = TINY) -> None:
         super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(HIDDEN)
-        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
-        self.proj = nn.Linear(HIDDEN, HIDDEN)
-        self.norm2 = nn.LayerNorm(HIDDEN)
+        self.heads = HEADS
+        hidden = scale.hidden
+        self.norm1 = nn.LayerNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.proj = nn.Linear(hidden, hidden)
+        self.norm2 = nn.LayerNorm(hidden)
         self.mlp = nn.Sequential(
-            nn.Linear(HIDDEN, 4 * HIDDEN), nn.GELU(), nn.Linear(4 * HIDDEN, HIDDEN), nn.Dropout(DROPOUT)
+            nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden), nn.Dropout(DROPOUT)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -457,13 +508,13 @@ class Block(nn.Module):
 class TiedModel(nn.Module):
     """A small GPT whose head is its embedding."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: Scale = TINY) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCAB, HIDDEN)
-        self.positions = nn.Parameter(torch.randn(64, HIDDEN) * 0.02)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+        self.tokens = nn.Embedding(scale.vocab, scale.hidden)
+        self.positions = nn.Parameter(torch.randn(scale.positions, scale.hidden) * 0.02)
+        self.blocks = nn.ModuleList(Block(scale) for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(scale.hidden)
+        self.head = nn.Linear(scale.hidden, scale.vocab, bias=False)
         self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -476,11 +527,11 @@ class TiedModel(nn.Module):
 class SharedBlockModel(nn.Module):
     """One block called three times, as ALBERT does it: a list with a single layer in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: Scale = TINY) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, HIDDEN)
-        self.layers = nn.ModuleList([Block()])
-        self.head = nn.Linear(HIDDEN, VOCAB)
+        self.embedding = nn.Embedding(scale.vocab, scale.hidden)
+        self.layers = nn.ModuleList([Block(scale)])
+        self.head = nn.Linear(scale.hidden, scale.vocab)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
@@ -509,12 +560,12 @@ class KeywordOutput:
 class KeywordBlock(nn.Module):
     """A gated MLP that takes keyword arguments only and returns a dict with a dataclass in it."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, scale: Scale = TINY) -> None:
         super().__init__()
         self.layer_idx = index
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.up = nn.Linear(HIDDEN, 4 * HIDDEN)
-        self.down = nn.Linear(2 * HIDDEN, HIDDEN)
+        self.norm = nn.LayerNorm(scale.hidden)
+        self.up = nn.Linear(scale.hidden, 4 * scale.hidden)
+        self.down = nn.Linear(2 * scale.hidden, scale.hidden)
         self.dropout = nn.Dropout(DROPOUT)
 
     def forward(
@@ -531,11 +582,11 @@ class KeywordBlock(nn.Module):
 class KeywordModel(nn.Module):
     """A model that can be called by keyword only, from top to bottom."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: Scale = TINY) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, HIDDEN)
-        self.layers = nn.ModuleList(KeywordBlock(i) for i in range(LAYERS))
-        self.head = nn.Linear(HIDDEN, VOCAB)
+        self.embedding = nn.Embedding(scale.vocab, scale.hidden)
+        self.layers = nn.ModuleList(KeywordBlock(i, scale) for i in range(LAYERS))
+        self.head = nn.Linear(scale.hidden, scale.vocab)
 
     def forward(
         self, *, tokens: Tensor, mask: Tensor | None = None, labels: Tensor | None = None
@@ -554,8 +605,8 @@ class KeywordModel(nn.Module):
         return KeywordOutput(loss, logits, gates)
 
 
-def _keyword_inputs(generator: torch.Generator, batch: int, length: int) -> Batch:
-    tokens, labels = _next_token_pair(generator, batch, length)
+def _keyword_inputs(scale: Scale, generator: torch.Generator, batch: int, length: int) -> Batch:
+    tokens, labels = _next_token_pair(scale, generator, batch, length)
     mask = torch.ones(batch, length)
     mask[-1, length - length // 4 :] = 0
     return {"tokens": tokens, "mask": mask, "labels": labels}
@@ -571,7 +622,7 @@ def _class_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(images), target)
 
 
-def _own(name: str, make: Callable[[], nn.Module], **extra: Any) -> Family:
+def _own(name: str, make: Callable[[Scale], nn.Module], **extra: Any) -> Family:
     return Family(
         name,
         make,
@@ -588,24 +639,26 @@ def _own(name: str, make: Callable[[], nn.Module], **extra: Any) -> Family:
 _ALL = (
     Family("gpt2", _gpt2, _causal, LAYERS, _loss_without_cache),
     Family("bert", _bert, _masked, LAYERS),
-    Family("llama", lambda: _llama_like("Llama"), _causal, LAYERS),
+    Family("llama", lambda scale: _llama_like(scale, "Llama"), _causal, LAYERS),
     # A window shorter than the sample, or the sliding mask would be the plain causal one.
-    Family("mistral", lambda: _llama_like("Mistral", sliding_window=8), _causal, LAYERS),
+    Family(
+        "mistral", lambda scale: _llama_like(scale, "Mistral", sliding_window=scale.window), _causal, LAYERS
+    ),
     Family("t5", _t5, _translation, 2 * LAYERS, _loss_without_cache),
-    Family("vit", _vit, _pixels, LAYERS, length=IMAGE),
+    Family("vit", _vit, _pixels, LAYERS, images=True),
     Family("whisper", _whisper, _speech, 2 * LAYERS),
     Family("mixtral", _mixtral, _causal, LAYERS, data_dependent=True),
-    Family("resnet", _resnet, _pixels, 7, length=2 * IMAGE, dropout=False, updates_buffers=True),
+    Family("resnet", _resnet, _pixels, 7, images=True, dropout=False, updates_buffers=True),
     _own("transformer_encoder", TransformerEncoderModel),
     _own("lstm", LSTMModel, depth=0),
-    _own("cnn", _cnn, inputs=_image_pair, forward=_class_loss, length=IMAGE),
+    _own("cnn", _cnn, inputs=_image_pair, forward=_class_loss, images=True),
     _own(
         "unet",
         UNet,
         inputs=_image_to_image,
         forward=_image_loss,
         depth=14,
-        length=IMAGE,
+        images=True,
         updates_buffers=True,
     ),
     _own("tied", TiedModel),
@@ -621,3 +674,5 @@ _ALL = (
 )
 
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
+
+SMALL_FAMILIES: dict[str, Family] = {name: replace(family, scale=SMALL) for name, family in FAMILIES.items()}

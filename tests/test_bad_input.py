@@ -82,8 +82,8 @@ BAD: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
         lambda m: memscale.wrap(
             m, CONFIG.replace(enable_logging=True, log_file=str(Path(__file__).parent / "no" / "log")), X
         ),
-        FileNotFoundError,
-        "log",
+        ConfigError,
+        "log_file=.*No such file or directory.*directory that exists",
     ),
     "the model in a list": (lambda m: memscale.wrap([m], CONFIG, X), WrapTypeError, "nn.Module.*list"),
     "a bound method": (lambda m: memscale.wrap(m.modules, CONFIG, X), WrapTypeError, "nn.Module.*method"),

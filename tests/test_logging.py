@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import torch
 
 import memscale
 from memscale import Config, Plan
-from memscale.errors import WrapError
+from memscale.errors import ConfigError, WrapError
 from memscale.hardware import detect
 from memscale.units import format_bytes
 from wrapping import Stack
@@ -219,3 +220,50 @@ def test_a_program_that_set_up_nothing(how):
         assert "memscale: hardware: " in said
         assert re.search(r"peak \S+ \S+ → \S+ \S+, step time × \d", said)
         assert "checkpointing" in said
+
+
+# A log file that can't be written
+
+
+@pytest.mark.parametrize("kind", ["a directory", "below a file", "in no directory", "too long", "a loop"])
+def test_a_log_file_that_cannot_be_opened_is_refused_by_wrap(kind, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    path = {
+        "a directory": tmp_path,
+        "below a file": tmp_path / "file" / "log",
+        "in no directory": tmp_path / "no" / "log",
+        "too long": tmp_path / ("x" * 300),
+        "a loop": tmp_path / "loop",
+    }[kind]
+    model = Stack()
+    before = dict(vars(model))
+    with pytest.raises(
+        ConfigError, match=r"log_file=.*can't be opened for writing: .*Give the path of a file"
+    ):
+        memscale.wrap(model, LOUD.replace(log_file=path), X)
+    assert vars(model) == before
+
+
+def test_a_log_file_that_is_gone_does_not_end_a_step(tmp_path, caplog):
+    directory = tmp_path / "logs"
+    directory.mkdir()
+    model, plan = wrapped(LOUD.replace(log_file=directory / "run.log"))
+    shutil.rmtree(directory)
+    with caplog.at_level(logging.WARNING, "memscale"):
+        for size in (128, 512, 1024):  # each is larger than what was planned for
+            model(torch.ones(size, 8)).sum().backward()
+    assert model._memscale_executor.plan.batch != plan.batch
+    said = [text for text in caplog.messages if "run.log" in text]
+    assert len(said) == 1
+    assert "going on without it" in said[0]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_under_the_log_file_does_not_end_a_step(caplog, capsys):
+    with caplog.at_level(logging.INFO, "memscale"):
+        model, plan = wrapped(LOUD.replace(log_file="/dev/full"))
+        model(torch.ones(256, 8)).sum().backward()
+    assert model._memscale_executor.plan.batch != plan.batch
+    assert len([text for text in caplog.messages if "/dev/full" in text]) == 1
+    assert "Traceback" not in capsys.readouterr().err

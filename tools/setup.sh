@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 default_torch="torch==2.13.0"
-extras="hf,bnb,rich,dev"
+extras="hf,bnb,rich,metrics,dev"
 requested_python=${SETUP_PYTHON:-}
 requested_torch=${SETUP_TORCH:-}
 venv=${SETUP_VENV:-.venv}

@@ -48,7 +48,8 @@ def wrap(
     straight where the plan has it at home. So it may be larger than memory.
 
     Args:
-        target: any ``nn.Module``, or a Hugging Face ``Trainer``.
+        target: any ``nn.Module``, or a Hugging Face ``Trainer``. Of ``torch.compile(model)`` the model itself is
+            wrapped. In training, what has a technique on it runs without the compiler, and the log says so.
         config: what to use and how far to go; the defaults of BALANCED if not given.
         sample_input: a batch as the model is called with it: a tensor, a tuple, a dict or a batch object.
             Without it the model's own hints are used, and the plan is made anew from the first training
@@ -59,7 +60,9 @@ def wrap(
 
     Raises:
         WrapTypeError: ``target`` or another argument is of a wrong type.
-        WrapError: the model has no parameters, or some on the meta device that nothing initialises.
+        ConfigError: ``config.log_file`` can't be opened.
+        HardwareError: ``config.offload_dir`` can't be a directory.
+        WrapError: the model is scripted, has no parameters, or some on the meta device that nothing initialises.
         ProfileError: the model does not run on ``sample_input``.
 
     Example:
@@ -71,7 +74,7 @@ def wrap(
     settings = _settings(config, async_offload, async_config)
     _check_optimizer(optimizer)
     if isinstance(target, nn.Module):
-        _wrap_module(target, settings, sample_input)
+        _wrap_module(_uncompiled(target), settings, sample_input)
         return target
     if _is_trainer(target):
         from memscale.integrations.huggingface import wrap_trainer
@@ -97,7 +100,7 @@ def detach(model: Any) -> None:
 
         detach_trainer(model, detach)
         return
-    executor = executor_of(model) if isinstance(model, nn.Module) else None
+    executor = executor_of(_uncompiled(model)) if isinstance(model, nn.Module) else None
     if executor is None:
         logger.warning("detach: %s is not wrapped, so that there is nothing to take off.", _kind(model))
         return
@@ -123,6 +126,7 @@ def optimize(
     """
     if not isinstance(model, nn.Module):
         raise WrapTypeError(f"memscale.optimize takes an nn.Module, got {_kind(model)}.")
+    model = _uncompiled(model)
     wrap(model, config, sample_input, optimizer=optimizer)
     executor: Executor = vars(model)[EXECUTOR]
     try:
@@ -161,6 +165,8 @@ def plan(
     """
     if not isinstance(model, nn.Module):
         raise WrapTypeError(f"memscale.plan takes an nn.Module, got {_kind(model)}.")
+    model = _uncompiled(model)
+    _check_scripted(model)
     settings = _settings(config, None, None)
     there = _hardware(model, hardware, settings)
     decided = _plan(model, sample_input, settings, there)
@@ -198,6 +204,8 @@ def find_batch_size(
     """
     if not isinstance(model, nn.Module):
         raise WrapTypeError(f"memscale.find_batch_size takes an nn.Module, got {_kind(model)}.")
+    model = _uncompiled(model)
+    _check_scripted(model)
     settings = _settings(config, None, None)
     there = _hardware(model, hardware, settings)
     executor = executor_of(model)
@@ -208,7 +216,22 @@ def find_batch_size(
 # ---------------------------------------------------------------------- the parts
 
 
+def _uncompiled(model: nn.Module) -> nn.Module:
+    """Return the model that `torch.compile(model)` calls: techniques go on that one."""
+    is_compiled = type(model).__name__ == "OptimizedModule"  # by name: to import the class takes a second
+    return cast(nn.Module, model._orig_mod) if is_compiled else model
+
+
+def _check_scripted(model: nn.Module) -> None:
+    if isinstance(model, torch.jit.ScriptModule):
+        raise WrapError(
+            f"{model.original_name} is a scripted module (torch.jit), which takes neither hooks nor another forward. "
+            "Train the Python module that it was made from."
+        )
+
+
 def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
+    _check_scripted(model)
     if next(model.parameters(), None) is None:
         raise WrapError(
             f"{type(model).__name__} has no parameters, so that there is nothing to train. "
@@ -232,7 +255,9 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
         )
         if sample_input is not None:
             executor.batches.add(named_shapes(model, sample_of(sample_input, model)))
-        with speaking(config) as log:  # first: a log file that cannot be opened leaves the model as it is
+        with speaking(
+            config, strict=True
+        ) as log:  # first: a log file that cannot be opened leaves the model as it is
             _attach(executor, lambda: say_plan(log, decided, hardware))
     except BaseException:
         disk.close()

@@ -153,21 +153,24 @@ class Config:
         force_optimize: Optimize also a model that fits as it is.
         use_static_profiling: Profile without running the model, on fake tensors.
         use_empirical_fallback: Where that fails, run the model to profile it.
-        warmup_steps: Training steps to watch before what was measured is trusted.
+        warmup_steps: Training steps to watch before what was measured is trusted. Not implemented yet: only the
+            default is taken.
         enable_logging: Log the hardware and the plan.
         log_file: A file to log to as well.
         observability_port: Serve metrics for Prometheus on this port of 127.0.0.1; 0 for any that is free.
-        verify_correctness: Compare loss and gradients with those of the plain model.
+        verify_correctness: Compare loss and gradients with those of the plain model. Not implemented yet: only False is
+            taken.
         async_offload: Overlap transfers with compute.
         async_config: How; see :class:`AsyncOffloadConfig`.
-        auto_policy: Let the learned policy choose the strategy.
+        auto_policy: Let the learned policy choose the strategy. Not implemented yet: only False is taken.
         memory_budget: Take the fastest plan that fits this size: `"6GB"`, `"6GiB"`, a number of bytes, or
             `"auto"` for `target_gpu_utilization` of the device.
         offload_dir: Where the disk tier keeps its files.
-        max_disk_offload_gb: The most disk to offload to, in GB (10⁹ bytes). 0: none; None: what is free.
+        max_disk_offload_gb: The most disk to offload to, in GB (10⁹ bytes). 0: none; None: what is free. Below an
+            accelerator the disk is used where nothing fits with the host memory that there is, or that is allowed.
 
     Raises:
-        ConfigError: A value is out of range.
+        ConfigError: A value is out of range, or asks for what is not implemented yet.
         ConfigTypeError: A value has the wrong type, or there is no such field.
 
     Example:
@@ -254,7 +257,7 @@ class Config:
         """A Config with these fields changed; fields that were never set follow the new mode.
 
         Example:
-            >>> Config(warmup_steps=5).replace(mode="aggressive").enable_tiling
+            >>> Config(force_optimize=True).replace(mode="aggressive").enable_tiling
             True
         """
         given: dict[str, object] = {**self._given(), **changes}
@@ -264,8 +267,8 @@ class Config:
         """The fields that were set, as plain data for JSON.
 
         Example:
-            >>> Config(mode="aggressive", warmup_steps=5).to_dict()
-            {'mode': 'aggressive', 'warmup_steps': 5}
+            >>> Config(mode="aggressive", force_optimize=True).to_dict()
+            {'mode': 'aggressive', 'force_optimize': True}
         """
         data = self._given()
         if "mode" in data:
@@ -404,6 +407,20 @@ def _real(allowed: str, accepts: Callable[[float], bool]) -> _Check:
     return check
 
 
+def _not_yet(check: _Check, default: object) -> _Check:
+    """Take only the default of a field that nothing reads yet."""
+
+    def only_default(field: str, value: object) -> object:
+        if check(field, value) != default:
+            raise ConfigError(
+                f"{field}={shown(value)} is not implemented yet: only {field}={default!r}, the default, is taken. "
+                f"Leave {field} out."
+            )
+        return default
+
+    return only_default
+
+
 def _optional(check: _Check) -> _Check:
     return lambda field, value: None if value is None else check(field, value)
 
@@ -415,6 +432,14 @@ def _path(field: str, value: object) -> str:
         raise ConfigTypeError(_refusal(field, value, allowed))
     if not path:
         raise ConfigError(_refusal(field, value, f"{allowed}, and not empty"))
+    try:
+        is_possible = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_possible = False
+    if not is_possible:
+        raise ConfigError(
+            _refusal(field, value, f"{allowed} that the system can take, without NUL or lone surrogates")
+        )
     return path
 
 
@@ -460,7 +485,7 @@ _CHECKS: dict[str, _Check] = {
     "force_optimize": _boolean,
     "use_static_profiling": _boolean,
     "use_empirical_fallback": _boolean,
-    "warmup_steps": _integer("a whole number, 0 or more", lambda steps: steps >= 0),
+    "warmup_steps": _not_yet(_integer("a whole number, 0 or more", lambda steps: steps >= 0), 2),
     "enable_logging": _boolean,
     "log_file": _optional(_path),
     "observability_port": _optional(
@@ -469,10 +494,10 @@ _CHECKS: dict[str, _Check] = {
             lambda port: 0 <= port <= 65535,
         )
     ),
-    "verify_correctness": _boolean,
+    "verify_correctness": _not_yet(_boolean, False),
     "async_offload": _boolean,
     "async_config": _optional(_async_config),
-    "auto_policy": _boolean,
+    "auto_policy": _not_yet(_boolean, False),
     "memory_budget": _optional(_memory_budget),
     "offload_dir": _optional(_path),
     "max_disk_offload_gb": _offload_limit,

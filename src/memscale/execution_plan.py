@@ -43,7 +43,7 @@ __all__ = [
     "Tiling",
 ]
 
-SCHEMA = 2
+SCHEMA = 3
 MOST_TRADES = 12  # that a person is shown of a frontier
 """The version of the JSON form; it changes with the fields."""
 
@@ -80,10 +80,12 @@ class Offloading:
     Attributes:
         to: where its parameters and their gradients are at home; ``"device"`` if they stay.
         activations: what forward leaves for backward (or the input of a recomputed block) goes down as well.
+        resident: names of its parameters that stay on the device, as something reads them while the block does not run.
     """
 
     to: Tier = "host"
     activations: bool = False
+    resident: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -163,17 +165,25 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """A trade that the engine found: this peak at this time, both as it reckons."""
+    """A trade that the engine found: this peak at this time, both as it reckons.
+
+    Attributes:
+        label: what is done, in words.
+        peak_bytes: the peak.
+        time_ratio: step time over that of the plain model.
+        unseen_bytes: as of the plan.
+    """
 
     label: str
     peak_bytes: int
     time_ratio: float
+    unseen_bytes: int = 0
 
     @property
     def budget_bytes(self) -> int:
         """The `Config.memory_budget` for which the engine takes this point: its peak, and room for the allowance."""
         with_allowance = self.peak_bytes * (1 + ALLOWANCES["simulated"])
-        return math.ceil(with_allowance) + 1  # a byte for what rounding loses
+        return math.ceil(with_allowance) + self.unseen_bytes + 1  # a byte for what rounding loses
 
 
 @dataclass(frozen=True)
@@ -195,6 +205,7 @@ class Plan:
         disk_bytes: disk space that the plan uses.
         decision_source: who chose the strategy.
         prediction_source: "simulated", "measured" (a real run) or "estimated" (model hints only).
+        unseen_bytes: what a step may need that the prediction does not see, by a bound; the notes say of what.
         notes: what the user should know: fall-backs, skipped blocks, what does not fit.
         frontier: the trades the engine chose from.
         precision: what layers compute in, if not in the parameters' own type.
@@ -217,6 +228,7 @@ class Plan:
     disk_bytes: int = 0
     decision_source: DecisionSource = "rule"
     prediction_source: PredictionSource = "simulated"
+    unseen_bytes: int = 0
     notes: tuple[str, ...] = ()
     frontier: tuple[FrontierPoint, ...] = ()
     precision: Precision | None = None
@@ -227,7 +239,8 @@ class Plan:
     @property
     def allowance_bytes(self) -> int:
         """What a step may need beyond the predicted peak. A plan fits if both together do."""
-        return math.ceil(self.predicted_peak_bytes * ALLOWANCES[self.prediction_source])
+        share = ALLOWANCES[self.prediction_source]
+        return math.ceil(self.predicted_peak_bytes * share) + self.unseen_bytes
 
     @property
     def predicted_seconds(self) -> float:

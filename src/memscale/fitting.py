@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 from memscale.config import Config
-from memscale.engine import has_plan_within, mixed_seconds, points_by_hand
+from memscale.engine import has_plan_within, mixed_seconds, points_by_hand, unseen_bytes
 from memscale.engine.rules import Point
 from memscale.engine.settings import Setting
 from memscale.errors import ProfileError
@@ -40,7 +40,7 @@ class Estimates:
         known: What some sizes need: two, or three if something grows with their square.
         hardware: Where.
         config: With which settings.
-        room: The highest peak of a plan.
+        room: The highest peak of a plan, where no more is allowed for than usual.
 
     Raises:
         ProfileError: The model is another at each of the sizes.
@@ -69,9 +69,10 @@ class Estimates:
         return Estimates(self._known, self._hardware, self._config, room)
 
     def has_room(self, size: int) -> bool:
-        if any(point.peak_bytes <= self._room for point in self._by_hand(size)):
+        room = self._room_for(size)
+        if any(point.peak_bytes <= room for point in self._by_hand(size)):
             return True  # it most often is one that is tried by hand
-        return has_plan_within(self._under(size), self._hardware, self._config, self._room)
+        return has_plan_within(self._under(size), self._hardware, self._config, room)
 
     def largest(self, most: int) -> int:
         """The largest size up to `most` that has room; 0 if not even 1 has."""
@@ -88,6 +89,10 @@ class Estimates:
             under.append((setting, profile_between(known, size)))
         return under
 
+    def _room_for(self, size: int) -> int:
+        """The highest peak of a plan for a size: what no prediction sees grows with it."""
+        return self._room - unseen_bytes(self._under(size)[0][1], self._hardware)
+
     def _tried_by_hand(self, size: int) -> list[Point]:
         return [
             point
@@ -97,7 +102,7 @@ class Estimates:
 
     def _about_seconds(self, size: int) -> float | None:
         """About the step time of the fastest plan that has room; None if none has. See Note [Mixed plans]."""
-        return mixed_seconds(self._by_hand(size), self._room)
+        return mixed_seconds(self._by_hand(size), self._room_for(size))
 
     def _about(self, most: int) -> int:
         """Where to look for the largest size: where the smallest plan by hand fills the room, by the secant method."""
@@ -151,6 +156,10 @@ def profile_between(known: Sequence[tuple[int, ModelProfile]], size: int) -> Mod
     Raises:
         ProfileError: They are not of the same operations.
     """
+    # A batch without values may have guesses that one with values has not: those of the largest hold for all.
+    unseen = max(known, key=lambda each: each[0])[1].unseen
+    if any(len(profile.unseen) != len(unseen) for _, profile in known):
+        known = [(at, replace(profile, unseen=unseen)) for at, profile in known]
     weights = []
     for one, _ in known:
         weight = 1.0

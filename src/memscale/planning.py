@@ -6,16 +6,18 @@ import contextlib
 import functools
 import gc
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memscale.config import Config
-from memscale.engine import decide, plain_point, room_of
+from memscale.config import Config, ConfigFields
+from memscale.engine import decide, plain_point, room_of, unseen_bytes
 from memscale.engine.settings import Batch, settings_for
 from memscale.engine.structure import decide_by_structure
 from memscale.errors import ProfileError
@@ -28,12 +30,28 @@ from memscale.profiler import ModelProfile, Place, Sample, find_blocks, profile_
 from memscale.profiler.cache import uses_cache
 from memscale.profiler.static import profile_static
 from memscale.recompute.rng import RngState
+from memscale.report.log import speaking
 from memscale.sizes import batch_size_of, length_of, with_batch_size, with_length
 from memscale.techniques.loss import find_head
 from memscale.units import format_bytes
 
 # At a plan that fits, if the simulation finds that the engine's does not: with a closer look, or without.
 ATTEMPTS = (True, False, True, True)
+_ONLY_CHECKPOINTING: ConfigFields = {
+    "enable_tiling": False,
+    "enable_offloading": False,
+    "use_mixed_precision": False,
+    "use_8bit_optimizer": False,
+}
+# What a plan is made without, one after the other, if a step with the plan before it raises.
+FEWER_TECHNIQUES: tuple[tuple[str, ConfigFields], ...] = (
+    ("", {}),
+    ("tiling", {"enable_tiling": False}),
+    ("offloading", {"enable_offloading": False}),
+    ("tiling and offloading", {"enable_tiling": False, "enable_offloading": False}),
+    ("any technique but checkpointing", _ONLY_CHECKPOINTING),
+    ("any technique", {**_ONLY_CHECKPOINTING, "enable_checkpointing": False}),
+)
 DEEP = 8  # equal blocks beyond the two that the profile runs, from which on a plain step is not simulated
 
 
@@ -59,12 +77,25 @@ def make_plan(
         ProfileError: the model does not run on the sample.
     """
     if sample is None:
-        return decide_by_structure(model, find_blocks(model), hardware, config)
+        plan = decide_by_structure(model, find_blocks(model), hardware, config)
+        return replace(plan, notes=(*plan.notes, *_left_out(model)))
     with rehearsal(model):
         plan, excess = rehearsed(model, sample, config, hardware, known, on_likely)
+        plan = replace(plan, notes=(*plan.notes, *_left_out(model)))
         if not suggest or fits(plan, hardware, config) or plan.prediction_source != "simulated":
             return plan
         return replace(plan, notes=(*plan.notes, *_what_would_fit(model, sample, config, hardware, excess)))
+
+
+def _left_out(model: nn.Module) -> tuple[str, ...]:
+    """Return a note that names the parts of a model that no technique can go on."""
+    scripted = [name for name, each in model.named_modules() if isinstance(each, torch.jit.ScriptModule)]
+    outermost = [name for name in scripted if not any(name.startswith(f"{other}.") for other in scripted)]
+    if not outermost:
+        return ()
+    return (
+        f"scripted modules (torch.jit) take no technique and are left as they are: {', '.join(outermost)}",
+    )
 
 
 @contextlib.contextmanager
@@ -79,6 +110,7 @@ def rehearsal(model: nn.Module) -> Iterator[None]:
         _quiet_fake_tensors(),
         _without_other_processes(model),
         _without_garbage_collection(),
+        _without_compiler(),
     ):
         try:
             yield
@@ -112,15 +144,18 @@ def profiled(
     profile: ModelProfile | None = None,
 ) -> Profiled:
     """Profile a model, unless its plain profile is there already; to be called in a `rehearsal`."""
-    if profile is None:
-        profile = profile_model(
-            model,
-            sample,
-            Place.of(hardware.device),
-            static=config.use_static_profiling,
-            empirical=config.use_empirical_fallback,
-        )
+    profile = profile or _plain_profile(model, sample, config, hardware)
     return Profiled(profile, _under_settings(model, profile, sample, config, hardware))
+
+
+def _plain_profile(model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> ModelProfile:
+    return profile_model(
+        model,
+        sample,
+        Place.of(hardware.device),
+        static=config.use_static_profiling,
+        empirical=config.use_empirical_fallback,
+    )
 
 
 def look_at(
@@ -134,15 +169,16 @@ def look_at(
     """Profile a model and decide; to be called in a `rehearsal`."""
     needs = known or profiled(model, sample, config, hardware)
     profile, under = needs.profile, needs.under
-    margin = room_of(hardware, config) - usable(room_of(hardware, config))
+    room = room_of(hardware, config)
+    margin = room - usable(room, unseen_bytes(profile, hardware))
     early = on_likely if profile.source == "static" else None
     plan = decide(profile, hardware, config, under=under, margin=margin, on_likely=early)
     return Look(profile, under, plan)
 
 
-def usable(room: int) -> int:
-    """The highest simulated peak that fits, with its allowance."""
-    return int(room / (1 + ALLOWANCES["simulated"]))
+def usable(room: int, unseen: int = 0) -> int:
+    """Return the highest simulated peak that fits, with its allowance and what no prediction sees."""
+    return max(0, int((room - unseen) / (1 + ALLOWANCES["simulated"])))
 
 
 def fits(plan: Plan, hardware: Hardware, config: Config) -> bool:
@@ -163,6 +199,13 @@ def _without_other_processes(model: nn.Module) -> Iterator[None]:
     finally:
         for each, name, value in before:
             setattr(each, name, value)
+
+
+def _without_compiler() -> contextlib.AbstractContextManager[object]:
+    """Compiled parts run as they are written: to compile them for fake tensors takes long, and tells nothing."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes a second
+        return contextlib.nullcontext()
+    return cast(contextlib.AbstractContextManager[object], torch.compiler.set_stance("force_eager"))
 
 
 @contextlib.contextmanager
@@ -197,27 +240,55 @@ def rehearsed(
     known: Profiled | None = None,
     on_likely: Callable[[Plan], None] | None = None,
 ) -> tuple[Plan, float]:
-    """The plan, and what the engine's first choice needs by simulation over what it needs by the engine's count.
+    """Return the plan, and the simulated peak of the engine's first choice over the engine's own count.
+
+    One step is simulated with the plan, or run where the model cannot be simulated. A plan with which that raises
+    would raise in training: it is replaced by one with fewer techniques (`FEWER_TECHNIQUES`), and a note says which
+    were left out and why.
 
     To be called in a `rehearsal`; otherwise as `make_plan`.
     """
     try:
-        look = look_at(model, sample, config, hardware, known, on_likely)
+        profile = known.profile if known is not None else _plain_profile(model, sample, config, hardware)
     except torch.OutOfMemoryError:
         note = f"a step of the plain model on {sample.describe()} runs out of memory, so that it was not profiled"
         return decide_by_structure(model, find_blocks(model), hardware, config, notes=(note,)), 1.0
+    failure = ""
+    for left_out, changes in FEWER_TECHNIQUES:
+        settings = config.replace(**changes)
+        needs = known if not changes else None
+        try:
+            needs = needs or profiled(model, sample, settings, hardware, profile)
+            look = look_at(model, sample, settings, hardware, needs, None if changes else on_likely)
+            plan, excess = _rehearse(model, look, sample, settings, hardware)
+        except Exception as error:
+            if not changes:
+                failure = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+                with speaking(config) as log:
+                    log.warning("A step with the plan raised (%s): planning with fewer techniques.", failure)
+            continue
+        return (_planned_without(left_out, plan, failure) if changes else plan), excess
+    plan = decide(profile, hardware, settings)  # nothing is attached, so that nothing of it can fail
+    return _planned_without(f"{left_out}, its peak an estimate", plan, failure), 1.0
+
+
+def _planned_without(left_out: str, plan: Plan, failure: str) -> Plan:
+    """Say of a plan what was left out because a step with it raised."""
+    note = f"planned without {left_out}: a step of the plan with it raised ({failure})"
+    return replace(plan, notes=(*plan.notes, note), decision_source="rule_fallback")
+
+
+def _rehearse(
+    model: nn.Module, look: Look, sample: Sample, config: Config, hardware: Hardware
+) -> tuple[Plan, float]:
+    """Simulate or measure a step with the engine's plan; raise what that raises."""
     profile, plan = look.profile, look.plan
-    try:
-        if profile.source != "static":
-            return _measured(model, plan, profile, sample, config, hardware), 1.0
-        plain = _plain_step(model, profile, sample, hardware)
-        predicted = predict(model, plan, sample, Place.of(hardware.device), config, plain)
-        excess = predicted.predicted_peak_bytes / max(1, plan.predicted_peak_bytes)
-        return _within(model, look, predicted, sample, config, hardware), excess
-    except Exception as error:
-        how = "simulated" if profile.source == "static" else "run"
-        note = f"the plan could not be {how} ({type(error).__name__}), its peak is an estimate"
-        return replace(plan, notes=(*plan.notes, *_way(profile), note)), 1.0
+    if profile.source != "static":
+        return _measured(model, plan, profile, sample, config, hardware), 1.0
+    plain = _plain_step(model, profile, sample, hardware)
+    predicted = predict(model, plan, sample, Place.of(hardware.device), config, plain)
+    excess = predicted.predicted_peak_bytes / max(1, plan.predicted_peak_bytes)
+    return _within(model, look, predicted, sample, config, hardware), excess
 
 
 def _under_settings(
@@ -233,13 +304,15 @@ def _under_settings(
     for setting in settings_for(hardware, config, batch):
         needs = profile
         if setting.changes_the_profile and profile.source == "static":
-            alone = setting.alone(find_blocks(model), home)
+            resident = {block.name: block.resident for block in profile.blocks if block.resident}
+            alone = setting.alone(find_blocks(model), home, resident)
             needs = profile_static(
                 model,
                 sample,
                 Place.of(hardware.device),
                 prepare=functools.partial(_attached, alone, quiet),
                 at_home=home is not None,
+                resident=resident,
             )
         found.append((setting, needs))
     return found
@@ -273,11 +346,12 @@ def _within(
     """
     profile, plan = look.profile, look.plan
     room = room_of(hardware, config)
+    most = usable(room, unseen_bytes(profile, hardware))
     plain = Step(predicted.baseline_peak_bytes, predicted.baseline_saved_bytes)
     simulated = {plan.actions: predicted}
     more = 0
     for closely in ATTEMPTS:
-        if plan.predicted_peak_bytes > usable(room) or fits(predicted, hardware, config):
+        if plan.predicted_peak_bytes > most or fits(predicted, hardware, config):
             break
         if closely:
             more += max(1, predicted.predicted_peak_bytes - plan.predicted_peak_bytes)
@@ -285,7 +359,7 @@ def _within(
             (setting, replace(needs, other_saved_bytes=needs.other_saved_bytes + more))
             for setting, needs in look.under
         ]
-        plan = decide(profile, hardware, config, under=under, margin=room - usable(room), closely=closely)
+        plan = decide(profile, hardware, config, under=under, margin=room - most, closely=closely)
         same = simulated.get(plan.actions)
         if same is None:
             predicted = predict(model, plan, sample, Place.of(hardware.device), config, plain)
@@ -295,7 +369,7 @@ def _within(
     notes = list(predicted.notes)
     if profile.blocks_left_out >= DEEP:
         notes.append(f"the plain step was not simulated: its figures follow from {profile.reason}")
-    if plan.predicted_peak_bytes <= usable(room) < predicted.predicted_peak_bytes:
+    if plan.predicted_peak_bytes <= most < predicted.predicted_peak_bytes:
         needs = format_bytes(predicted.predicted_peak_bytes)
         notes.append(f"by simulation the plan needs {needs}, more than there is ({format_bytes(room)})")
     return replace(predicted, notes=tuple(notes))
@@ -333,9 +407,18 @@ def _what_would_fit(
 def _measured(
     model: nn.Module, plan: Plan, profile: ModelProfile, sample: Sample, config: Config, hardware: Hardware
 ) -> Plan:
+    """Run a step with the plan; one that there is no room for now leaves the engine's estimate."""
+    from memscale.recovery.shortage import is_out_of_memory  # its package imports this module
+
     plan = replace(plan, notes=(*plan.notes, *_way(profile)))
     plain = Step(plan.baseline_peak_bytes, plan.baseline_saved_bytes)
-    return measure(model, plan, sample, Place.of(hardware.device), config, plain=plain)
+    try:
+        return measure(model, plan, sample, Place.of(hardware.device), config, plain=plain)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        note = "a step with the plan ran out of memory when it was measured, its peak is an estimate"
+        return replace(plan, notes=(*plan.notes, note))
 
 
 def _way(profile: ModelProfile) -> tuple[str, ...]:

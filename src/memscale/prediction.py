@@ -32,7 +32,7 @@ from memscale.memory.allocator import CachingAllocator
 from memscale.memory.tracker import MemoryTracker
 from memscale.offload.optimizer_state import PAGE
 from memscale.profiler.build import backward_targets, loss_of
-from memscale.profiler.empirical import untouched
+from memscale.profiler.empirical import is_reentrant, untouched
 from memscale.profiler.place import Place
 from memscale.profiler.sample import Sample
 from memscale.simulator.tracking import DeviceTracker
@@ -126,6 +126,9 @@ def _asked_for(model: nn.Module, executor: Executor) -> Callable[[torch.Tensor],
         return home
 
     def backward(loss: torch.Tensor) -> None:
+        if is_reentrant(loss):
+            torch.autograd.backward(loss)  # with no hooks but ours: see `gradients_of`
+            return
         with contextlib.ExitStack() as stack:
             for parameter in trained:
                 if id(parameter) in on_disk:
@@ -227,10 +230,11 @@ def _add_adam_state(
 ) -> None:
     """Adam's moments, of the parameters that are on the device, and the counts of steps, which are on the host.
 
-    Where the plan has state on disk, that is where it is, whatever its parameter's home; but for what is smaller than a
-    page.
+    Where the plan of a CPU has state on disk, that is where it is, whatever its parameter's home; but for what is
+    smaller than a page.
     """
     is_below = plan is not None and plan.optimizer is not None and plan.optimizer.state == "disk"
+    is_below = is_below and device.type == "cpu"
     eight_bit = plan is not None and plan.optimizer is not None and plan.optimizer.eight_bit
     small = {id(each) for each in parameters_in_eight_bits(model)} if eight_bit else set()
     for parameter in here:

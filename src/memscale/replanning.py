@@ -7,6 +7,7 @@ from typing import Any
 
 from memscale.batches import call_key, named_shapes, resized, roundings
 from memscale.config import Config
+from memscale.engine.entries import NOT_CALLED
 from memscale.errors import ProfileError
 from memscale.execution_plan import Plan
 from memscale.executor import Executor
@@ -75,7 +76,9 @@ def _planned(executor: Executor, sample: Sample, config: Config, hardware: Hardw
                 plan = make_plan(model, instead, on_fake_tensors, hardware, suggest=False)
             except ProfileError:
                 continue  # the model does not take as much; of the batch itself the user will hear
-            if fits(plan, hardware, config):
+            # Of a step that calls no layer on fake tensors a real run may know more.
+            knows_layers = any(layer.rule != NOT_CALLED for layer in plan.layers)
+            if knows_layers and fits(plan, hardware, config):
                 return plan, instead
         return make_plan(model, sample, config, hardware), sample
 

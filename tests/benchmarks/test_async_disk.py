@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from memscale.benchmarks import async_disk
-from memscale.benchmarks.async_disk import main, measure
+from benchmarks import async_disk
+from benchmarks.async_disk import main, measure
 from memscale.offload import disk
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from memscale.benchmarks.budgets import FEWER, BudgetRow, budget_row, selective
+from benchmarks.budgets import FEWER, BudgetRow, budget_row, selective
 from memscale.hardware import virtual_hardware
 
 pytest.importorskip("transformers")

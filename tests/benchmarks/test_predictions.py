@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import predictions
+from benchmarks.prediction_cases import BOUNDS, Device, PredictionCase, PredictionRow, run_cases
 from memscale import prediction
-from memscale.benchmarks import predictions
-from memscale.benchmarks.prediction_cases import BOUNDS, Device, PredictionCase, PredictionRow, run_cases
-from memscale.benchmarks.small_models import SMALL_MODELS
+from tests.families import SMALL_FAMILIES
 
 pytest.importorskip("transformers")
 
@@ -24,14 +24,14 @@ def row_of(family: str, mode: str, device: Device) -> PredictionRow:
 @pytest.mark.parametrize(
     ("family", "mode", "device"),
     [
-        ("GPT-2", "balanced", "vgpu"),
-        ("Llama", "aggressive", "vgpu"),
-        ("T5", "conservative", "vgpu"),
-        ("ResNet", "balanced", "vgpu"),
-        ("nn.TransformerEncoder", "aggressive", "vgpu"),
-        ("Mixtral", "conservative", "vgpu"),
-        ("GPT-2", "balanced", "cpu"),
-        ("ViT", "conservative", "cpu"),
+        ("gpt2", "balanced", "vgpu"),
+        ("llama", "aggressive", "vgpu"),
+        ("t5", "conservative", "vgpu"),
+        ("resnet", "balanced", "vgpu"),
+        ("transformer_encoder", "aggressive", "vgpu"),
+        ("mixtral", "conservative", "vgpu"),
+        ("gpt2", "balanced", "cpu"),
+        ("vit", "conservative", "cpu"),
     ],
 )
 def test_the_peak_is_as_predicted(family: str, mode: str, device: Device) -> None:
@@ -43,7 +43,7 @@ def test_the_peak_is_as_predicted(family: str, mode: str, device: Device) -> Non
 def test_a_prediction_that_is_off_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The command must fail where a prediction does: here one that leaves Adam's state out."""
     monkeypatch.setattr(prediction, "_add_adam_state", lambda *args: None)
-    arguments = ["--families", "CNN", "--modes", "conservative", "--batches", "2", "--on", "vgpu"]
+    arguments = ["--families", "cnn", "--modes", "conservative", "--batches", "2", "--on", "vgpu"]
     assert predictions.main([*arguments, "--json", str(tmp_path / "rows.json")]) == 1
     (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert row["error"] > BOUNDS["vgpu"]
@@ -54,13 +54,13 @@ def test_a_prediction_that_is_off_is_found(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_the_command_writes_rows_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, rows = tmp_path / "page.md", tmp_path / "rows.json"
     page.write_text("# Page\n<!-- table: predictions -->\n<!-- /table -->\n")
-    arguments = ["--families", "CNN", "--modes", "conservative", "--batches", "2"]
+    arguments = ["--families", "cnn", "--modes", "conservative", "--batches", "2"]
     assert predictions.main([*arguments, "--json", str(rows), "--into", str(page)]) == 0
     found = json.loads(rows.read_text())["rows"]
     assert [row["device"] for row in found] == ["vgpu", "cpu"]
     assert [row["observation"] for row in found] == ["executed", "measured"]
     assert "- 1 cases on the executing virtual GPU (executed)" in page.read_text()
-    assert "| CNN | conservative | 2 |" in page.read_text()
+    assert "| cnn | conservative | 2 |" in page.read_text()
     assert str(tmp_path) not in page.read_text()
 
 
@@ -71,12 +71,12 @@ def test_what_is_not_there_is_refused(arguments: list[str], capsys: pytest.Captu
 
 
 def test_there_are_enough_cases() -> None:
-    assert len(SMALL_MODELS) >= 12
-    assert len(SMALL_MODELS) * 3 * 2 >= 60
+    assert len(SMALL_FAMILIES) >= 12
+    assert len(SMALL_FAMILIES) * 3 * 2 >= 60
 
 
 def test_a_row_holds_within_its_bound_only() -> None:
-    row = PredictionRow("CNN", "balanced", 2, "vgpu", "simulated", 1000, 10, "executed", 1010)
+    row = PredictionRow("cnn", "balanced", 2, "vgpu", "simulated", 1000, 10, "executed", 1010)
     assert row.holds
     assert row.error == pytest.approx(0.01)
     assert not dataclasses.replace(row, observed_bytes=1011).holds

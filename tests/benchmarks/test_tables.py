@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.tables import main, markdown, replace_tables
 from memscale.benchmarks import Results, Row
 from memscale.benchmarks.cells import cells
-from memscale.benchmarks.tables import main, markdown, replace_tables
 from memscale.errors import ConfigError
 
 GIB = 2**30

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from memscale.benchmarks import wrap_time
-from memscale.benchmarks.wrap_time import WAYS, Row, main, markdown
+from benchmarks import wrap_time
+from benchmarks.wrap_time import WAYS, Row, main, markdown
 
 
 def test_a_small_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,7 +25,7 @@ def test_a_small_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert moved["wrap, on meta"] == 0  # nothing has been written yet
     table = capsys.readouterr().out.strip()
     assert table in page.read_text()
-    assert "python -m memscale.benchmarks.wrap_time --models gpt2-small" in table
+    assert "python -m benchmarks.wrap_time --models gpt2-small" in table
 
 
 def test_the_table_says_what_was_written_and_how_fast_it_could_be() -> None:

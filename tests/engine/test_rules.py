@@ -518,3 +518,25 @@ def test_a_cpu_offloads_to_disk():
     none = decide(heavy(), hardware, config.replace(max_disk_offload_gb=0))
     assert not offloaded(none)
     assert none.optimizer is None
+
+
+def test_where_host_memory_is_too_small_for_any_plan_an_accelerator_offloads_to_disk():
+    profile = heavy()
+    room = 4 * 1000 * MIB  # less than the parameters of the eight layers with their gradients and state
+    config = config_of(OptimizationMode.BALANCED, enable_offloading=True, memory_budget=room)
+    on_host = decide(profile, LARGE, config)
+    assert on_host.host_bytes > 0
+    assert on_host.disk_bytes == 0
+
+    small_host = config.replace(max_cpu_offload_gb=1)
+    plan = decide(profile, LARGE, small_host)
+    assert {layer.offloading.to for layer in offloaded(plan)} == {"disk"}
+    assert (plan.host_bytes, plan.disk_bytes) == (0, on_host.host_bytes)
+    assert plan.optimizer.state == "disk"
+    assert plan.predicted_peak_bytes <= room
+    assert plan.predicted_time_ratio > on_host.predicted_time_ratio
+    assert "go to disk" in plan.notes[-1]
+
+    forbidden = decide(profile, LARGE, small_host.replace(max_disk_offload_gb=0))
+    assert forbidden.disk_bytes == 0
+    assert forbidden.predicted_peak_bytes > room

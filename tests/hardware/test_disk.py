@@ -128,6 +128,17 @@ def test_an_empty_path_is_refused() -> None:
         find_disk("")
 
 
+def test_a_path_that_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for path, message in (
+        (tmp_path / ("x" * 300), "can't be looked at: File name too long"),
+        (tmp_path / "loop", "is not a directory"),
+        (Path("~no-such-user-here/x"), "no such user"),
+    ):
+        with pytest.raises(HardwareError, match=message):
+            find_disk(path)
+
+
 @pytest.mark.parametrize("directory", [3, True, ["/tmp"]])
 def test_a_path_is_text_or_a_path(directory: object) -> None:
     with pytest.raises(ConfigTypeError, match="give a path"):

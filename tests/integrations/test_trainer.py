@@ -104,10 +104,6 @@ def test_a_wrapped_trainer_trains_like_a_plain_one(family: str, tmp_path: Path) 
     ):
         assert torch.equal(expected, got), name
 
-    logged = {key for entry in trainer.state.log_history for key in entry if key.startswith("memscale/")}
-    assert {"memscale/predicted_peak_gib", "memscale/baseline_peak_gib"} <= logged
-    assert any("measured" in key for key in logged)
-    assert {"memscale/recomputations", "memscale/recompute_tflops", "memscale/moved_up_gib"} <= logged
     assert trainer.model._memscale_executor.report().forward_passes == 2 * STEPS  # accumulated
     plan = trainer.model._memscale_executor.plan
     assert any(layer.techniques for layer in plan.layers)
@@ -121,6 +117,49 @@ def test_a_wrapped_trainer_trains_like_a_plain_one(family: str, tmp_path: Path) 
     memscale.detach(trainer)
     assert list(map(type, trainer.callback_handler.callbacks)) == callbacks
     assert "_memscale_executor" not in vars(trainer.model)
+
+
+class Heard(transformers.TrainerCallback):
+    """What loggers such as TensorBoard's are given."""
+
+    def __init__(self) -> None:
+        self.entries: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        self.entries.append(dict(logs))
+
+
+def without_times(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {k: v for k, v in each.items() if "runtime" not in k and "per_second" not in k} for each in history
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_the_log_history_is_that_of_a_plain_trainer(strategy: str, tmp_path: Path) -> None:
+    options = {"max_steps": -1, "num_train_epochs": 1, "logging_strategy": strategy, "save_strategy": "no"}
+    plain = make_trainer("gpt2", tmp_path / "plain", **options)
+    plain.train()
+    trainer = make_trainer("gpt2", tmp_path / "wrapped", **options)
+    memscale.wrap(trainer, QUIET)
+    heard = Heard()
+    trainer.add_callback(heard)
+    trainer.train()
+    history = trainer.state.log_history
+    assert "train_loss" in history[-1]
+    assert without_times(history) == without_times(plain.state.log_history)
+
+    ours = [entry for entry in heard.entries if any(key.startswith("memscale/") for key in entry)]
+    assert [set(entry) for entry in heard.entries if entry not in ours] == [
+        set(entry) - {"step", "total_flos"} for entry in history
+    ]
+    assert heard.entries[0] == ours[0], "the plan, after the step that brought it"
+    assert "train_loss" in heard.entries[-1]
+    logged = set().union(*ours)
+    assert all(key.startswith("memscale/") for key in logged)
+    assert {"memscale/predicted_peak_gib", "memscale/baseline_peak_gib"} <= logged
+    assert any("measured" in key for key in logged)
+    assert {"memscale/recomputations", "memscale/recompute_tflops", "memscale/moved_up_gib"} <= logged
 
 
 def test_activations_are_fewer(tmp_path: Path) -> None:
@@ -171,3 +210,45 @@ def test_precision_of_its_own_wins(tmp_path: Path) -> None:
     exact = make_trainer("gpt2", tmp_path / "exact", max_steps=4)
     exact.train()
     assert losses(plain) != losses(exact)
+
+
+def test_each_model_that_model_init_makes_is_wrapped(tmp_path: Path) -> None:
+    made: list[torch.nn.Module] = []
+
+    def init() -> torch.nn.Module:
+        made.append(build("gpt2"))
+        return made[-1]
+
+    def trainer_with_init(where: Path) -> Any:
+        trainer = make_trainer("gpt2", where, max_steps=3, eval_strategy="no", save_strategy="no")
+        return transformers.Trainer(args=trainer.args, train_dataset=trainer.train_dataset, model_init=init)
+
+    plain = trainer_with_init(tmp_path / "plain")
+    plain.train()
+    trainer = trainer_with_init(tmp_path / "wrapped")
+    memscale.wrap(trainer, QUIET)
+    for _ in range(2):
+        trainer.train()
+        assert trainer.model is made[-1]
+        assert losses(trainer) == losses(plain)
+        assert trainer.model._memscale_executor.report().recomputations > 0
+    memscale.detach(trainer)
+    trainer.train()
+    assert "_memscale_executor" not in vars(trainer.model)
+
+
+def test_with_mixed_precision_of_its_own_layers_are_planned(tmp_path: Path) -> None:
+    plain = make_trainer("gpt2", tmp_path / "plain", bf16=True, max_steps=4)
+    plain.train()
+    trainer = make_trainer("gpt2", tmp_path / "wrapped", bf16=True, max_steps=4)
+    memscale.wrap(trainer, QUIET)
+    trainer.train()
+    assert losses(trainer) == losses(plain)
+    assert eval_losses(trainer) == eval_losses(plain)
+    executor = trainer.model._memscale_executor
+    assert f"[2, {LENGTH}]" in executor.plan.batch
+    assert all(executor.plan.layer(f"transformer.h.{index}").techniques for index in range(3))
+    assert executor.report().recomputations > 0
+    assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+    memscale.detach(trainer)
+    assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]

@@ -15,7 +15,7 @@ def test_the_example_prints_a_report_and_metrics(capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().out
     assert "Report: Model on cpu" in said
     assert (
-        'memscale_moved_bytes_total{model="Model",what="optimizer state",below="disk",direction="down"}'
+        'memscale_moved_bytes_total{below="disk",direction="down",model="Model",what="optimizer state"}'
         in said
     )
     assert 'memscale_lost_seconds_total{model="Model",technique="recomputing"}' in said

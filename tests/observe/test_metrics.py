@@ -8,6 +8,7 @@ import logging
 import pickle
 import re
 import socket
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -16,7 +17,7 @@ import pytest
 
 import memscale
 from memscale import Config
-from memscale.observe import server
+from memscale.observe import prometheus
 from memscale.observe.meter import Meter
 from memscale.observe.prometheus import metrics_text
 from memscale.observe.report import Lost, Moved, Recomputed, Report
@@ -84,18 +85,18 @@ def test_the_port_is_closed_by_detach() -> None:
     memscale.detach(model)
     assert not is_open(url)
     assert executor.metrics.url is None
-    assert server._servers == []
+    assert prometheus._servers == []
 
 
 def test_the_port_is_closed_when_the_model_is_dropped() -> None:
     model = wrapped()
     url = url_of(model)
-    (running,) = server._servers
+    (running,) = prometheus._servers
     del model
     gc.collect()
-    running.wait_until_closed()
+    running.join()
     assert not is_open(url)
-    assert server._servers == []
+    assert prometheus._servers == []
 
 
 def test_models_share_a_port_until_the_last_is_gone() -> None:
@@ -180,10 +181,25 @@ def test_no_port_no_thread() -> None:
     memscale.detach(model)
 
 
-def test_other_paths_are_not_there() -> None:
+def test_an_idle_client_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus._Handler, "timeout", 0.05)
     model = wrapped()
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(url_of(model).replace("/metrics", "/"), timeout=10)
+    host, port = url_of(model).removeprefix("http://").removesuffix("/metrics").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as idle:
+        assert idle.recv(1) == b""  # closed by the server; without its timeout this would raise after 10 s
+    memscale.detach(model)
+
+
+def test_without_prometheus_client_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.delitem(sys.modules, "memscale.observe.prometheus")
+    with caplog.at_level(logging.WARNING, "memscale"):
+        model = wrapped(SERVED.replace(enable_logging=True))
+    assert "pip install prometheus-client" in caplog.text
+    train(model, 1)
+    assert model._memscale_executor.metrics.url is None
     memscale.detach(model)
 
 
@@ -206,12 +222,14 @@ def test_labels_are_escaped_and_what_is_not_known_is_left_out() -> None:
     lines = [line for line in metrics_text([report]).splitlines() if not line.startswith("#")]
     name = 'model="a \\"model\\"\\\\"'
     assert all(LINE.fullmatch(line) for line in lines)
-    assert f"memscale_predicted_peak_bytes{{{name}}} 5" in lines
-    assert f'memscale_moved_bytes_total{{{name},what="parameters",below="host",direction="down"}} 4' in lines
+    assert f"memscale_predicted_peak_bytes{{{name}}} 5.0" in lines
+    assert (
+        f'memscale_moved_bytes_total{{below="host",direction="down",{name},what="parameters"}} 4.0' in lines
+    )
     assert f'memscale_lost_seconds_total{{{name},technique="offloading"}} 0.25' in lines
     assert not any("passes" in line or "observed" in line or "recomputing" in line for line in lines)
 
 
 def test_the_meter_of_nothing_has_only_what_is_predicted() -> None:
     report = Report.of(memscale.Plan((), predicted_peak_bytes=7), Meter(), model="Net", device="cpu")
-    assert 'memscale_predicted_peak_bytes{model="Net"} 7\n' in metrics_text([report])
+    assert 'memscale_predicted_peak_bytes{model="Net"} 7.0\n' in metrics_text([report])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import os
 import shutil
@@ -83,6 +84,51 @@ def test_a_cap_that_is_reached_by_state(tmp_path: Path) -> None:
         assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
         assert_saveable(model, optimizer)
     assert_saveable(model, optimizer)
+
+
+KINDS = {
+    "AdamW": (3.75, lambda model: torch.optim.AdamW(model.parameters())),
+    "amsgrad": (4.75, lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True)),
+    "momentum": (2.75, lambda model: torch.optim.SGD(model.parameters(), momentum=0.9)),
+    "centered": (4.75, lambda model: torch.optim.RMSprop(model.parameters(), momentum=0.9, centered=True)),
+}
+
+
+@pytest.mark.parametrize("full", ["cap", "disk"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_made_wholly_or_not_at_all(
+    kind: str, full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build()
+    times, make = KINDS[kind]
+    with on_disk(model, settings(tmp_path, bytes_of(model) * times if full == "cap" else None)) as executor:
+        optimizer = make(model)
+        model(torch.randn(2, 64)).sum().backward()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        used = executor.homes.store.bytes_used
+        if full == "disk":
+            left = [3]
+            fallocate = os.posix_fallocate
+
+            def until_full(*args: int) -> None:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                fallocate(*args)
+
+            monkeypatch.setattr(os, "posix_fallocate", until_full)
+        with pytest.raises(TierFullError, match=r"was not made, and no parameter was changed"):
+            optimizer.step()
+        assert all(map(torch.equal, before, model.parameters()))
+        assert not optimizer.state
+        gc.collect()
+        assert executor.homes.store.bytes_used == used  # what was reserved is given back
+        if full == "disk":
+            monkeypatch.undo()
+            optimizer.step()  # with room for it, the same step
+            assert executor.homes.store.bytes_used > used
+            assert not any(map(torch.equal, before, model.parameters()))
+        assert_saveable(model, optimizer)
 
 
 def test_the_cap_is_never_exceeded(tmp_path: Path) -> None:

@@ -181,3 +181,26 @@ def test_recurrent_layers_stay_on_the_device() -> None:
         memscale.wrap(model, QUIET, sample_of(family, gpu.device))
         assert {parameter.device.type for parameter in model.lstm.parameters()} == {gpu.device.type}
         family.loss(model, family.batch(device=gpu.device)).backward()
+
+
+def test_with_too_little_host_memory_the_disk_holds_what_leaves_the_device() -> None:
+    family = FAMILIES["gpt2"]
+    with executing() as gpu:
+        expected = train(family, family.build().to(gpu.device), gpu.device)
+        batch = sample_of(family, gpu.device)
+        # A budget that no plan fits: the smallest one is taken.
+        config = QUIET.replace(memory_budget="64KiB", max_cpu_offload_gb=0)
+        model = memscale.wrap(family.build().to(gpu.device), config, batch)
+        executor = model._memscale_executor
+        assert (executor.plan.host_bytes > 0, executor.plan.disk_bytes > 0) == (False, True)
+        assert executor.homes.on_disk
+        got = train(family, model, gpu.device)
+        assert got[0] == expected[0]
+        assert all(map(torch.equal, got[1], expected[1]))
+        moved = {(each.what, each.below) for each in executor.report().moved if each.up_bytes}
+        assert {("parameters", "disk"), ("optimizer state", "disk")} <= moved
+        memscale.detach(model)
+        assert {parameter.device for parameter in model.parameters()} == {gpu.device}
+
+        without = memscale.wrap(family.build().to(gpu.device), config.replace(max_disk_offload_gb=0), batch)
+        assert {parameter.device for parameter in without.parameters()} == {gpu.device}

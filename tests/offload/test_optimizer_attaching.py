@@ -16,7 +16,6 @@ from memscale.offload.optimizer import StreamedSteps
 from memscale.offload.optimizer_hooks import Dispatcher
 from offload.optimizer_harness import (
     Elsewhere,
-    Lion,
     Mapped,
     assert_equal,
     give_gradients,
@@ -133,7 +132,7 @@ def test_in_several_threads():
 def test_compiled_step():
     tensors = parameters(((16, 16), (8, 8)))
     with streamed(tensors, bucket_bytes=1) as steps:
-        optimizer = Lion(tensors)
+        optimizer = optim.AdamW(tensors)
         step = torch.compile(optimizer.step, backend="eager")
         for index in range(2):
             give_gradients(tensors, index)

@@ -53,7 +53,7 @@ class Counting(optim.Optimizer):
 
 
 @pytest.mark.parametrize("passes_over_empty", [False, True])
-def test_counters_count_steps_not_buckets(passes_over_empty):
+def test_counters_count_steps(passes_over_empty):
     def run(stream):
         tensors = parameters()
         with streamed(tensors if stream else [], bucket_bytes=1):
@@ -74,11 +74,11 @@ def test_counters_count_steps_not_buckets(passes_over_empty):
     assert_equal(run(True), run(False))
 
 
-class Nested(optim.Optimizer):
-    """State in lists and tuples, of other shapes than the parameter's, passed on from step to step."""
+class Nested(optim.SGD):
+    """More state, in lists and tuples, of other shapes than the parameter's, passed on from step to step."""
 
     def __init__(self, params):
-        super().__init__(params, {"lr": 0.1, "weight_decay": 0.0})
+        super().__init__(params, lr=0.1, momentum=0.9)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -87,7 +87,7 @@ class Nested(optim.Optimizer):
                 if p.grad is None:
                     continue
                 state = self.state[p]
-                if not state:
+                if "new" not in state:
                     state["factors"] = [torch.zeros(size, 2) for size in p.shape]
                     state["pair"] = (torch.zeros_like(p), {"inside": torch.zeros_like(p)})
                     state["new"], state["old"] = torch.zeros_like(p), torch.zeros_like(p)
@@ -99,6 +99,7 @@ class Nested(optim.Optimizer):
                 state["pair"][0].add_(state["old"])
                 state["pair"][1]["inside"].add_(state["same"])
                 p.sub_(state["pair"][1]["inside"], alpha=group["lr"])
+        return super().step(closure)
 
 
 @pytest.mark.parametrize("mapped", [False, True])
@@ -131,9 +132,9 @@ def test_state_in_containers(mapped):
 def test_state_that_is_not_its_own_stays():
     """Aliases of the parameter, parts of larger storages, scalars."""
 
-    class Sharing(optim.Optimizer):
+    class Sharing(optim.SGD):
         def __init__(self, params):
-            super().__init__(params, {"lr": 0.1})
+            super().__init__(params, lr=0.1)
             self.all = torch.zeros(2, 16, 16)
 
         @torch.no_grad()
@@ -145,6 +146,7 @@ def test_state_that_is_not_its_own_stays():
                     state.setdefault("part", self.all[0])
                     state.setdefault("scalar", torch.zeros(()))
                     state.setdefault("own", torch.zeros_like(p))
+            return super().step(closure)
 
     tensors = parameters(((16, 16),))
     with streamed(tensors) as steps:
@@ -215,15 +217,14 @@ def test_class_on_top_of_another(hooked_below):
                 handle = optimizer.register_step_pre_hook(lambda *_: calls.append(1))
                 optimizer.step()
                 handle.remove()
-            assert not stream or len(calls) == 3
             assert not stream or steps.buckets_run == 3 * len(tensors)
-            return tensors, optimizer.state_dict()
+            return tensors, calls, optimizer.state_dict()
 
     assert_equal(run(True), run(False))
 
 
 def test_more_arguments_than_a_closure():
-    """What they mean for single parameters is not known: the step is run as a whole."""
+    """The step is called once, with all of them, whatever they mean."""
 
     class Scaled(optim.Optimizer):
         def __init__(self, params):
@@ -242,7 +243,7 @@ def test_more_arguments_than_a_closure():
             for step in range(3):
                 give_gradients(tensors, step)
                 optimizer.step(scales=range(len(tensors)))
-            assert not stream or (steps.buckets_run == 3 and steps.bytes_moved > 0)
+            assert not stream or (steps.buckets_run == 0 and optimizer in steps.skipped)
             return tensors, optimizer.state_dict()
 
     assert_equal(run(True), run(False))

@@ -13,7 +13,6 @@ from torch import optim
 from offload.optimizer_harness import (
     SHAPES,
     Elsewhere,
-    Lion,
     Mapped,
     assert_equal,
     give_gradients,
@@ -39,10 +38,8 @@ KINDS = {
     "rprop": (optim.Rprop, {}),
     "asgd": (optim.ASGD, {"weight_decay": 0.1, "t0": 2}),
     "adafactor": (optim.Adafactor, {"weight_decay": 0.1}),
-    "lion": (Lion, {"weight_decay": 0.1}),
 }
-# What has no `foreach` or `fused` argument, or no kernel for it on the CPU.
-NO_FOREACH = {"lion"}
+# What has a kernel for it on the CPU.
 FUSED = ("adam", "amsgrad", "adamw", "momentum", "nesterov", "adagrad")
 
 
@@ -80,11 +77,7 @@ def rate(kind):
 @pytest.mark.parametrize("name", KINDS)
 def test_each_optimizer(name, foreach):
     kind, options = KINDS[name]
-    if name not in NO_FOREACH:
-        options = {**options, "foreach": foreach}
-    elif foreach:
-        pytest.skip("has no foreach")
-    steps = compare(functools.partial(kind, **rate(kind), **options))
+    steps = compare(functools.partial(kind, **rate(kind), **options, foreach=foreach))
     assert steps.buckets_run > 2 * 5
     assert (steps.bytes_moved > 0) == (name != "sgd")
 
@@ -102,7 +95,7 @@ def test_muon():
     assert compare(make, shapes=shapes, bucket_bytes=3000).bytes_moved > 0
 
 
-@pytest.mark.parametrize("name", ["adamw", "momentum", "lion", "adafactor", "asgd"])
+@pytest.mark.parametrize("name", ["adamw", "momentum", "adafactor", "asgd"])
 def test_state_in_files(name, tmp_path):
     """Where the home itself is computed with, and where an optimizer puts new tensors in its place."""
     kind, options = KINDS[name]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from executor.test_reversal import assert_as_before, pictures
 from families import FAMILIES, Family
@@ -64,8 +65,9 @@ def test_fake_tensors_and_a_real_run_agree_to_the_byte(family: Family) -> None:
     static, empirical = profile_of(family), profile_of(family, static=False)
     assert (static.source, empirical.source) == ("static", "empirical")
     if family.name == "lstm":
-        # The fused kernel's own workspace, of which torch's shape rule for it knows nothing.
-        assert static.block("lstm").saved_bytes < empirical.block("lstm").saved_bytes
+        # The workspace of the CPU's kernel depends on the CPU.
+        saved = empirical.block("lstm").saved_bytes
+        assert static.block("lstm").saved_bytes == pytest.approx(saved, rel=0.01)
         return
     assert needs(static) == needs(empirical)
     assert any(block.saved_bytes for block in static.blocks)
@@ -307,3 +309,43 @@ def test_targets_that_a_model_does_not_take_are_beside_its_call():
     assert sample_of((x,), model).beside == ()
     moved = sample.on(torch.device("meta"))
     assert [each.device.type for each in (*moved.args, *moved.beside)] == ["meta", "meta"]
+
+
+# Reentrant checkpoints ------------------------------------------------------------------------------------
+
+
+class Reentrant(nn.Module):
+    """Recomputes its layers by `torch.utils.checkpoint`, the reentrant way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+def test_reentrant_checkpoints_are_profiled_by_a_real_run_as_on_fake_tensors() -> None:
+    model, sample = Reentrant(), Sample((torch.ones(64, 32),), {})
+    model(*sample.args).sum().backward()
+    before = pictures(model)
+    profile = profile_model(model, sample, CPU, static=False)
+    assert profile.source == "empirical"
+    assert needs(profile) == needs(profile_model(model, sample, CPU))
+    assert profile.gradient_bytes == sum(parameter.nbytes for parameter in model.parameters())
+    assert_as_before(pictures(model), before)
+
+
+def test_hooks_that_wait_for_stored_gradients_are_not_called_by_a_profile() -> None:
+    model, sample = Reentrant(), Sample((torch.ones(64, 32),), {})
+    calls: list[object] = []
+    model.first.weight.register_post_accumulate_grad_hook(calls.append)
+    with pytest.raises(ProfileError, match=r"Reentrant can't be profiled by a real run.*use_reentrant=False"):
+        profile_model(model, sample, CPU, static=False)
+    assert not calls

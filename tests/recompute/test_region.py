@@ -284,7 +284,7 @@ class TestMismatches:
         assert "tensor 1 with shape (4, 8)" in message
         assert "saved one with shape (2, 8)" in message
         assert "ExpBackward0" in message
-        assert "leave this module out of checkpointing" in message
+        assert "Config(enable_checkpointing=False)" in message
 
     def test_another_dtype(self) -> None:
         dtype = torch.float32

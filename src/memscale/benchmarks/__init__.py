@@ -1,6 +1,6 @@
 """The benchmark suite: known models, trained for a few steps, and the memory that takes.
 
-`python -m memscale.benchmarks --help` says how to run it; `memscale.benchmarks.tables` puts its results into
+`python -m memscale.benchmarks --help` says how to run it; `benchmarks.tables` puts its results into
 Markdown files.
 """
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from memscale.benchmarks.results import write_atomically
-from memscale.benchmarks.tables import replace_tables
 from memscale.errors import ConfigError
 
-__all__ = ["check_into", "check_writable", "command_line", "write_into"]
+__all__ = ["check_writable", "command_line"]
 
 _FILES = ("--json", "--into")
 
@@ -26,12 +24,6 @@ def check_writable(path: Path | None) -> None:
         raise ConfigError(f"--json {path}: there is no directory {path.parent}, make it first.")
     if not os.access(path.parent, os.W_OK):
         raise ConfigError(f"--json {path}: the directory {path.parent} cannot be written to.")
-
-
-def check_into(file: Path | None, names: Sequence[str]) -> None:
-    """Before a run of minutes, not after it: raise a ConfigError if a file has no place for the tables."""
-    if file is not None:
-        _with_tables(file, dict.fromkeys(names, ""))
 
 
 def command_line(program: str, arguments: Sequence[str]) -> str:
@@ -60,20 +52,3 @@ def _without_machine(file: str) -> str:
         return path.relative_to(Path.cwd()).as_posix()
     except ValueError:
         return path.name
-
-
-def write_into(file: Path, tables: Mapping[str, str]) -> None:
-    """Put tables between their markers in a Markdown file.
-
-    Raises:
-        ConfigError: the file can't be read, or has no such markers.
-    """
-    write_atomically(file, _with_tables(file, tables))
-
-
-def _with_tables(file: Path, tables: Mapping[str, str]) -> str:
-    try:
-        old = file.read_bytes().decode("utf-8")  # as bytes: reading as text would change the line ends
-        return replace_tables(old, tables)[0]
-    except (OSError, UnicodeDecodeError, ConfigError) as error:
-        raise ConfigError(f"{file}: {error}") from None

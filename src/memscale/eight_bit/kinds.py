@@ -8,8 +8,8 @@ from torch.optim import Optimizer
 
 __all__ = ["MOMENTS", "holds_moments", "why_in_full"]
 
-# Those that bitsandbytes has 8-bit versions of, by the name of the class or of one that it derives from.
-_KINDS = ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Lion")
+# Those of torch.optim that bitsandbytes has 8-bit versions of, by name: of the class, or of one that it derives from.
+_KINDS = ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad")
 
 MOMENTS: Mapping[str, bool] = {
     "exp_avg": True,

@@ -202,6 +202,12 @@ class _Beside:
     def new(self, like: Tensor) -> Tensor:
         return torch.empty_like(like)
 
+    def reserve(self, like: Tensor, parameter: Tensor) -> Tensor | None:
+        return None
+
+    def fill(self, home: Tensor, values: Tensor) -> None:
+        home.copy_(values)
+
     def rest(self, tensor: Tensor) -> None:
         pass
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from memscale.eight_bit.kinds import holds_moments, why_in_full
-from memscale.eight_bit.moments import EightBitMoments
+from memscale.eight_bit.kinds import MOMENTS, holds_moments, why_in_full
+from memscale.eight_bit.moments import EightBitMoments, Moment
 from memscale.eight_bit.quantizer import Quantizer
 from memscale.eight_bit.slices import EightBitSlices
 from memscale.observe.meter import Meter
@@ -38,7 +38,7 @@ class EightBitSteps(StreamedSteps):
         quantizer: bitsandbytes.
         bucket_bytes: the most that parameters, gradients and 32-bit moments of one bucket may take; a
             parameter that needs more has a bucket to itself, or comes in slices.
-        logger: told which optimizers are left alone, and why.
+        logger: told which optimizers keep their state in 32 bits, and why.
         meter: takes the time of it.
 
     Example:
@@ -92,13 +92,21 @@ class EightBitSteps(StreamedSteps):
         """Whether moments of this parameter are kept in 8 bits; whoever is around must not cut it."""
         return self._parameters.get(id(parameter)) is parameter
 
-    def _around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not holds_moments(args[0]):
-            return step(*args, **kwargs)
-        return super()._around(step, *args, **kwargs)
+    def as_left(
+        self, optimizer: Optimizer, parameter: torch.Tensor, name: str, like: torch.Tensor
+    ) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+        """New state of such a parameter after a step: of a moment its codes and their scales."""
+        if name in MOMENTS and self._why_whole(optimizer) is None and not self._moments.has_failed:
+            for part, value in Moment.like(like, signed=MOMENTS[name]).items():
+                yield (name, part), value
+        else:
+            yield (name,), like
 
-    def _why_left_alone(self, optimizer: Optimizer) -> str | None:
-        return why_in_full(optimizer) or super()._why_left_alone(optimizer)
+    def _is_concerned(self, optimizer: Optimizer) -> bool:
+        return holds_moments(optimizer) and super()._is_concerned(optimizer)
+
+    def _why_whole(self, optimizer: Optimizer) -> str | None:
+        return why_in_full(optimizer) or super()._why_whole(optimizer)
 
     def _sliced(self, optimizer: Optimizer, bucket: list[Member], needed: int) -> SlicedParameter | None:
         if len(bucket) != 1 or self._moments.has_failed:

@@ -8,6 +8,7 @@ from memscale.engine.engine import (
     points_by_hand,
     points_of,
     room_of,
+    unseen_bytes,
 )
 from memscale.engine.mixtures import mixed_seconds
 
@@ -20,4 +21,5 @@ __all__ = [
     "points_by_hand",
     "points_of",
     "room_of",
+    "unseen_bytes",
 ]

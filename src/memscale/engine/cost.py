@@ -63,6 +63,9 @@ class Clock:
                 below_is_disk=True,
             )
         link = device.link_bandwidth * LINK_EFFICIENCY
+        if hardware.offloads_to_disk:
+            up, down = min(link, disk.read_bandwidth), min(link, disk.write_bandwidth)
+            return cls(flops, device.memory_bandwidth, up, down, DISK_LATENCY, below_is_disk=True)
         return cls(flops, device.memory_bandwidth, link, link)
 
     def seconds(self, flops: int, traffic: int) -> float:

@@ -28,6 +28,7 @@ __all__ = [
     "points_by_hand",
     "points_of",
     "room_of",
+    "unseen_bytes",
 ]
 
 MOST_BUCKET_BYTES = 64 * 2**20  # long enough runs to be read fast
@@ -63,6 +64,35 @@ def decide(
         closely: where the fastest plan up to a peak is asked for, look at the frontier closer there.
         on_likely: called with what would be chosen of the plans by hand, before the frontier is looked for.
     """
+    plan = _decide(profile, hardware, config, under, margin, closely, on_likely)
+    if plan.predicted_peak_bytes + margin <= room_of(hardware, config):
+        return plan
+    for past_host in _tiers(profile, hardware, config)[1:]:
+        found = _decide(profile, past_host, config, under, margin, closely, None)
+        if found.predicted_peak_bytes < plan.predicted_peak_bytes:
+            room = format_bytes(_room_below(hardware, config))
+            note = f"parameters, gradients and Adam state go to disk: with {room} of host memory for them nothing fits"
+            return replace(found, notes=(*found.notes, note))
+    return plan
+
+
+def _tiers(profile: ModelProfile, hardware: Hardware, config: Config) -> tuple[Hardware, ...]:
+    """The device with the tier below it; then with the disk, if host memory is too small for all and that is larger."""
+    past_host = replace(hardware, past_host=True)
+    everything = profile.parameter_bytes + profile.gradient_bytes + profile.optimizer_bytes
+    useful = _room_below(hardware, config) < min(everything, _room_below(past_host, config))
+    return (hardware, past_host) if useful and config.enable_offloading else (hardware,)
+
+
+def _decide(
+    profile: ModelProfile,
+    hardware: Hardware,
+    config: Config,
+    under: Sequence[tuple[Setting, ModelProfile]],
+    margin: int,
+    closely: bool,
+    on_likely: Callable[[Plan], None] | None,
+) -> Plan:
     settings = under or ((NOTHING, profile),)
     found: list[Point] = []
     for setting, needs in settings:
@@ -77,6 +107,16 @@ def decide(
     if closely:
         verdict = _sharpened(verdict, settings, hardware, config)
     return plan_of(verdict, profile, hardware, config, under=under, found=found)
+
+
+def _without_calls(profile: ModelProfile) -> tuple[str, ...]:
+    """Return, for a step that calls no block, a note that says so and why that may be."""
+    if profile.calls_blocks:
+        return ()
+    return (
+        f"forward calls none of the model's {len(profile.blocks)} layers, so that nothing is planned on them: it uses "
+        "their weights directly, or was replaced by a function that calls other modules",
+    )
 
 
 def plan_of(
@@ -99,7 +139,7 @@ def plan_of(
         found: the points that there were to choose from.
     """
     plain = plain_point(profile, hardware)
-    chosen = verdict.point
+    chosen, unseen = verdict.point, unseen_bytes(profile, hardware)
     needs = next((needs for setting, needs in under if setting is chosen.setting), profile)
     return Plan(
         layers=Entries(verdict, _rows(needs, hardware, config, chosen.setting, chosen.ahead), config).of(
@@ -114,19 +154,41 @@ def plan_of(
         baseline_seconds=float(f"{plain.seconds:.{DIGITS}g}"),
         baseline_saved_bytes=plain.saved_bytes,
         predicted_saved_bytes=chosen.saved_bytes,
-        host_bytes=0 if hardware.device.kind == "cpu" else chosen.home_bytes,
-        disk_bytes=chosen.home_bytes if hardware.device.kind == "cpu" else 0,
+        host_bytes=0 if hardware.offloads_to_disk else chosen.home_bytes,
+        disk_bytes=chosen.home_bytes if hardware.offloads_to_disk else 0,
         decision_source="user_config" if config.explicit_fields & _TECHNIQUE_FIELDS else "rule",
         prediction_source="estimated",
-        notes=(*chosen.setting.notes, *verdict.notes),
+        unseen_bytes=unseen,
+        notes=(
+            *chosen.setting.notes,
+            *verdict.notes,
+            *_without_calls(profile),
+            *_unseen_notes(profile, unseen),
+        ),
         frontier=tuple(
-            FrontierPoint(point.label, point.peak_bytes, _ratio(point, plain)) for point in frontier(found)
+            FrontierPoint(point.label, point.peak_bytes, _ratio(point, plain), unseen)
+            for point in frontier(found)
         ),
         precision=chosen.setting.precision,
         loss=chosen.setting.loss,
         optimizer=_optimizer(chosen, hardware, verdict.rule, _bucket_bytes(profile)),
         async_offload=chosen.ahead > 0,
     )
+
+
+def unseen_bytes(profile: ModelProfile, hardware: Hardware) -> int:
+    """Return what a step may need that no prediction sees."""
+    if not profile.unseen:
+        return 0
+    plain = plain_point(profile, hardware).peak_bytes
+    return sum(each.nbytes + int(each.share * plain) for each in profile.unseen)
+
+
+def _unseen_notes(profile: ModelProfile, nbytes: int) -> tuple[str, ...]:
+    if not profile.unseen:
+        return ()
+    what = "; ".join(each.what for each in profile.unseen)
+    return (f"the allowance is {format_bytes(nbytes)} wider: {what}",)
 
 
 def _ratio(point: Point, plain: Point) -> float:
@@ -139,7 +201,7 @@ def _bucket_bytes(profile: ModelProfile) -> int:
 
 
 def _optimizer(chosen: Point, hardware: Hardware, rule: str, bucket_bytes: int) -> OptimizerPlan | None:
-    on_disk = hardware.device.kind == "cpu" and chosen.candidate.at_home > 0
+    on_disk = hardware.offloads_to_disk and chosen.candidate.at_home > 0
     if not on_disk and not chosen.setting.eight_bit:
         return None
     reasons = []
@@ -274,9 +336,10 @@ def has_plan_within(
 def _every_row(
     under: Sequence[tuple[Setting, ModelProfile]], hardware: Hardware, config: Config
 ) -> Iterator[Row[Choices]]:
-    for depth in reversed(_depths(hardware, config)):
-        for setting, needs in under:
-            yield from _rows(needs, hardware, config, setting, depth).rows()
+    for there in reversed(_tiers(under[0][1], hardware, config)):
+        for depth in reversed(_depths(there, config)):
+            for setting, needs in under:
+                yield from _rows(needs, there, config, setting, depth).rows()
 
 
 def points_of(
@@ -351,7 +414,7 @@ def _room_below(hardware: Hardware, config: Config) -> int:
 
     Of host memory that is its size, not what happens to be free; a disk may be full of other things.
     """
-    if hardware.device.kind == "cpu":
+    if hardware.offloads_to_disk:
         cap, there = config.max_disk_offload_bytes, hardware.disk.free_bytes if hardware.disk.writable else 0
     else:
         cap, there = config.max_cpu_offload_bytes, hardware.host.total_ram_bytes

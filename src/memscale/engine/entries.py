@@ -13,6 +13,7 @@ from memscale.profiler.profile import BlockProfile, ModelProfile
 from memscale.units import format_bytes
 
 DIGITS = 9  # of seconds
+NOT_CALLED = "not-called"  # the rule of a block that forward does not call
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,14 @@ class Entries:
         if rows is not None and block.role == "repeated" and block.order >= 0:
             layer = replace(layer, techniques=(*layer.techniques, "tiling"), tiling=Tiling(rows))
         if not choice.home or not block.used_bytes:
-            return layer
+            return (
+                replace(layer, reason=f"{layer.reason}; {_why_resident(block)}") if block.resident else layer
+            )
         home = block.parameter_bytes + block.gradient_bytes + block.optimizer_bytes
-        tier: Tier = "disk" if self.rows.terms.kind == "cpu" else "host"
+        tier: Tier = "disk" if self.rows.terms.clock.below_is_disk else "host"
         reason = f"{format_bytes(home)} of parameters, gradients and Adam state live on the {tier}"
+        if block.resident:
+            reason += f"; {_why_resident(block)}"
         moving = self.rows.home_seconds(block)
         waiting = 0
         if choice.down and not choice.chained:
@@ -53,7 +58,7 @@ class Entries:
             reason=f"{reason}; {layer.reason}" if layer.techniques else reason,
             saved_bytes=layer.saved_bytes + home + waiting,
             extra_seconds=round(layer.extra_seconds + moving, DIGITS),
-            offloading=Offloading(tier, choice.down),
+            offloading=Offloading(tier, choice.down, block.resident),
         )
 
     def _recomputed(self, block: BlockProfile, choice: Choice) -> LayerPlan:
@@ -84,7 +89,7 @@ class Entries:
         if block.has_own_checkpointing:
             return "already-checkpointed", "the model checkpoints this block by itself"
         if block.order < 0:
-            return "not-called", "forward does not call it"
+            return NOT_CALLED, "forward does not call it"
         if block.changes_input:
             return (
                 "changes-its-input",
@@ -96,3 +101,9 @@ class Entries:
         if not self.config.enable_checkpointing:
             return "checkpointing-off", f"{keeps}, as enable_checkpointing is off"
         return self.verdict.rule, f"{keeps}: {WHY_KEPT[self.verdict.rule]}"
+
+
+def _why_resident(block: BlockProfile) -> str:
+    what = block.resident[0] if len(block.resident) == 1 else f"{len(block.resident)} parameters"
+    verb = "stays" if len(block.resident) == 1 else "stay"
+    return f"{what} {verb} on the device: read while the block does not run, by another module or a checkpoint in it"

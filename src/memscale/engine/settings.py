@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from memscale.config import Config
@@ -67,12 +67,15 @@ class Setting:
     def state_share(self) -> float:
         return EIGHT_BIT_SHARE if self.eight_bit else 1.0
 
-    def alone(self, blocks: Sequence[Block], home: Tier | None) -> Plan:
+    def alone(
+        self, blocks: Sequence[Block], home: Tier | None, resident: Mapping[str, tuple[str, ...]]
+    ) -> Plan:
         """A plan that does this and nothing else, to profile a model under it.
 
         Args:
             blocks: the model's.
             home: where parameters may live, if they may; then they do, as most plans will have it.
+            resident: by block, the parameters that stay on the device all the same.
         """
         layers = []
         for block in blocks:
@@ -90,7 +93,9 @@ class Setting:
                     tuple(techniques),
                     "",
                     "",
-                    offloading=None if home is None else Offloading(home),
+                    offloading=None
+                    if home is None
+                    else Offloading(home, resident=resident.get(block.name, ())),
                     tiling=tiles,
                 )
             )

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memscale.batches import PlannedBatches
 from memscale.config import Config
 from memscale.errors import WrapError
-from memscale.execution_plan import Plan, Tier
+from memscale.execution_plan import Offloading, Plan, Tier
 from memscale.executor.newborn import Newborn, find_module
 from memscale.executor.record import Record, WeakModule
 from memscale.executor.use_cache import no_cache_hooks
@@ -122,6 +122,7 @@ class Executor:
         self._meter = Meter()
         self.metrics = metrics
         self._homes = Homes(disk or disk_of(config), self._meter)
+        self._homes.host_capacity = None if config is None else config.max_cpu_offload_bytes
         self._techniques = Record()
         self._newborn: Newborn | None = None  # while a plan is being attached to a model on the meta device
         self._awaited: AwaitedValues | None = None
@@ -318,11 +319,19 @@ class Executor:
         record = self._techniques
         objections: dict[tuple[str, str], list[str]] = {}
         device = self.device
-        self._arrange_homes(model, plan, device)
+        at_home = self._arrange_homes(model, plan, device)
         for layer in plan.layers:
             modules = tuple(find_module(model, layer, member) for member in layer.members)
             site = Site(model, layer, modules, device, self._homes, self._meter)
-            for name in layer.techniques:
+            techniques = layer.techniques
+            if "offloading" not in techniques and any(
+                id(each) in at_home for module in modules for each in module.parameters()
+            ):
+                techniques = (
+                    "offloading",
+                    *techniques,
+                )  # it shares a parameter with a layer that is offloaded
+            for name in techniques:
                 technique = TECHNIQUES.get(name)
                 if technique is None:
                     raise WrapError(
@@ -347,23 +356,32 @@ class Executor:
             if self._logs:
                 logger.warning("No %s on %s: %s.", name, ", ".join(layers), objection)
 
-    def _arrange_homes(self, model: nn.Module, plan: Plan, device: torch.device) -> None:
-        """Send home the parameters of the layers that are offloaded; the others are on the device."""
+    def _arrange_homes(self, model: nn.Module, plan: Plan, device: torch.device) -> set[int]:
+        """Send the parameters of offloaded layers to the host or to disk, all others to the device.
+
+        Returns:
+            The ids of the parameters that left the device.
+        """
         homes: dict[Tier, list[nn.Parameter]] = {"device": [], "host": [], "disk": []}
         for layer in plan.layers:
-            if "offloading" not in layer.techniques:
-                continue
             modules = tuple(find_module(model, layer, member) for member in layer.members)
             site = Site(model, layer, modules, device, self._homes, self._meter)
-            if TECHNIQUES["offloading"].objection(site) is None:
-                tier = "host" if layer.offloading is None else layer.offloading.to
-                homes[tier].extend(each for module in modules for each in module.parameters())
-        at_home, on_disk = homes["host"], homes["disk"]
+            parameters = [each for module in modules for each in module.parameters()]
+            settings = layer.offloading or Offloading()
+            if TECHNIQUES["offloading"].objection(site) is not None:
+                homes["device"] += parameters
+            elif "offloading" in layer.techniques:
+                homes[settings.to] += parameters
+                homes["device"] += map(model.get_parameter, settings.resident)
+        staying = {id(parameter) for parameter in homes["device"]}
+        at_home = [parameter for parameter in homes["host"] if id(parameter) not in staying]
+        on_disk = [parameter for parameter in homes["disk"] if id(parameter) not in staying]
         if self._newborn is not None:
             self._newborn.settle(model, plan, device, at_home, on_disk)
         if at_home or on_disk or self._device is not None or self._homes.device is not None:
             self._homes.arrange(model, at_home, device, on_disk=on_disk)
             self._techniques.add_forward_pre_hook(model, _bring_inputs)
+        return {id(parameter) for parameter in (*at_home, *on_disk)}
 
     def _undo(self, model: nn.Module) -> None:
         with contextlib.ExitStack() as stack:  # the last first, and all of them whatever one of them raises

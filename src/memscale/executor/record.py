@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from memscale.techniques.forwards import ReplacedForward
+from memscale.techniques.forwards import OWN, ReplacedForward, is_covered
 
 __all__ = ["Change", "Record", "SetAttribute", "WeakModule"]
 
@@ -70,6 +70,8 @@ class SetAttribute:
             return
         attributes = vars(module)
         if attributes.get(self.name) is not self.value:
+            if self.name == "forward" and is_covered(module):
+                return  # it goes on to what is underneath. See Note [A replaced forward]
             logger.warning(
                 "%s.%s was replaced after MemScale had set it, and stays as it is now; what MemScale had put "
                 "there has no effect any more.",
@@ -120,6 +122,10 @@ class Record:
             value: Its value.
             name: What the module is called, for messages.
         """
+        if attribute == "forward":  # see Note [A replaced forward]
+            self._changes.append(SetAttribute(module, name, OWN, value))
+            if is_covered(module):
+                return
         self._changes.append(SetAttribute(module, name, attribute, value))
 
     def add_forward_pre_hook(self, module: nn.Module, hook: Callable[..., Any]) -> None:

@@ -137,6 +137,7 @@ class Hardware:
         device_count: How many of its kind the machine has.
         host: The host.
         disk: The disk tier.
+        past_host: What leaves an accelerator goes to disk, past a host that has too little memory for it.
 
     Example:
         >>> from memscale.hardware import virtual_hardware
@@ -148,6 +149,12 @@ class Hardware:
     device_count: int
     host: HostSpec
     disk: DiskSpec
+    past_host: bool = False
+
+    @property
+    def offloads_to_disk(self) -> bool:
+        """Whether what leaves the device goes to disk: on a CPU, whose memory is the host's, always."""
+        return self.past_host or self.device.kind == "cpu"
 
     @property
     def is_virtual(self) -> bool:

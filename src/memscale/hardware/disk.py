@@ -47,7 +47,7 @@ def find_disk(
         var_tmp: What stands in for a temporary directory in RAM.
 
     Raises:
-        HardwareError: The directory is a file, or no parent of it exists.
+        HardwareError: The directory is a file, no parent of it exists, or it can't be looked at.
 
     Example:
         >>> disk = find_disk(".")
@@ -59,9 +59,15 @@ def find_disk(
         chosen = Path(tempfile.gettempdir())
         if _filesystem(chosen, proc) in _RAM_FILESYSTEMS and _is_disk(var_tmp, proc):
             chosen = var_tmp
-    existing = _existing_parent(chosen)
-    usage = shutil.disk_usage(existing)
-    filesystem = _filesystem(existing, proc)
+    try:
+        existing = _existing_parent(chosen)
+        usage = shutil.disk_usage(existing)
+        filesystem = _filesystem(existing, proc)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise HardwareError(
+            f"offload_dir={shown(str(chosen), 200)} can't be looked at: {reason}. Give another directory."
+        ) from error
     return DiskSpec(
         directory=chosen,
         # disk_usage's "free" is f_bavail: what is left without the blocks reserved for root.
@@ -79,21 +85,30 @@ def _given(directory: str | os.PathLike[str] | None, environ: Mapping[str, str])
     if directory is None:
         # An empty variable is how a shell says "not set".
         from_environ = environ.get(OFFLOAD_DIR_VARIABLE, "")
-        return Path(from_environ).expanduser() if from_environ else None
+        return _expanded(from_environ) if from_environ else None
     if not isinstance(directory, (str, os.PathLike)):
         raise ConfigTypeError(
             f"offload_dir={shown(directory)} is a {type(directory).__name__}: give a path, as str or Path."
         )
     if not os.fspath(directory):
         raise HardwareError("offload_dir is empty: give the path of a directory, or None for the default.")
-    return Path(directory).expanduser()
+    return _expanded(directory)
+
+
+def _expanded(directory: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(directory).expanduser()
+    except RuntimeError as error:
+        raise HardwareError(
+            f"offload_dir={shown(os.fspath(directory), 200)}: no such user has a home directory. Give another path."
+        ) from error
 
 
 def _existing_parent(directory: Path) -> Path:
     for path in (directory, *directory.absolute().parents):
         if path.is_dir():
             return path
-        if path.exists():
+        if os.path.lexists(path):
             raise HardwareError(
                 f"offload_dir={str(directory)!r}: {path} is not a directory. Give one, or a new path."
             )

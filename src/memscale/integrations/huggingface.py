@@ -1,4 +1,4 @@
-"""Hugging Face ``Trainer``: its model is wrapped, and its log gets the plan and the peak."""
+"""Hugging Face ``Trainer``: its model is wrapped, and its loggers get the plan and the peak."""
 
 from __future__ import annotations
 
@@ -19,23 +19,31 @@ PREFIX = "memscale/"
 
 
 class PlanInLog(TrainerCallback):
-    """Writes what MemScale predicted, and what was measured, into the Trainer's log."""
+    """Hands what MemScale predicted, and what was measured, to the callbacks that log (TensorBoard, W&B, printer).
 
-    def __init__(self, trainer: Trainer) -> None:
+    As log events of their own: the plan after the step that brought it, the rest before the Trainer's last entry.
+    `state.log_history` is left as it would be without MemScale, since training code reads and compares it.
+
+    A Trainer with `model_init` makes a new model for each training: that one is wrapped when training begins.
+    """
+
+    def __init__(self, trainer: Trainer, wrap_model: Callable[[torch.nn.Module], None]) -> None:
         self._trainer = weakref.ref(trainer)  # the Trainer holds its callbacks
+        self._wrap_model = wrap_model
         self._logged: Plan | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._logged = None
+        trainer = self._trainer()
+        if trainer is not None and trainer.model_init is not None and self._executor() is None:
+            self._wrap_model(_model_of(trainer))
         device = args.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         plan = self._plan()
-        if plan is None or plan is self._logged or logs is None:
+        if plan is None or plan is self._logged:
             return
         self._logged = plan  # the first batch may have made a new plan
         values = _named(
@@ -44,14 +52,11 @@ class PlanInLog(TrainerCallback):
             predicted_time_ratio=plan.predicted_time_ratio,
             layers_optimized=sum(bool(layer.techniques) for layer in plan.layers),
         )
-        # Into the entry that is being logged: an entry of our own would make the Trainer leave out its next one.
-        logs.update(values)
-        if state.log_history:
-            state.log_history[-1].update(values)
+        self._log(args, state, control, values)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer, executor = self._trainer(), self._executor()
-        if trainer is None or executor is None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        executor = self._executor()
+        if executor is None or not (control.should_training_stop or state.global_step >= state.max_steps):
             return
         if args.device.type == "cuda":
             measured = _named(measured_peak_gib=torch.cuda.max_memory_allocated(args.device) / GIB)
@@ -69,7 +74,15 @@ class PlanInLog(TrainerCallback):
             for name, value in report.scalars().items()
             if name.startswith("seconds_lost/")
         }
-        trainer.log({**measured, **counted, **_named(**lost)})
+        self._log(args, state, control, {**measured, **counted, **_named(**lost)})
+
+    def _log(self, args: Any, state: Any, control: Any, values: dict[str, float]) -> None:
+        trainer = self._trainer()
+        if trainer is None:
+            return
+        should_log = control.should_log
+        trainer.callback_handler.on_log(args, state, control, values)
+        control.should_log = should_log  # an event of ours must not make the Trainer leave out its next entry
 
     def _plan(self) -> Plan | None:
         executor = self._executor()
@@ -89,7 +102,7 @@ def wrap_trainer(trainer: Trainer, wrap_model: Callable[[torch.nn.Module], None]
     """Wrap the Trainer's model, and let its log know."""
     wrap_model(_model_of(trainer))
     trainer.remove_callback(PlanInLog)
-    trainer.add_callback(PlanInLog(trainer))
+    trainer.add_callback(PlanInLog(trainer, wrap_model))
 
 
 def detach_trainer(trainer: Trainer, detach_model: Callable[[torch.nn.Module], None]) -> None:

@@ -75,6 +75,11 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
     # Kinds of tensors that have a storage of their own, where this need not be found out for each.
     _plain = _ORDINARY
 
+    # What the last operation allocated beside its results, and has freed again, as far as that is known.
+    temporary_bytes = 0
+    # Numbers that Python has asked for and that nobody had computed; only a simulation has them.
+    guesses = 0
+
     # Operators that take functions (flex_attention, cond) refuse to run under a mode that does not say this.
     supports_higher_order_operators = True
 

@@ -1,4 +1,4 @@
-"""A model's numbers on a port, for as long as its plan is attached."""
+"""`Config.observability_port`: a model's report on a port while its plan is attached."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memscale.observe.server import Serving, Source
+    from memscale.observe.prometheus import Server, Source
 
 __all__ = ["Metrics"]
 
@@ -14,36 +14,44 @@ logger = logging.getLogger("memscale")
 
 
 class Metrics:
-    """What `Config.observability_port` asks for. A copy, by ``deepcopy`` or pickle, serves nothing.
+    """Serve a model's report to Prometheus. A copy, by ``deepcopy`` or pickle, serves nothing.
 
     Args:
-        port: The port; 0 for any that is free.
+        port: The port; 0 for any free one, None for no server.
     """
 
     def __init__(self, port: int | None) -> None:
         self._port = port
-        self._serving: Serving | None = None
+        self._server: Server | None = None
 
     @property
     def url(self) -> str | None:
-        """Where they are; None if they are not served."""
-        return None if self._serving is None else self._serving.url
+        """Return the address of the metrics; None if they are not served."""
+        return None if self._server is None else self._server.url
 
     def begin(self, source: Source, *, logs: bool = True) -> None:
-        """Serve them, if they are not yet. A port that can't be had is logged, and nothing else."""
-        if self._port is None or self._serving is not None:
+        """Serve the report, unless it is served already. What prevents it is logged, and training goes on."""
+        if self._port is None or self._server is not None:
             return
-        from memscale.observe.server import HOST, serve  # not free to import
-
         try:
-            self._serving = serve(source, self._port)
+            from memscale.observe.prometheus import serve  # imports an HTTP server
+
+            self._server = serve(source, self._port)
+        except ImportError as error:
+            if logs:
+                logger.warning(
+                    "No metrics on port %d: %s is not installed (pip install prometheus-client). "
+                    "Training goes on without them.",
+                    self._port,
+                    error.name,
+                )
+            return
         except OSError as error:
             if logs:
                 logger.warning(
-                    "No metrics on port %d of %s (%s). Training goes on without them; give another "
-                    "Config(observability_port=...), or 0 for any that is free.",
+                    "No metrics on port %d of the loopback interface (%s). Training goes on without them; give "
+                    "another Config(observability_port=...), or 0 for any free one.",
                     self._port,
-                    HOST,
                     error.strerror or error,
                 )
             return
@@ -51,10 +59,10 @@ class Metrics:
             logger.info("metrics for Prometheus: %s", self.url)
 
     def end(self, source: Source) -> None:
-        """Serve them no longer."""
-        serving, self._serving = self._serving, None
-        if serving is not None:
-            serving.close(source)
+        """Stop serving the report."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.remove(source)
 
     def __getstate__(self) -> dict[str, Any]:
         return {}

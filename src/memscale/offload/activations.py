@@ -169,7 +169,11 @@ class Activations:
         geometry = (int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
         covered = min(tensor.numel(), count)
         plain = not rest and not tensor.is_conj() and not tensor.is_neg()
-        whole = plain and _LITTLE * covered >= count
+        # Views of one tensor share its version, so one copy of its memory serves all of them. The results of
+        # `unsafe_chunk` (the gates of a GRU) are no views: each has a part of the memory and its own version.
+        owner = tensor._base if tensor._is_view() else tensor
+        covers_storage = owner is not None and owner.nbytes >= storage.nbytes()
+        whole = plain and covers_storage and _LITTLE * covered >= count
         key = (
             storage._cdata,
             tensor.dtype,

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from memscale.eight_bit.states import EightBitStates
 from memscale.observe.meter import Meter
 from memscale.offload.data import exchange_data
+from memscale.offload.host_masters import as_on_the_device, check_room
 from memscale.offload.mapped_parameters import MappedParameters
 from memscale.offload.optimizer_hooks import Surroundings
 from memscale.offload.state_homes import StateHomes
@@ -46,6 +47,8 @@ class Homes:
 
     Attributes:
         device: Where the model computes; None while nothing is arranged.
+        host_capacity: The most host memory for parameters that are on the host instead of on an accelerator, with their
+            gradients and optimizer state; None for no other limit than the host's own.
         store: The disk.
         mapped: The parameters that are at home on disk.
         states: Where optimizer state waits.
@@ -60,6 +63,7 @@ class Homes:
 
     def __init__(self, store: DiskStore | None = None, meter: Meter | None = None) -> None:
         self.device: torch.device | None = None
+        self.host_capacity: int | None = None
         self.store = store or DiskStore()
         self.mapped = MappedParameters(self.store, meter)
         self.states = StateHomes(self.store, meter)
@@ -187,14 +191,35 @@ class Homes:
         self._surroundings.attach()
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        ours = any(
+        if self._has_ours(optimizer):
+            self._optimizers.add(optimizer)
+            self._follow(optimizer)
+            if self._surroundings is not None and self.device not in (None, HOST):
+                self._surroundings.install(type(optimizer))
+                if self.host_capacity is not None:
+                    check_room(optimizer, self._masters(), self.host_capacity)
+
+    def _around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stands in the place of the arithmetic of a class of torch.optim."""
+        optimizer: Optimizer = args[0]
+        if self.device is None or self.device == HOST or not self._has_ours(optimizer):
+            return step(*args, **kwargs)
+        with as_on_the_device(optimizer, {id(each) for each in self._masters()}, self.device):
+            return step(*args, **kwargs)
+
+    def _masters(self) -> list[nn.Parameter]:
+        """The parameters that are in host memory instead of on the device."""
+        if self.device in (None, HOST):
+            return []
+        every = (parameter for parameter, _ in self._parameters.values())
+        return [each for each in every if each.device == HOST and id(each) not in self._on_disk]
+
+    def _has_ours(self, optimizer: Optimizer) -> bool:
+        return any(
             id(parameter) in self._parameters
             for group in optimizer.param_groups
             for parameter in group["params"]
         )
-        if ours:
-            self._optimizers.add(optimizer)
-            self._follow(optimizer)
 
     def _follow(self, optimizer: Optimizer) -> None:
         """An optimizer's state goes where its parameter is; its step counters stay."""
@@ -210,6 +235,7 @@ class Homes:
         # A copy of the model has parameters of its own, in memory; no optimizer has stepped them yet.
         return {
             "device": self.device,
+            "host_capacity": self.host_capacity,
             "store": self.store,
             "mapped": self.mapped,
             "moments": self.moments,  # first, as in a plan: it goes on inside of what streams
@@ -222,6 +248,7 @@ class Homes:
         self.__init__(state["store"])  # type: ignore[misc]
         self.device = state["device"]
         self.mapped, self.moments, self.states = state["mapped"], state["moments"], state["states"]
+        self.host_capacity = state["host_capacity"]
         self._parameters = {id(parameter): (parameter, before) for parameter, before in state["parameters"]}
         self._buffers = state["buffers"]
         if self._parameters:
@@ -237,13 +264,13 @@ def _weakly_before_steps(homes: Homes) -> Surroundings:
         if homes is not None:
             homes._before_step(optimizer)
 
-    surroundings = Surroundings(_as_it_is, meet)
+    def around(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        homes = reference()
+        return step(*args, **kwargs) if homes is None else homes._around(step, *args, **kwargs)
+
+    surroundings = Surroundings(around, meet)
     surroundings.remove_with(homes)
     return surroundings
-
-
-def _as_it_is(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return step(*args, **kwargs)
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:

@@ -100,8 +100,7 @@ class HostTier(Tier[_Place]):
             raise TierFullError(
                 f"The host tier is full: {format_bytes(piece.nbytes)} more would exceed its cap of "
                 f"{format_bytes(self._capacity)}, of which {format_bytes(self.bytes_used)} is used. The "
-                "tensor stays where it is. Raise Config(max_cpu_offload_gb=...), allow a disk tier by "
-                "Config(max_disk_offload_gb=...), or use a smaller batch."
+                "tensor stays where it is. Raise Config(max_cpu_offload_gb=...), or use a smaller batch."
             )
         self._unpinned += piece.nbytes
         return _Place(piece.nbytes)

@@ -14,14 +14,14 @@ that is taken from a parameter of as many dimensions in the same group, which go
 arithmetic needs in between is not counted: ``foreach`` makes temporaries as large as the bucket's
 parameters.
 
-For optimizers that treat each parameter by itself the numbers are the same to the bit: the same functions
-see the same operands, fewer at a time. The others are left alone (``optimizer_kinds.py``).
+Only the steps of torch.optim's own classes are split, and the numbers are the same to the bit: the same functions
+see the same operands, fewer at a time. Others are called once, as they are, and their state is not moved
+(Note [Whose arithmetic is split] in ``optimizer_kinds.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
@@ -31,20 +31,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memscale.errors import ConfigError, ConfigTypeError
+from memscale.errors import ConfigError, ConfigTypeError, TierFullError
 from memscale.observe.state import WatchedState
+from memscale.offload.new_state import NewState
 from memscale.offload.optimizer_buckets import Buckets
-from memscale.offload.optimizer_closure import answered, takes_a_closure_at_most
+from memscale.offload.optimizer_closure import evaluated
 from memscale.offload.optimizer_copies import copy_with_state, copy_without
 from memscale.offload.optimizer_groups import Member, SplitStep, members_of
 from memscale.offload.optimizer_hooks import Surroundings
-from memscale.offload.optimizer_kinds import why_left_alone
-from memscale.offload.optimizer_slices import SlicedParameter, slices_of
+from memscale.offload.optimizer_kinds import why_whole
+from memscale.offload.optimizer_slices import SlicedParameter, as_left, slices_of
 from memscale.offload.optimizer_state import PAGE, MovingState, Origins, StatePlace
 
 __all__ = ["StatePlace", "StreamedSteps"]
 
-_NOT_HOOKED = "torch's wrapper of its step was not found"
+_NOT_REACHED = "its step does not call that of torch.optim, or torch's wrapper of that was not found"
 
 
 class StreamedSteps:
@@ -60,19 +61,21 @@ class StreamedSteps:
             needs more has a bucket to itself, or comes in slices.
         least_bytes: state tensors smaller than this stay where they are.
         slices: whether a parameter that needs more than a bucket may be stepped in slices, see Note [Slices].
-        logger: told which optimizers are left alone, and why.
+        logger: told which optimizers are stepped whole, and why.
         watched: told of what is moved.
 
     Attributes:
         bytes_moved: bytes of state taken up or down so far.
-        buckets_run: calls of optimizers' arithmetic so far.
-        skipped: the optimizers that are left alone, with the reason.
+        buckets_run: calls of torch's arithmetic so far.
+        skipped: the optimizers that are stepped whole, with the reason.
 
     Example:
         >>> class Elsewhere:
         ...     def down(self, tensor): return tensor.to("cpu", copy=True)
         ...     def up(self, tensor, parameter): return tensor.to(parameter.device)
         ...     def new(self, like): return torch.empty_like(like, device="cpu")
+        ...     def reserve(self, like, parameter): return self.new(like)
+        ...     def fill(self, home, values): home.copy_(values)
         ...     def rest(self, tensor): pass
         >>> model = nn.Linear(64, 64)
         >>> steps = StreamedSteps(model.parameters(), Elsewhere(), bucket_bytes=2**20)
@@ -111,7 +114,8 @@ class StreamedSteps:
         # Not weakly: torch.utils.swap_tensors, which moves parameters, takes none that are referred to so.
         self._parameters = {id(each): each for each in parameters}
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._running: set[int] = set()
+        self._splits = 0  # calls of torch's arithmetic that were split
+        self._splits_before: MutableMapping[Optimizer, int] = weakref.WeakKeyDictionary()
         self._surroundings = _weakly_around(self)
 
     @property
@@ -136,10 +140,9 @@ class StreamedSteps:
 
     def settle(self, optimizer: Optimizer) -> None:
         """Take down what state there is now, after ``load_state_dict`` say, instead of at the next step."""
-        if self._reason(optimizer) is None:
-            for member in members_of(optimizer):
-                if self._is_ours(member):
-                    self._take_down(optimizer, member, {})
+        if self._may_split(optimizer):
+            for member in self._ours_of(optimizer):
+                self._take_down(optimizer, member, {})
 
     def is_down(self, tensor: Tensor) -> bool:
         """Whether this is a state tensor that waits in the place."""
@@ -158,49 +161,52 @@ class StreamedSteps:
 
     def _meet(self, optimizer: Optimizer) -> None:
         """Sees every optimizer of the process before it steps, and each class for the first time."""
-        ours = any(self._is_ours(member) for member in members_of(optimizer))
-        if ours and not self._surroundings.install(type(optimizer)):
-            self._leave_alone(optimizer, _NOT_HOOKED)
+        if self._is_concerned(optimizer):
+            self._surroundings.install(type(optimizer))
+            self._splits_before[optimizer] = self._splits
 
     def _around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stands in the place of an optimizer class's own step."""
+        """Stands in the place of the arithmetic of a class of torch.optim."""
         optimizer: Optimizer = args[0]
-        # A class that overrides a step and calls it comes by here again, for each bucket.
-        if id(optimizer) in self._running or not any(self._is_ours(each) for each in members_of(optimizer)):
+        if not self._is_concerned(optimizer) or not self._may_split(optimizer):
             return step(*args, **kwargs)
-        if self._reason(optimizer) is not None:
-            result = step(*args, **kwargs)
-            for member in members_of(optimizer):
-                if self._is_ours(member):
-                    self._stepped(member)
-                    self._rest(member.parameter)
-            return result
-        self._running.add(id(optimizer))
-        try:
-            if takes_a_closure_at_most(args, kwargs):
-                return self._in_buckets(optimizer, step, args, kwargs)
-            # What else a step is given may be about its parameters, one by one: it is not split.
-            ours = [member for member in members_of(optimizer) if self._is_ours(member)]
-            return self._run(optimizer, ours, functools.partial(step, *args, **kwargs))
-        finally:
-            self._running.discard(id(optimizer))
+        self._splits += 1
+        loss = evaluated(args, kwargs)
+        self._in_buckets(optimizer, lambda: step(optimizer))
+        return loss
+
+    def _after(self, optimizer: Optimizer) -> None:
+        """Sees every optimizer after a step; the step of one that wraps another comes after the other's."""
+        if not self._is_concerned(optimizer) or self._splits_before.get(optimizer) != self._splits:
+            return
+        self._leave_whole(optimizer, self._why_whole(optimizer) or _NOT_REACHED)
+        for member in self._ours_of(optimizer):
+            self._stepped(member)
+            self._rest(member.parameter)
 
     def _is_ours(self, member: Member) -> bool:
         return self._parameters.get(id(member.parameter)) is member.parameter
 
-    def _reason(self, optimizer: Optimizer) -> str | None:
-        """Why this one is left alone; it gets its state back if that was found out late."""
-        reason = self._why_left_alone(optimizer)
-        if reason is None:
-            self.skipped.pop(optimizer, None)
-        else:
-            self._leave_alone(optimizer, reason)
-        return reason
+    def _ours_of(self, optimizer: Optimizer) -> list[Member]:
+        return [member for member in members_of(optimizer) if self._is_ours(member)]
 
-    def _why_left_alone(self, optimizer: Optimizer) -> str | None:
-        return why_left_alone(optimizer)
+    def _is_concerned(self, optimizer: Optimizer) -> bool:
+        """Whether anything is to be done about this optimizer."""
+        return any(self._is_ours(member) for member in members_of(optimizer))
 
-    def _leave_alone(self, optimizer: Optimizer, reason: str) -> None:
+    def _may_split(self, optimizer: Optimizer) -> bool:
+        """Whether its arithmetic can be; it gets its state back if that was found out late."""
+        reason = self._why_whole(optimizer)
+        if reason is not None:
+            self._leave_whole(optimizer, reason)
+            return False
+        self.skipped.pop(optimizer, None)
+        return True
+
+    def _why_whole(self, optimizer: Optimizer) -> str | None:
+        return why_whole(optimizer)
+
+    def _leave_whole(self, optimizer: Optimizer, reason: str) -> None:
         if self.skipped.get(optimizer) != reason:
             self.skipped[optimizer] = reason
             self._logger.warning(self._notice, type(optimizer).__name__, reason)
@@ -209,39 +215,53 @@ class StreamedSteps:
 
     # ------------------------------------------------------------------ a step
 
-    def _in_buckets(self, optimizer: Optimizer, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """All of a step; what its last call returns."""
-        answer, args, kwargs = answered(optimizer, args, kwargs)
+    def _in_buckets(self, optimizer: Optimizer, call: Callable[[], Any]) -> None:
+        """All of a step."""
         streamed: list[Member] = []
         others: list[Member] = []
         for member in members_of(optimizer):
             ours = self._is_ours(member) and member.parameter.grad is not None
             (streamed if ours else others).append(member)
-        buckets = Buckets(optimizer, streamed, self._state, self.bucket_bytes)
-        with SplitStep(optimizer) as split:
+        self._reserve(optimizer, streamed, others)
+        try:
+            buckets = Buckets(optimizer, streamed, self._state, self.bucket_bytes)
+            with SplitStep(optimizer) as split:
+                while True:
+                    bucket = buckets.take()
+                    sliced = self._sliced(optimizer, bucket, buckets.needed)
+                    if sliced is not None:
+                        self._run_slices(sliced, split, bucket[0], call)
+                        bucket = []
+                    # Whatever is not streamed is stepped once, too: with the last bucket.
+                    shown = [*bucket, *others] if buckets.is_last else bucket
+                    if shown or sliced is None:
+                        split.show(shown)
+                        self._run(optimizer, bucket, call)
+                    if buckets.is_last:
+                        break
+            for member in others:
+                if self._is_ours(member):  # no gradient now, but maybe state: loaded, or from before we came
+                    self._take_down(optimizer, member, {})
+        finally:
+            self._state.end_reservation()
 
-            def call() -> Any:
-                if answer is not None:
-                    answer.times = 0
-                return step(*args, **kwargs)
-
-            while True:
-                bucket = buckets.take()
-                sliced = self._sliced(optimizer, bucket, buckets.needed)
-                if sliced is not None:
-                    result = self._run_slices(sliced, split, bucket[0], call)
-                    bucket = []
-                # Whatever is not streamed is stepped once, too: with the last bucket.
-                shown = [*bucket, *others] if buckets.is_last else bucket
-                if shown or sliced is None:
-                    split.show(shown)
-                    result = self._run(optimizer, bucket, call)
-                if buckets.is_last:
-                    break
-        for member in others:
-            if self._is_ours(member):  # no gradient now, but maybe state: loaded, or from before we came
-                self._take_down(optimizer, member, {})
-        return result
+    def _reserve(self, optimizer: Optimizer, streamed: Iterable[Member], others: Iterable[Member]) -> None:
+        """Take room for all state that the step will leave in the place, before a parameter is changed."""
+        new = NewState(optimizer)
+        try:
+            for member in (*streamed, *filter(self._is_ours, others)):
+                self._state.reserve_for(optimizer.state.get(member.parameter), member.parameter)
+            for member in streamed:
+                group, parameter = optimizer.param_groups[member.group], member.parameter
+                for name, like in new.of(group, parameter).items():
+                    for path, left in as_left(optimizer, parameter, name, like):
+                        self._state.reserve(parameter, path, left)
+        except TierFullError as error:
+            self._state.end_reservation()
+            raise TierFullError(
+                f"This step of {type(optimizer).__name__} was not made, and no parameter was changed: its state "
+                f"does not fit where the plan has it. {error}"
+            ) from error
 
     def _sliced(self, optimizer: Optimizer, bucket: list[Member], needed: int) -> SlicedParameter | None:
         if not self._slices or len(bucket) != 1:
@@ -250,18 +270,17 @@ class StreamedSteps:
 
     def _run_slices(
         self, sliced: SlicedParameter, split: SplitStep, member: Member, call: Callable[[], Any]
-    ) -> Any:
+    ) -> None:
         def step(stand_in: nn.Parameter) -> Any:
             split.show_instead(member, stand_in)
             return call()
 
-        result = sliced.run(step)
+        sliced.run(step)
         self._keep(split.optimizer)
         self._stepped(member)
         self.buckets_run += len(sliced)
-        return result
 
-    def _run(self, optimizer: Optimizer, bucket: list[Member], call: Callable[[], Any]) -> Any:
+    def _run(self, optimizer: Optimizer, bucket: list[Member], call: Callable[[], Any]) -> None:
         """The arithmetic of one bucket, its state up for that long."""
         origins: list[Origins] = [{} for _ in bucket]
 
@@ -274,7 +293,7 @@ class StreamedSteps:
             with torch.no_grad(), self._state.watched.timed():
                 for member, origin in zip(bucket, origins, strict=True):
                     self._state.up(optimizer.state.get(member.parameter), member.parameter, origin)
-            result = call()
+            call()
         except BaseException:
             # State is complete wherever it is; the first error matters more than one of the place.
             with contextlib.suppress(Exception):
@@ -284,7 +303,6 @@ class StreamedSteps:
             self._stepped(member)
         take_down()
         self.buckets_run += 1
-        return result
 
     def _take_down(self, optimizer: Optimizer, member: Member, origins: Origins) -> None:
         self._keep(optimizer)
@@ -321,6 +339,11 @@ def _weakly_around(steps: StreamedSteps) -> Surroundings:
         if steps is not None:
             steps._meet(optimizer)
 
-    surroundings = Surroundings(around, meet)
+    def after(optimizer: Optimizer) -> None:
+        steps = reference()
+        if steps is not None:
+            steps._after(optimizer)
+
+    surroundings = Surroundings(around, meet, after=after)
     surroundings.remove_with(steps)
     return surroundings

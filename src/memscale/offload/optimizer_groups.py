@@ -2,36 +2,24 @@
 
 Note [One step, several calls]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-An optimizer's own step is called once for each bucket, with its groups cut down to the bucket's parameters,
-and without the groups that have none there: not every optimizer can take an empty one. What is not a
-parameter's must change as in one step:
-
-- A group may count its steps (``group["step"] += 1``), and so may the optimizer (``self.steps``,
-  ``defaults``, an entry of ``state`` that is no parameter's). Each call begins with what the first one began
-  with, so that what remains is what a single call makes of it.
-- A class that overrides a step and calls it goes through torch's wrapper a second time, for each bucket;
-  the hooks of this optimizer are put away meanwhile, they have run.
-
-What is looked at is in ``optimizer_counters.py``; counters inside an object of its own are beyond it.
+The step of a class of torch.optim is called once for each bucket, with its groups cut down to the bucket's
+parameters, and without the groups that have none there. These classes keep nothing but the state of single
+parameters: no counters of a group or of the optimizer, which several calls would change several times
+(Note [Whose arithmetic is split] in ``optimizer_kinds.py``).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
-from memscale.offload.optimizer_counters import Counters
-
 __all__ = ["Member", "SplitStep", "members_of"]
 
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-# Attributes of an optimizer that are looked after by name; `step` is a scheduler's.
-_KNOWN = frozenset({"defaults", "state", "param_groups", "step", "__reduce_ex__", *_HOOKS})
 # The lists of a group that are about its parameters, one entry for each.
 _PARALLEL = ("params", "param_names")
 
@@ -76,17 +64,8 @@ class SplitStep:
             {key: group[key] for key in _PARALLEL if isinstance(group.get(key), list)}
             for group in self._groups
         ]
-        self._hooks = {name: vars(optimizer)[name] for name in _HOOKS if name in vars(optimizer)}
-        self._of_groups = [Counters(group, _beside_parameters) for group in self._groups]
-        self._of_all = (
-            Counters(optimizer.defaults, _any),
-            Counters(optimizer.state, _no_parameter),
-            Counters(vars(optimizer), _own),
-        )
 
     def __enter__(self) -> SplitStep:
-        for name in self._hooks:
-            setattr(self.optimizer, name, OrderedDict())
         return self
 
     def show(self, bucket: Iterable[Member]) -> None:
@@ -95,8 +74,6 @@ class SplitStep:
         for member in bucket:
             positions[member.group].append(member.position)
         shown = sorted(positions)
-        for counters in (*self._of_all, *(self._of_groups[index] for index in shown)):
-            counters.put_back()
         self.optimizer.param_groups[:] = [self._groups[index] for index in shown]
         for index in shown:
             for key, values in self._lists[index].items():
@@ -117,21 +94,3 @@ class SplitStep:
         for group, lists in zip(self._groups, self._lists, strict=True):
             group.update(lists)
         self.optimizer.param_groups[:] = self._groups
-        for name, hooks in self._hooks.items():
-            setattr(self.optimizer, name, hooks)
-
-
-def _any(key: Any) -> bool:
-    return True
-
-
-def _beside_parameters(key: Any) -> bool:
-    return key not in _PARALLEL
-
-
-def _no_parameter(key: Any) -> bool:
-    return not isinstance(key, torch.Tensor)
-
-
-def _own(key: Any) -> bool:
-    return key not in _KNOWN

@@ -1,23 +1,28 @@
-"""Around an optimizer's arithmetic: after its step hooks have begun, before they end.
+"""Around an optimizer's step, or around torch's own arithmetic in it.
 
 Note [Around the arithmetic]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 torch wraps the ``step`` of every optimizer class once, when the first instance is built
 (``Optimizer.profile_hook_step``). The wrapper runs the pre-hooks, those of all optimizers and those of this
-one, calls the class's own step, which it holds in a closure as ``func``, and runs the post-hooks. A step
-that is run in buckets has to happen exactly where ``func`` is:
+one, calls the class's own step, which it holds in a closure as ``func``, and runs the post-hooks. The step of a
+class of torch.optim itself is wrapped once more, in what turns gradients off (``_use_grad_for_differentiable``,
+``torch.no_grad``), which has it as ``func``, too. Whatever happens around a step has to happen exactly there:
 
 - in a pre-hook would be too early: the user's own pre-hooks (which may clip gradients) come later, and the
   user's post-hooks would find the groups as the last bucket left them;
 - there is no hook that runs when the step raises, and an error must find the groups whole again;
 - replacing ``optimizer.step`` would be too late for a scheduler, which keeps the function it found.
 
-So the content of that one closure cell is exchanged for a :class:`Dispatcher` while someone wants to be
-around the arithmetic, and put back afterwards. Hooks, schedulers, ``GradScaler``, profiler ranges and
-counters of calls are all outside, and see one step.
+So the content of such a cell is exchanged for a :class:`Dispatcher` while someone wants to be around the step,
+and put back afterwards. Which one depends on what is wanted:
 
-Private in torch: the name ``func`` in ``Optimizer.profile_hook_step`` (tried on 2.13). Without it
-:meth:`Surroundings.install` says False and optimizers are left as they are.
+- Buckets are made around torch's own arithmetic, the inner cell. A step that a user's class has in its place and
+  from which it calls ``super().step()`` is outside, as hooks, schedulers, ``GradScaler`` and counters of calls are:
+  all of them see one step.
+- Whether a step is made at all is decided around the whole of it, the outer cell.
+
+Private in torch: the name ``func`` in these wrappers (tried on 2.13). Without it :meth:`Surroundings.install` says
+False and optimizers are left as they are.
 """
 
 from __future__ import annotations
@@ -30,8 +35,10 @@ from typing import Any, TypeVar
 
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+
+from memscale.offload.optimizer_kinds import arithmetic_of
 
 __all__ = ["Surroundings", "outside_compiler"]
 
@@ -70,6 +77,8 @@ class Surroundings:
     Args:
         around: is called instead of a step, with the step as its first argument.
         meet: is called before every step of any optimizer, the first time early enough to :meth:`install`.
+        after: is called after every step of any optimizer that did not raise.
+        whole: be around all of a step, whoever wrote it, instead of around torch's own arithmetic.
 
     Example:
         >>> import torch
@@ -86,22 +95,33 @@ class Surroundings:
         0.5
     """
 
-    def __init__(self, around: Around, meet: Callable[[Optimizer], object]) -> None:
+    def __init__(
+        self,
+        around: Around,
+        meet: Callable[[Optimizer], object],
+        *,
+        after: Callable[[Optimizer], object] | None = None,
+        whole: bool = False,
+    ) -> None:
         self._around = around
         self._meet = meet
+        self._after = after
+        self._cell_of = _cell_of_step if whole else _cell_of_arithmetic
         self._cells: list[CellType] = []
-        self._handle: RemovableHandle | None = None
+        self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
         """Meet optimizers from now on."""
         while _abandoned:
             _abandoned.pop().remove()
-        if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self._before_step)
+        if not self._handles:
+            self._handles.append(register_optimizer_step_pre_hook(self._before_step))
+            if self._after is not None:
+                self._handles.append(register_optimizer_step_post_hook(self._after_step))
 
     def install(self, kind: type[Optimizer]) -> bool:
         """Be around the steps of this class from now on; False where torch's wrapper is not found."""
-        cell = _cell_of_step(kind)
+        cell = self._cell_of(kind)
         if cell is None:
             return False
         dispatcher = cell.cell_contents
@@ -114,9 +134,8 @@ class Surroundings:
 
     def remove(self) -> None:
         """Everything as it was, except for others who are around the same steps."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        while self._handles:
+            self._handles.pop().remove()
         for cell in self._cells:
             dispatcher: Dispatcher = cell.cell_contents
             dispatcher.around.remove(self._around)
@@ -135,6 +154,11 @@ class Surroundings:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._meet(optimizer)
 
+    @outside_compiler
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._after is not None:
+            self._after(optimizer)
+
 
 _abandoned: list[Surroundings] = []
 
@@ -144,6 +168,7 @@ def _cell_of_step(kind: type[Optimizer]) -> CellType | None:
 
     A class may override a step that is wrapped already and call it: the outer one is a whole step.
     """
+    # By the code of torch's wrapper, which all steps that were wrapped have in common.
     inside = getattr(Optimizer.profile_hook_step, "__code__", None)
     wrappers = [each for each in getattr(inside, "co_consts", ()) if isinstance(each, CodeType)]
     for each in kind.__mro__:
@@ -157,6 +182,20 @@ def _cell_of_step(kind: type[Optimizer]) -> CellType | None:
                 cell: CellType = function.__closure__[code.co_freevars.index("func")]
                 return cell
     return None
+
+
+def _cell_of_arithmetic(kind: type[Optimizer]) -> CellType | None:
+    """Where the innermost wrapper of torch's own step keeps it; None for a class that has none."""
+    owner = arithmetic_of(kind)
+    if owner is None:
+        return None
+    layers = list(_layers(vars(owner)["step"]))
+    innermost = layers[-2] if len(layers) > 1 else None
+    code = getattr(innermost, "__code__", None)
+    if innermost is None or code is None or "func" not in code.co_freevars:
+        return None
+    cell: CellType = innermost.__closure__[code.co_freevars.index("func")]
+    return cell
 
 
 def _layers(function: Any) -> Iterator[Any]:

@@ -1,135 +1,87 @@
-"""Which optimizers can be stepped a few parameters at a time, and why the others can't.
+"""Which optimizers can be stepped a few parameters at a time: those whose arithmetic is torch's own.
 
-Most optimizers treat every parameter by itself: its new value depends on its gradient, its own state and its
-group's settings. Some look at all parameters at once. Those that can be recognised are left alone:
+Note [Whose arithmetic is split]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The classes in :data:`ONE_BY_ONE` treat every parameter by itself: its new value depends on its gradient, its own
+state and its group's settings. Calling their ``step`` for some parameters, and then for the others, gives the same
+bits as one call for all.
 
-- by name, the ones that are known (:data:`COUPLED`), and by class, the ones that were registered;
-- a step that needs its closure, because it evaluates it as often as it likes;
-- one that holds another optimizer, or parameters or state in lists of its own;
-- one that clips by the norm of all gradients.
-
-No test finds a coupling that an optimizer keeps to itself, such as a mean over a group that it computes in
-between. For such a class there is :func:`register_coupled`.
+Of any other ``step`` that is not known. It may scale by the norm of all gradients, count its calls, update a moving
+average of the model, or write to a log, and no inspection or trial run would show all of that. So code that is not
+torch's is called once per step, with all parameters, and its state stays where it makes it. If it calls torch's own
+(``super().step()``, or the step of an optimizer that it wraps), then that call is split, and nothing around it.
 """
 
 from __future__ import annotations
 
 import inspect
-import weakref
-from collections.abc import Iterable, Mapping
-from typing import Any
 
-import torch
+from torch import optim
 from torch.optim import Optimizer
 
-__all__ = ["COUPLED", "register_coupled", "why_left_alone"]
+__all__ = ["ONE_BY_ONE", "arithmetic_of", "has_own_step", "why_whole"]
 
-_GLOBAL_ESTIMATE = "it estimates one step size from all parameters together"
-_GLOBAL_NORM = "it scales by the norm of all gradients together"
-_OWN_PLACEMENT = "it places the state of its parameters itself"
+ONE_BY_ONE: tuple[type[Optimizer], ...] = tuple(
+    getattr(optim, name)
+    for name in (
+        "ASGD",
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "Muon",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+        "SparseAdam",
+    )
+    if hasattr(optim, name)  # Muon is new
+)
+"""All classes of torch.optim but LBFGS, whose direction and step length come from all parameters together."""
 
-# By the name of the class or of one that it derives from: most of these are not installed where this runs.
-COUPLED: Mapping[str, str] = {
-    "LBFGS": "its direction and step length come from all parameters together",
-    "SAM": "it moves all parameters and evaluates the loss again within a step",
-    "Prodigy": _GLOBAL_ESTIMATE,
-    "DAdaptAdaGrad": _GLOBAL_ESTIMATE,
-    "DAdaptAdam": _GLOBAL_ESTIMATE,
-    "DAdaptAdan": _GLOBAL_ESTIMATE,
-    "DAdaptLion": _GLOBAL_ESTIMATE,
-    "DAdaptSGD": _GLOBAL_ESTIMATE,
-    "FusedLAMB": _GLOBAL_NORM,
-    "Lamb": _GLOBAL_NORM,
-    "NVLamb": _GLOBAL_NORM,
-    "ZeroRedundancyOptimizer": _OWN_PLACEMENT,
-    "DistributedOptimizer": _OWN_PLACEMENT,
-    "PostLocalSGDOptimizer": "its steps take the parameters' average over processes",
-    "DeepSpeedCPUAdam": _OWN_PLACEMENT,
-    "CPUOffloadOptimizer": _OWN_PLACEMENT,
-}
-
-_registered: weakref.WeakKeyDictionary[type[Optimizer], str] = weakref.WeakKeyDictionary()
-
-# What every optimizer has; looking into it says nothing about this one.
-_COMMON = frozenset({"defaults", "state", "param_groups"})
+_OWNERS = {inspect.unwrap(vars(kind)["step"]): kind for kind in ONE_BY_ONE if "step" in vars(kind)}
 
 
-def register_coupled(kind: type[Optimizer], reason: str) -> None:
-    """Say that this class (and what derives from it) looks at all parameters at once: it is then left alone.
+def arithmetic_of(kind: type[Optimizer]) -> type[Optimizer] | None:
+    """Return the class of torch.optim whose step this class has, or can call by ``super()``; None if there is none.
 
     Example:
-        >>> class Centred(torch.optim.SGD):
-        ...     pass
-        >>> register_coupled(Centred, "it subtracts the mean of all gradients")
-        >>> why_left_alone(Centred([torch.nn.Parameter(torch.ones(2))], lr=0.1))
-        'it subtracts the mean of all gradients'
+        >>> arithmetic_of(optim.AdamW) is optim.Adam
+        True
+        >>> arithmetic_of(optim.LBFGS) is None
+        True
     """
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        raise TypeError(f"register_coupled takes a class of optimizers, got {kind!r}.")
-    _registered[kind] = reason
-
-
-def why_left_alone(optimizer: Optimizer) -> str | None:
-    """Why this optimizer's steps can't be split by parameters, or None if they can."""
-    for kind in type(optimizer).__mro__:
-        reason = COUPLED.get(kind.__name__)
-        if issubclass(kind, Optimizer):
-            reason = _registered.get(kind, reason)
-        if reason is not None:
-            return reason
-    return _by_signature(type(optimizer)) or _by_settings(optimizer) or _by_attributes(optimizer)
-
-
-def _by_signature(kind: type[Optimizer]) -> str | None:
-    taken = list(inspect.signature(kind.step).parameters.values())[1:]
-    for parameter in taken:
-        optional = parameter.default is not parameter.empty
-        several = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if not optional and not several:
-            return f"its step can't do without {parameter.name!r}"
+    for each in kind.__mro__:
+        owner = _OWNERS.get(inspect.unwrap(vars(each)["step"])) if "step" in vars(each) else None
+        if owner is not None:
+            # torch's steps call this one for each group: overridden, it is somebody else's code.
+            own, torchs = (inspect.unwrap(getattr(each, "_init_group", len)) for each in (kind, owner))
+            return owner if own is torchs else None
     return None
 
 
-def _by_settings(optimizer: Optimizer) -> str | None:
-    for settings in (optimizer.defaults, *optimizer.param_groups):
-        if settings.get("differentiable"):
-            return "differentiable=True: gradients flow through its state"
-        # Adan, Lamb and others: over all groups, not in each.
-        if settings.get("max_grad_norm"):
-            return f"max_grad_norm={settings['max_grad_norm']}: {_GLOBAL_NORM}"
-    if type(optimizer).__module__.startswith("bitsandbytes"):
-        # Overrides are found by a parameter's position in its group, which a bucket changes.
-        manager = getattr(optimizer, "mng", None)
-        if getattr(manager, "module_weight_config_triple", None):
-            return "some of its modules have settings of their own, by position in the group"
+def has_own_step(kind: type[Optimizer]) -> bool:
+    """Return whether a class has a step that is not torch's own, whatever that calls."""
+    owner = arithmetic_of(kind)
+    return owner is None or inspect.unwrap(kind.step) is not inspect.unwrap(owner.step)
+
+
+def why_whole(optimizer: Optimizer) -> str | None:
+    """Return why this optimizer's arithmetic is not split, or None if it can be."""
+    kind = type(optimizer)
+    if arithmetic_of(kind) is None:
+        if isinstance(optimizer, optim.LBFGS):
+            return "its direction and step length come from all parameters together"
+        return (
+            "its step is not one of torch.optim's, which are known to treat parameters one by one, so that it is "
+            "called once, with all of them"
+        )
+    if vars(optimizer).get("param_groups") is not optimizer.param_groups:
+        return "its param_groups are another object's"
+    if any(group.get("differentiable") for group in (optimizer.defaults, *optimizer.param_groups)):
+        return "differentiable=True: gradients flow through its state"
     return None
-
-
-def _by_attributes(optimizer: Optimizer) -> str | None:
-    attributes = vars(optimizer)
-    if attributes.get("param_groups") is not optimizer.param_groups:
-        return "its groups are another object's"
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    own = {id(parameter) for parameter in parameters}
-    shapes = {parameter.shape for parameter in parameters if parameter.dim()}
-    if type(optimizer).__module__.startswith("bitsandbytes"):
-        shapes = set()  # its tables of quantiles may be as large as a parameter
-    for name, value in attributes.items():
-        if name in _COMMON:
-            continue
-        if isinstance(value, Optimizer):
-            return f"it wraps another optimizer ({name}: {type(value).__name__}), whose own step is looked at"
-        for each in _elements(value):
-            if isinstance(each, Optimizer):
-                return f"it wraps other optimizers ({name}), whose own steps are looked at"
-            if isinstance(each, torch.Tensor) and id(each) in own:
-                return f"it keeps parameters of its own beside its groups ({name})"
-            if isinstance(each, torch.Tensor) and each.shape in shapes:
-                return f"it keeps state of its own beside optimizer.state ({name})"
-    return None
-
-
-def _elements(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return value.values()  # keyed by parameters it only says something about them
-    return value if isinstance(value, (list, tuple, set, frozenset)) else ()

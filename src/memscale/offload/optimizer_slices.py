@@ -8,7 +8,7 @@ of it: a parameter over a part of the same memory, with that part of the gradien
 begins with the counters that the parameter had; those of the last are the parameter's afterwards. So the values
 are the same, and only a slice of them is up at a time, from the first step on, when state is made.
 
-Others (Adafactor looks at rows and columns, a subclass may do anything) get such a parameter whole. So does who is
+Others (Adafactor looks at rows and columns, Muon at matrices) get such a parameter whole. So does who is
 around the same step further in and must see a parameter itself (``INSIDE``); it may cut it on its own.
 """
 
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
+from memscale.offload.optimizer_kinds import arithmetic_of
 from memscale.offload.optimizer_state import PAGE, MovingState
 
-__all__ = ["INSIDE", "Inside", "SlicedParameter", "length_of_slices", "slices_of"]
+__all__ = ["INSIDE", "Inside", "SlicedParameter", "as_left", "length_of_slices", "slices_of"]
 
-# By class, not by subclass: what a class of the user's adds is not known.
 ELEMENTWISE = frozenset(
     {
         optim.SGD,
@@ -54,6 +54,11 @@ class Inside(Protocol):
     def keeps(self, parameter: Tensor) -> bool:
         """Whether it must be given this parameter whole."""
 
+    def as_left(
+        self, optimizer: Optimizer, parameter: Tensor, name: str, like: Tensor
+    ) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """What it makes of new state of this parameter: where it is then, and a tensor that is as large."""
+
 
 INSIDE: weakref.WeakSet[Any] = weakref.WeakSet()
 """Those who are, now."""
@@ -70,9 +75,20 @@ def slices_of(
     return None if length is None else SlicedParameter(optimizer, parameter, state, length)
 
 
+def as_left(
+    optimizer: Optimizer, parameter: Tensor, name: str, like: Tensor
+) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """New state as whoever is further in leaves it: where it is in the parameter's state, and how large."""
+    for each in INSIDE:
+        if each.keeps(parameter):
+            yield from each.as_left(optimizer, parameter, name, like)
+            return
+    yield (name,), like
+
+
 def length_of_slices(optimizer: Optimizer, parameter: Tensor, needed: int, limit: int) -> int | None:
     """The elements of such a slice."""
-    if type(optimizer) not in ELEMENTWISE or needed <= limit or not _is_flat(parameter):
+    if arithmetic_of(type(optimizer)) not in ELEMENTWISE or needed <= limit or not _is_flat(parameter):
         return None
     gradient = parameter.grad
     if gradient is None or not _is_flat(gradient):
@@ -176,7 +192,7 @@ class SlicedParameter:
             return before
         if name not in self._made:
             like = torch.empty_like(self._parameter, dtype=value.dtype, device="meta")
-            self._made[name] = self._state.new_home(like, self._parameter)
+            self._made[name] = self._state.new_home(like, self._parameter, name)
         return self._made[name]
 
 

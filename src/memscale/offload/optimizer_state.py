@@ -51,6 +51,18 @@ class StatePlace(Protocol):
         """An ordinary tensor of that place, as large as this one (which has no values); its own are undefined."""
         ...
 
+    def reserve(self, like: Tensor, parameter: Tensor) -> Tensor | None:
+        """As `new`, for state of this parameter that is made in the next step; None if it takes no room there.
+
+        Raises:
+            TierFullError: There is no room for it.
+        """
+        ...
+
+    def fill(self, home: Tensor, values: Tensor) -> None:
+        """Give values to a tensor that was reserved."""
+        ...
+
     def rest(self, tensor: Tensor) -> None:
         """Not needed for now: pages can be given back. Also said of parameters, gradients, and slices of them."""
         ...
@@ -72,6 +84,7 @@ class MovingState:
         self.watched = watched or WatchedState()
         self.least_bytes = least_bytes
         self.bytes_moved = 0
+        self._reserved: dict[tuple[int, Path], Tensor] = {}  # by parameter, for the step that runs
         # By id: tensors can't be members of a WeakSet, which compares them by value.
         self._homes: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
@@ -79,11 +92,38 @@ class MovingState:
         """Whether this tensor is at rest in the place."""
         return self._homes.get(id(tensor)) is tensor
 
-    def new_home(self, like: Tensor, parameter: Tensor) -> Tensor:
+    def reserve(self, parameter: Tensor, path: Path, like: Tensor) -> None:
+        """Take room now for state that the step will leave there.
+
+        Raises:
+            TierFullError: There is none.
+        """
+        if like.nbytes >= self.least_bytes and like.dim():
+            home = self.place.reserve(like, parameter)
+            if home is not None:
+                self._reserved[id(parameter), path] = home
+
+    def reserve_for(self, state: Any, parameter: Tensor) -> None:
+        """The same for state that is there, and has not gone down yet."""
+
+        def take(path: Path, tensor: Tensor) -> Tensor:
+            if not self.is_home(tensor) and self._goes_down(tensor, parameter):
+                self.reserve(parameter, path, tensor)
+            return tensor
+
+        exchange(state, take)
+
+    def end_reservation(self) -> None:
+        """Give back what was reserved and not needed."""
+        self._reserved.clear()
+
+    def new_home(self, like: Tensor, parameter: Tensor, name: str) -> Tensor:
         """A tensor for state that is made a slice at a time: in the place, or beside the parameter if small."""
         if like.nbytes < self.least_bytes:
             return torch.empty_like(like, device=parameter.device)
-        home = self.place.new(like)
+        home = self._reserved.pop((id(parameter), (name,)), None)
+        if home is None or not _fits(home, like):
+            home = self.place.new(like)
         self._homes[id(home)] = home
         return home
 
@@ -142,7 +182,7 @@ class MovingState:
                 home.copy_(tensor)
                 taken.add(id(home))
             elif self._goes_down(tensor, parameter):
-                home = self._new(tensor)
+                home = self._new(tensor, parameter, path)
             else:
                 return tensor
             seen[id(tensor)] = (tensor, home)
@@ -160,7 +200,7 @@ class MovingState:
         def take(path: Path, tensor: Tensor) -> Tensor:
             if self.is_home(tensor) or not self._goes_down(tensor, parameter):
                 return tensor
-            home = self._new(tensor)
+            home = self._new(tensor, parameter, path)
             self.moved_down(home, parameter)
             self.place.rest(home)
             return home
@@ -179,8 +219,12 @@ class MovingState:
 
         exchange(state, bring)
 
-    def _new(self, tensor: Tensor) -> Tensor:
-        home = self.place.down(tensor)
+    def _new(self, tensor: Tensor, parameter: Tensor, path: Path) -> Tensor:
+        home = self._reserved.pop((id(parameter), path), None)
+        if home is not None and _fits(home, tensor):
+            self.place.fill(home, tensor)
+        else:
+            home = self.place.down(tensor)
         self._homes[id(home)] = home
         return home
 

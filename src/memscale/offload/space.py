@@ -255,7 +255,7 @@ class DiskSpace:
         return (
             f"The disk tier at {self.directory} is full: {format_bytes(nbytes)} more would exceed its cap of "
             f"{format_bytes(self.capacity)}, of which {format_bytes(self._used)} is used. The tensor stays "
-            "where it is. Raise Config(max_disk_offload_gb=...), or use a smaller batch."
+            "where it is. Raise Config(max_disk_offload_gb=...)."
         )
 
     def _disk_full(self, nbytes: int, error: OSError) -> str:

@@ -36,7 +36,13 @@ class MappedPlace:
         return tensor.to(parameter.device)
 
     def new(self, like: torch.Tensor) -> torch.Tensor:
-        return self._store.arena.empty(like.shape, like.dtype)
+        return self._store.empty_like(like)
+
+    def reserve(self, like: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:
+        return None if self._store.holds(like) else self.new(like)
+
+    def fill(self, home: torch.Tensor, values: torch.Tensor) -> None:
+        self._store.fill(home, values)
 
     def rest(self, tensor: torch.Tensor) -> None:
         self._store.rest(tensor)
@@ -74,6 +80,12 @@ class HostPlace:
     def new(self, like: torch.Tensor) -> torch.Tensor:
         return self._counted(like.nbytes, lambda: torch.empty_like(like, device=_HOST))
 
+    def reserve(self, like: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:
+        return None if parameter.device == _HOST else self.new(like)
+
+    def fill(self, home: torch.Tensor, values: torch.Tensor) -> None:
+        home.copy_(values)
+
     def rest(self, tensor: torch.Tensor) -> None:
         self._store.rest(tensor)
 
@@ -81,9 +93,8 @@ class HostPlace:
         if self._capacity is not None and self._taken + nbytes > self._capacity:
             raise TierFullError(
                 f"{format_bytes(nbytes)} more of optimizer state would exceed the cap on host memory of "
-                f"{format_bytes(self._capacity)}, of which {format_bytes(self._taken)} is used. The state "
-                "stays on the device, complete. Raise Config(max_cpu_offload_gb=...), or have it on disk by "
-                "Config(max_disk_offload_gb=...)."
+                f"{format_bytes(self._capacity)}, of which {format_bytes(self._taken)} is used. Raise "
+                "Config(max_cpu_offload_gb=...)."
             )
         home = make()
         self._taken += nbytes

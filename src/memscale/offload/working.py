@@ -32,6 +32,7 @@ from memscale.recompute._torch_private import (
     hooks_are_allowed,
     surrounding_hooks,
 )
+from memscale.recompute.conditions import mark_as_copy
 
 
 class Source(Protocol):
@@ -101,6 +102,7 @@ class WorkingCopies:
         if key not in self._copies:
             dtype, source = self._dtype_of(parameter), self._source
             copy = self._fetched(parameter, dtype) if source is None else source.copy_of(parameter, dtype)
+            mark_as_copy(copy, parameter)
             self._copies[key] = copy
             self._homes[copy.untyped_storage()._cdata] = parameter
         return self._copies[key]

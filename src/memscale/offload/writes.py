@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from memscale.recompute._torch_private import LightDispatchMode
+from memscale.recompute._torch_private import LightDispatchMode, written_tensors
 
 __all__ = ["Writes"]
 
@@ -55,7 +55,7 @@ class Writes(LightDispatchMode):
         kwargs = kwargs or {}
         if not func._schema.is_mutable:
             return func(*args, **kwargs)
-        changed = list(_changed(func, args, kwargs))
+        changed = list(written_tensors(func, args, kwargs))
         keys = [_key(tensor) for tensor in changed]
         is_kept = any(key in self._kept for key in keys)
         if not is_kept:
@@ -64,17 +64,6 @@ class Writes(LightDispatchMode):
         if is_kept or self._rehearses:
             return changed[0] if len(func._schema.returns) == 1 else tuple(changed)
         return func(*args, **kwargs)
-
-
-def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that an operation writes to."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        for each in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(each, torch.Tensor):
-                yield each
 
 
 def _key(tensor: torch.Tensor) -> int:

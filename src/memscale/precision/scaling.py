@@ -33,10 +33,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
-from memscale.offload.optimizer_closure import answered, takes_a_closure_at_most
+from memscale.offload.optimizer_closure import closure_of, evaluated
 from memscale.offload.optimizer_groups import members_of
 from memscale.offload.optimizer_hooks import Surroundings
-from memscale.offload.optimizer_kinds import why_left_alone
+from memscale.offload.optimizer_kinds import has_own_step
 from memscale.precision import backward
 from memscale.precision.loss_scale import LossScale
 
@@ -65,6 +65,7 @@ class LossScaling:
         self._logs = logs
         self._computed = False  # whether the last forward was in fp16 by MemScale's own autocast
         self._is_attached = False
+        self._warned_of_closure = False
         self._passes = 0
         self._last_backoff = self._last_growth = 0
         self._seen: MutableMapping[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -116,11 +117,12 @@ class LossScaling:
         """Stands in the place of an optimizer class's own step."""
         optimizer: Optimizer = args[0]
         loss: Any = None
-        if takes_a_closure_at_most(args, kwargs) and why_left_alone(optimizer) is None:
-            answer, args, kwargs = answered(optimizer, args, kwargs)  # which is when gradients come to be
-            loss = None if answer is None else answer()
-            if answer is not None:
-                answer.times = 0
+        if closure_of(args, kwargs) is not None:
+            if has_own_step(type(optimizer)):
+                self._warn_of_closure(optimizer)
+                return step(*args, **kwargs)
+            loss = evaluated(args, kwargs)  # which is when gradients come to be
+            args, kwargs = (optimizer, lambda: loss), {}
         if self._is_new_to(optimizer):
             if not _is_finite(optimizer):
                 self._skip(optimizer)
@@ -129,6 +131,17 @@ class LossScaling:
                 self._last_growth = self._passes
                 self.scale.went_well()
         return step(*args, **kwargs)
+
+    def _warn_of_closure(self, optimizer: Optimizer) -> None:
+        """Say, once, that a step which evaluates its closure as it likes is not looked at."""
+        if self._logs and not self._warned_of_closure:
+            self._warned_of_closure = True
+            logger.warning(
+                "fp16: %s evaluates the closure itself, so that its steps are not checked for gradients that "
+                "overflowed, and made with them. Call backward() before step(), or train without mixed precision: "
+                "Config(use_mixed_precision=False).",
+                type(optimizer).__name__,
+            )
 
     def _is_new_to(self, optimizer: Optimizer) -> bool:
         """Whether some of it is the model's, and a backward pass is or was scaled since its last step."""
@@ -184,7 +197,7 @@ def _weakly_around(scaling: LossScaling) -> Surroundings:
         if scaling is not None:
             scaling._meet(optimizer)
 
-    surroundings = Surroundings(around, meet)
+    surroundings = Surroundings(around, meet, whole=True)
     surroundings.remove_with(scaling)
     return surroundings
 

@@ -32,6 +32,9 @@ def profile_model(
 ) -> ModelProfile:
     """Profile one training step: on fake tensors if possible, by a guarded real run if not.
 
+    A profile of a step that calls no block at all is of little use: where a copy of the model calls none (a forward
+    that someone has put on the model may refer to the original), a real run is tried too.
+
     Args:
         model: the model; it is not changed.
         sample: how it is called.
@@ -43,11 +46,16 @@ def profile_model(
         ProfileError: neither way worked, with the reasons.
     """
     why_not_static = "use_static_profiling=False"
+    is_on_meta = any(parameter.is_meta for parameter in model.parameters())
     if static:
         try:
-            return profile_static(model, sample, place)
+            profile = profile_static(model, sample, place)
         except Exception as error:
             why_not_static = f"fake tensors failed: {type(error).__name__}: {_first_line(error)}"
+        else:
+            if profile.calls_blocks or not empirical or is_on_meta:
+                return profile
+            why_not_static = "a copy of the model on fake tensors calls none of its layers"
     name = type(model).__name__
     if not empirical:
         raise ProfileError(
@@ -55,14 +63,14 @@ def profile_model(
             "by use_empirical_fallback=False. Check that sample_input is what the model takes in training, or "
             "allow the fallback."
         )
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if is_on_meta:
         raise ProfileError(
             f"{name} can't be profiled without running it ({why_not_static}), and it can't be run while its "
             "weights are on the meta device. Check sample_input, or materialise the model first."
         )
     try:
         return profile_empirical(model, sample, reason=f"a real run ({why_not_static})")
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, ProfileError):
         raise
     except Exception as error:
         raise ProfileError(

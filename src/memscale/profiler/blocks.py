@@ -13,6 +13,7 @@ Note [Which level is the block]
       linears) is not a stack: a stack is two members with two or more weight matrices each, or four
       members of any kind.
     - A module without a forward (ModuleList) is never called, so it is never a block; its children may be.
+    - A scripted module (torch.jit) takes neither hooks nor another forward, so it is never a block.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def find_blocks(model: nn.Module) -> tuple[Block, ...]:
 
     Returns:
         Blocks that share no parameter; a module in no block is a container of blocks, has no parameters,
-        or is never called. Empty for a model without parameters.
+        is scripted, or is never called. Empty for a model without parameters.
 
     Example:
         >>> from torch import nn
@@ -184,7 +185,7 @@ def _walk(path: str, module: nn.Module, around: int) -> list[_Found]:
         module: Where to look.
         around: Size of the module around it.
     """
-    if not _has_parameters(module):
+    if not _has_parameters(module) or _is_scripted(module):
         return []
     found = _split(path, module, around)
     if _is_called(module) and not any(item.opens for item in found):
@@ -195,8 +196,8 @@ def _walk(path: str, module: nn.Module, around: int) -> list[_Found]:
 def _split(path: str, module: nn.Module, around: int) -> list[_Found]:
     """Finds the blocks among the children of a module. See Note [Which level is the block]."""
     children = [(_join(path, name), child) for name, child in _children(module)]
-    in_order = type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
-    simple = [in_order and _is_simple(child) for _, child in children]
+    in_order = _class_forward(module) is nn.Sequential.forward and "forward" not in vars(module)
+    simple = [in_order and _is_simple(child) and not _is_scripted(child) for _, child in children]
 
     size = _size(module)
     # A list of one is a layer that is called many times, if the module around it is mostly that.
@@ -206,7 +207,7 @@ def _split(path: str, module: nn.Module, around: int) -> list[_Found]:
     for (child_path, child), is_simple in zip(children, simple, strict=True):
         if not is_simple:
             results[child_path] = _walk(child_path, child, size)
-            if _has_parameters(child):
+            if _has_parameters(child) and not _is_scripted(child):
                 groups.setdefault(_class_name(child), []).append((child_path, child))
     for group in groups.values():
         if not isinstance(module, _CONTAINERS):
@@ -355,8 +356,16 @@ def _class_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
+def _is_scripted(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def _class_forward(module: nn.Module) -> object:
+    return getattr(type(module), "forward", None)  # that of a scripted module is on the instance only
+
+
 def _is_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    return _class_forward(module) is not nn.Module.forward or "forward" in vars(module)
 
 
 def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:

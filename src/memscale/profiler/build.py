@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from memscale.memory.allocator import CachingAllocator
 from memscale.profiler.blocks import Block
-from memscale.profiler.profile import BlockProfile, ModelProfile, ProfileSource
+from memscale.profiler.profile import BlockProfile, ModelProfile, ProfileSource, Unseen
 from memscale.profiler.recorder import BlockRecord, Recorder, StepRecord
 from memscale.profiler.sample import Sample
 from memscale.recompute.trees import Tree
@@ -69,6 +69,28 @@ def _stand_in(target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(rows, classes)
 
 
+CONVOLUTION_WORKSPACES = (
+    3  # times what the largest convolution reads and writes: cuDNN may take as much for itself
+)
+RECURRENT_SHARE = 0.15  # of the peak: cuDNN's recurrent layers keep what is not taken apart as here
+BRANCH_SHARE = 0.15  # of the peak: another branch may hold more
+
+
+def _unseen(model: nn.Module, step: StepRecord, *, on_cpu: bool) -> tuple[Unseen, ...]:
+    """What a step may need that its recorded one did not show."""
+    found = []
+    if step.guesses:
+        what = "forward asks for values of tensors (a branch, .item()), which were guessed: training may do other work"
+        found.append(Unseen(what, share=BRANCH_SHARE))
+    if not on_cpu and any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        what = "the memory that cuDNN keeps for recurrent layers is not known"
+        found.append(Unseen(what, share=RECURRENT_SHARE))
+    if not on_cpu and step.largest_convolution:
+        what = "the workspaces of cuDNN's convolutions are not known"
+        found.append(Unseen(what, CONVOLUTION_WORKSPACES * step.largest_convolution))
+    return tuple(found)
+
+
 def build_profile(
     model: nn.Module,
     blocks: Sequence[Block],
@@ -80,17 +102,22 @@ def build_profile(
     batch: str,
     exact_bytes: bool,
     at_home: bool = False,
+    resident: Mapping[str, tuple[str, ...]] | None = None,
 ) -> ModelProfile:
     """A profile from a record; blocks that did not run take the figures of their stand-ins.
 
     ``exact_bytes``: the device counts tensors at their own size, not in the allocator's blocks. ``at_home``: the
-    parameters were on the tier below, and their gradients went there.
+    parameters were on the tier below, and their gradients went there. ``resident``: names of the parameters that
+    cannot go there, by block; those that the record shows to be read outside of their blocks if it is not given.
     """
+    if resident is None:
+        resident = {} if exact_bytes else _read_outside(blocks, step, stand_ins)
+    staying = {id(model.get_parameter(name)) for names in resident.values() for name in names}
     size_of = _exact if exact_bytes else _in_blocks
     parameters = dict(model.named_parameters())
     own_checkpointing = _own_checkpointing(model)
     order = _call_order(blocks, step, stand_ins)
-    gradients = _gradients(model, blocks, order, size_of)
+    gradients = _gradients(model, blocks, order, size_of, staying)
     left = dict.fromkeys(gradients, 0) if at_home else gradients
     peaks = _peaks(step, {name: size for name, size in left.items() if name not in stand_ins})
     profiles = []
@@ -103,14 +130,21 @@ def build_profile(
                 step.blocks[ran],
                 peaks.blocks.get(ran, (0, 0)),
                 order=order.get(block.name, -1),
-                parameters=[parameters[name] for name in block.parameter_names],
+                parameters=[
+                    parameters[name] for name in block.parameter_names if id(parameters[name]) not in staying
+                ],
                 gradient_bytes=gradients[block.name],
                 own_checkpointing=own_checkpointing,
                 size_of=size_of,
+                resident=resident.get(block.name, ()),
+                staying=staying,
             )
         )
     trained = sum(size_of(each.nbytes) for each in parameters.values() if each.requires_grad)
-    resident = 0 if at_home else _resident_parameters(model, stand_ins, blocks, size_of)
+    if at_home:
+        present = sum(size_of(each.nbytes) for each in parameters.values() if id(each) in staying)
+    else:
+        present = _resident_parameters(model, stand_ins, blocks, size_of)
     return ModelProfile(
         blocks=tuple(profiles),
         source=source,
@@ -122,7 +156,7 @@ def build_profile(
             (size_of(each.nbytes) for each in parameters.values() if each.requires_grad), default=0
         ),
         optimizer_bytes=2 * trained,
-        resident_bytes=max(0, step.resident - resident) + step.workspace,
+        resident_bytes=max(0, step.resident - present) + step.workspace,
         other_saved_bytes=peaks.other_saved,
         loss_peak_bytes=peaks.loss,
         tail_peak_bytes=peaks.tail,
@@ -131,6 +165,7 @@ def build_profile(
         peak_bytes=0 if stand_ins else step.peak,
         blocks_left_out=len(stand_ins),
         at_home=at_home,
+        unseen=_unseen(model, step, on_cpu=exact_bytes),
     )
 
 
@@ -164,12 +199,33 @@ def _peaks(step: StepRecord, gradients: dict[str, int]) -> _Peaks:
     return _Peaks(other_saved, loss, step.tail_peak - step.resident - step.saved_total, found)
 
 
+def _read_outside(
+    blocks: Sequence[Block], step: StepRecord, stand_ins: dict[str, str]
+) -> dict[str, tuple[str, ...]]:
+    """Names of the parameters that something reads while their block does not run; on an accelerator they stay there.
+
+    On a CPU nothing is copied: what reads a mapped parameter finds its values, whoever it is.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for block in blocks:
+        read = sorted(step.blocks[stand_ins.get(block.name, block.name)].read_outside)
+        if read:
+            found[block.name] = tuple(
+                ".".join(filter(None, (block.members[member], path))) for member, path in read
+            )
+    return found
+
+
 def _gradients(
-    model: nn.Module, blocks: Sequence[Block], order: dict[str, int], size_of: Callable[[int], int]
+    model: nn.Module,
+    blocks: Sequence[Block],
+    order: dict[str, int],
+    size_of: Callable[[int], int],
+    staying: Collection[int],
 ) -> dict[str, int]:
     """Bytes of the gradients that each block's backward makes: a tied one where it is made first."""
     made = dict.fromkeys((block.name for block in blocks), 0)
-    seen: set[int] = set()
+    seen: set[int] = set(staying)
     for block in sorted(blocks, key=lambda block: order.get(block.name, -1), reverse=True):
         for member in block.members:
             for parameter in model.get_submodule(member).parameters():
@@ -190,10 +246,12 @@ def _block_profile(
     gradient_bytes: int,
     own_checkpointing: tuple[str, ...],
     size_of: Callable[[int], int],
+    resident: tuple[str, ...],
+    staying: Collection[int],
 ) -> BlockProfile:
     trained = sum(size_of(each.nbytes) for each in parameters if each.requires_grad)
     members = [model.get_submodule(member) for member in block.members]
-    used = {id(each): each for module in members for each in module.parameters()}
+    used = {id(each): each for module in members for each in module.parameters() if id(each) not in staying}
     return BlockProfile(
         name=block.name,
         container=block.container,
@@ -224,6 +282,7 @@ def _block_profile(
         ),
         changes_input=record.changes_input,
         ops=tuple(record.ops),
+        resident=resident,
     )
 
 

@@ -1,7 +1,8 @@
 """The empirical profile: one real step, where fake tensors cannot follow (shapes that depend on data).
 
 The run is guarded: weights are not stepped, gradients are asked for instead of accumulated (so that hooks that wait
-for them, those of DistributedDataParallel or of an optimizer in backward, do not hear of it), buffers are exchanged
+for them, those of DistributedDataParallel or of an optimizer in backward, do not hear of it; reentrant checkpoints
+refuse that, and there they are accumulated and dropped), buffers are exchanged
 for copies (so that batch-norm statistics stay), random states, training flags and counters are put back. Forward hooks
 that the user has put on the model do run.
 """
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from memscale.errors import ProfileError
 from memscale.memory.allocator import CachingAllocator
 from memscale.memory.tracker import MemoryTracker
 from memscale.profiler.blocks import find_blocks
@@ -77,9 +79,42 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def gradients_of(model: nn.Module) -> Callable[[torch.Tensor], object]:
-    """A backward that makes every gradient and stores none."""
+    """A backward that makes every gradient and stores none, unless the graph allows no other way.
+
+    Raises:
+        ProfileError: gradients must be stored, and hooks of the user's wait for that.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return lambda loss: torch.autograd.grad(loss, trained, allow_unused=True)
+    waited_for = any(parameter._post_accumulate_grad_hooks for parameter in trained)
+
+    def backward(loss: torch.Tensor) -> object:
+        if not is_reentrant(loss):
+            return torch.autograd.grad(loss, trained, allow_unused=True)
+        if waited_for:
+            raise ProfileError(
+                f"{type(model).__name__} can't be profiled by a real run: its torch.utils.checkpoint(use_reentrant="
+                "True) stores gradients in backward, and it has hooks that run when one is stored, which a profiling "
+                "run must not call. Pass use_reentrant=False to torch.utils.checkpoint."
+            )
+        torch.autograd.backward(loss)
+        return None
+
+    return backward
+
+
+def is_reentrant(loss: torch.Tensor) -> bool:
+    """Return whether the graph of a loss has reentrant checkpoints, which `torch.autograd.grad` refuses."""
+    waiting = [loss.grad_fn]
+    seen: set[object] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        waiting.extend(each for each, _ in node.next_functions)
+    return False
 
 
 def _copy(buffer: torch.Tensor | None, copies: dict[int, torch.Tensor]) -> torch.Tensor | None:

@@ -64,6 +64,8 @@ class BlockProfile:
         has_own_checkpointing: the model recomputes this block by itself already.
         ops: the operations worth keeping, if the block is recomputed.
         dropped_bytes: what its forward makes that lives on until the model returns, and no longer (a cache).
+        resident: names of its parameters that cannot leave the device, since they are read while the block does not
+            run: by another module, or by a checkpoint inside of the block. The other figures are without them.
         changes_input: its forward writes into its own inputs (an in-place activation first), so that it can't be
             run again from them.
     """
@@ -93,6 +95,22 @@ class BlockProfile:
     dropped_bytes: int = 0
     changes_input: bool = False
     passed_bytes: int = 0
+    resident: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """Memory that a step may need and a simulation does not see.
+
+    Attributes:
+        what: in words, for the user.
+        nbytes: a bound on it.
+        share: the same as a share of the plain step's peak, where no bound in bytes is known.
+    """
+
+    what: str
+    nbytes: int = 0
+    share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -118,6 +136,7 @@ class ModelProfile:
         peak_bytes: the step's peak, as the profile's own run saw it; 0 if the run was of a shortened model.
         blocks_left_out: how many blocks did not run, and have the figures of an equal one.
         at_home: parameters were on the tier below: peaks of blocks include their working copies.
+        unseen: what a step may need beyond that.
     """
 
     blocks: tuple[BlockProfile, ...]
@@ -137,6 +156,12 @@ class ModelProfile:
     peak_bytes: int
     blocks_left_out: int = 0
     at_home: bool = False
+    unseen: tuple[Unseen, ...] = ()
+
+    @property
+    def calls_blocks(self) -> bool:
+        """Whether forward called any block; a model without blocks has none to call."""
+        return not self.blocks or any(block.calls for block in self.blocks)
 
     def block(self, name: str) -> BlockProfile:
         """One block by name."""

@@ -45,6 +45,9 @@ class BlockRecord:
     forward_traffic: int = 0
     backward_traffic: int = 0
     ops: list[OpProfile] = field(default_factory=list)
+    # Parameters, as (member, name in it), that were read while no block that has them was running: in forward by
+    # another module, in backward by a checkpoint inside of the block, which runs a part of it again.
+    read_outside: set[tuple[int, str]] = field(default_factory=set)
 
 
 @dataclass
@@ -60,6 +63,8 @@ class StepRecord:
     other_flops: int = 0
     other_traffic: int = 0
     peak: int = 0
+    largest_convolution: int = 0  # bytes of its operands and its result
+    guesses: int = 0  # numbers that Python asked for and nobody had computed
 
 
 class _OpMode(LightDispatchMode):
@@ -90,6 +95,10 @@ class Recorder:
         self._tracker = tracker
         self._device = device
         self._running: list[str] = []
+        self._running_again: list[str] = []  # blocks that the model's own checkpointing calls in backward
+        # Parameters as (member, name in it): of each block, and, with the block, of each storage.
+        self._parameters: dict[str, set[tuple[int, str]]] = {}
+        self._owners: dict[int, list[tuple[str, int, str]]] = {}
         self._entered: list[int] = []  # the tracker's clock at each running block's entry
         self._calls: list[
             tuple[str, int, int, frozenset[int]]
@@ -110,6 +119,12 @@ class Recorder:
         handles = []
         for name, modules in blocks:
             self.step.blocks[name] = BlockRecord()
+            self._parameters[name] = set()
+            for member, module in enumerate(modules):
+                for path, parameter in module.named_parameters():
+                    owners = self._owners.setdefault(parameter.untyped_storage()._cdata, [])
+                    owners.append((name, member, path))
+                    self._parameters[name].add((member, path))
             first, last = modules[0], modules[-1]
             handles.append(
                 first.register_forward_pre_hook(_Enter(self, name), with_kwargs=True, prepend=True)
@@ -124,6 +139,7 @@ class Recorder:
 
     def forward_begins(self) -> None:
         self.step.resident = self._in_use()
+        self.step.guesses = -self._tracker.guesses
 
     def forward_returns(self) -> None:
         """The model has returned, and its outputs are there.
@@ -152,11 +168,13 @@ class Recorder:
         self.step.peak = self._tracker.peak_bytes(self._device)
         self.step.workspace = self._tracker.workspace_bytes(self._device)
         self.step.tail_peak = self._between
+        self.step.guesses += self._tracker.guesses
 
     # ------------------------------------------------------------------ blocks
 
     def enter(self, name: str, inputs: Any) -> None:
         if _autograd.in_backward():
+            self._running_again.append(name)
             return  # the model recomputes this block by itself
         record = self.step.blocks[name]
         if record.order < 0:
@@ -177,7 +195,11 @@ class Recorder:
         self._span()
 
     def leave(self, name: str, output: Any) -> None:
-        if _autograd.in_backward() or not self._running:
+        if _autograd.in_backward():
+            if self._running_again:
+                self._running_again.pop()
+            return
+        if not self._running:
             return
         self._running.pop()
         self._counts.pop()
@@ -200,10 +222,14 @@ class Recorder:
 
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         backward = _autograd.in_backward()
+        if not _is_view(func):
+            self._saw_reads(args, kwargs, backward)
         name = self._block_in_backward() if backward else (self._running[-1] if self._running else None)
         flops = _flops(func, args, kwargs, result)
         traffic = 0 if _is_view(func) else _bytes((args, kwargs)) + _bytes(result)
-        in_use = self._in_use()
+        in_use = self._in_use() + self._tracker.temporary_bytes
+        if func is torch.ops.aten.convolution.default:
+            self.step.largest_convolution = max(self.step.largest_convolution, traffic)
         if name is None:
             self.step.other_flops += flops
             self.step.other_traffic += traffic
@@ -229,6 +255,25 @@ class Recorder:
         if record.calls == 1:
             overload = str(func)
             self._counts[-1][overload] = self._counts[-1].get(overload, 0) + 1
+
+    def _saw_reads(self, args: tuple[Any, ...], kwargs: dict[str, Any], backward: bool) -> None:
+        """Note the parameters that an operation reads while no block that has them is running.
+
+        What backward reads with gradients off was saved by autograd; with gradients on, forward code runs again.
+        """
+        if backward and not torch.is_grad_enabled():
+            return
+        running = self._running_again if backward else self._running
+        for leaf in _pytree.tree_leaves((args, kwargs)):
+            if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+                continue
+            owners = self._owners.get(leaf.untyped_storage()._cdata, ())
+            if any(name in running for name, _, _ in owners):
+                continue
+            for name, member, path in owners:
+                # A checkpoint stops as soon as it has what backward needs: which others it reads is not seen.
+                read = self._parameters[name] if backward else {(member, path)}
+                self.step.blocks[name].read_outside.update(read)
 
     def _block_in_backward(self) -> str | None:
         number = _autograd.running_sequence_number()

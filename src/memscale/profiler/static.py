@@ -11,7 +11,7 @@ model does not run without its other blocks (a U-Net's skip connections), it is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -37,6 +37,7 @@ def profile_static(
     with_cache: bool = False,
     prepare: Callable[[nn.Module], object] | None = None,
     at_home: bool = False,
+    resident: Mapping[str, tuple[str, ...]] | None = None,
 ) -> ModelProfile:
     """Profile a training step on fake tensors.
 
@@ -47,6 +48,7 @@ def profile_static(
         with_cache: leave the cache for generation as the model has it; it is off while a plan is attached.
         prepare: called with the fake copy, shortened, before it runs, to change what its step needs.
         at_home: that sends its parameters to the tier below.
+        resident: names of the parameters that it does not send there, by block; found by the profile if not given.
 
     Raises:
         Exception: whatever the model raises on fake tensors; the caller falls back to a real run.
@@ -55,12 +57,17 @@ def profile_static(
     short = _shortening(model, blocks)
     if short:
         try:
-            return _profile(model, sample, place, blocks, short, with_cache, prepare, at_home)
+            found = _profile(model, sample, place, blocks, short, with_cache, prepare, at_home, resident)
         except Exception as error:
-            whole = _profile(model, sample, place, blocks, {}, with_cache, prepare, at_home)
-            reason = f"{whole.reason}, whole, as it does not run shortened ({type(error).__name__})"
-            return replace(whole, reason=reason)
-    return _profile(model, sample, place, blocks, {}, with_cache, prepare, at_home)
+            why = f"as it does not run shortened ({type(error).__name__})"
+        else:
+            if resident is not None or not any(found.block(name).resident for name in short.values()):
+                return found
+            # Of the blocks that it stands in for, the model may read one only.
+            why = "as a block that stands in for others is read outside of its forward"
+        whole = _profile(model, sample, place, blocks, {}, with_cache, prepare, at_home, resident)
+        return replace(whole, reason=f"{whole.reason}, whole, {why}")
+    return _profile(model, sample, place, blocks, {}, with_cache, prepare, at_home, resident)
 
 
 def _profile(
@@ -72,6 +79,7 @@ def _profile(
     with_cache: bool,
     prepare: Callable[[nn.Module], object] | None,
     at_home: bool,
+    resident: Mapping[str, tuple[str, ...]] | None,
 ) -> ModelProfile:
     with place.simulate() as simulation:
         left_out = [model.get_submodule(block.members[0]) for block in blocks if block.name in short]
@@ -101,6 +109,7 @@ def _profile(
         batch=sample.describe(),
         exact_bytes=place.counts_exactly,
         at_home=at_home,
+        resident=resident,
     )
 
 

@@ -6,11 +6,11 @@ Tried on torch 2.13.0 (CPU). Each docstring says what happens on a torch that la
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = [
     "OUTSIDE_BACKWARD",
@@ -24,7 +24,9 @@ __all__ = [
     "hooks_are_allowed",
     "running_node_name",
     "same_version",
+    "storage_key",
     "surrounding_hooks",
+    "written_tensors",
 ]
 
 OUTSIDE_BACKWARD = -1
@@ -110,6 +112,30 @@ def same_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None
     """
     preserve: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
     return contextlib.nullcontext() if preserve is None else preserve(tensor)
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """Return a number for the memory of a tensor, unique while that is alive; None if it is not one storage.
+
+    Version counters do not tell that memory has changed: the results of `_unsafe_view`, `unsafe_chunk` and
+    `unsafe_split` share memory with their argument and count for themselves.
+    """
+    if not _C._has_storage(tensor) or is_traceable_wrapper_subclass(tensor):
+        return None
+    return int(tensor.untyped_storage()._cdata)
+
+
+def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the arguments that an operation writes to, by its schema."""
+    if not func._schema.is_mutable:
+        return
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(each, torch.Tensor):
+                yield each
 
 
 def running_node_name() -> str | None:

@@ -7,21 +7,23 @@ a second time. So the forward pass copies buffers before it runs, and the recomp
 place of the real ones: each module's `_buffers` dictionary is exchanged for another as long as it runs, and
 then put back, so that even a buffer that the function registers, replaces or deletes leaves no trace.
 
-Which buffers to copy? All of them would be safe and dear: a causal mask of a megabyte never changes. So it is
-learned, a module at a time and for training and evaluation apart, from what the first call does:
+A region copies every buffer before it runs: one that forward leaves alone a thousand times (an average that
+begins after a warm-up) may be changed the next time, and then its value is lost. The copies live as long as
+forward runs; of what has not changed they are dropped as soon as it ends. Whether a module's buffers have changed
+is learned, for training and evaluation apart:
 
-- The first call copies every buffer and afterwards looks which modules changed theirs in place: a higher
-  version, or other values. The second is needed: batch norm writes its running statistics in a kernel that
-  raises no version. (One module's buffers stand or fall together. Batch norm is known by its class too: the
-  first values could be equal.)
-- Later calls copy the buffers of those modules only, besides the small ones, where a copy costs nothing.
-- Copies of what has not changed are dropped as soon as forward ends.
+- The first call looks for a higher version or other values. The second is needed: batch norm writes its running
+  statistics in a kernel that raises no version. (One module's buffers stand or fall together. Batch norm is known
+  by its class too: the first values could be equal.)
+- Later calls look at the versions only: to compare values, the host would wait for the device.
 - A buffer that forward replaced by another tensor needs no copy: the old tensor is still what it was.
 
-If a large buffer changes for the first time in a later call, its old value is lost: recomputing that call
-raises an error, and from then on the module is known. A buffer of which forward changed nothing must also
-stay as it is until the recomputation: a new tensor under its name is exchanged for the old one, a change in
-place raises.
+The call of a whole model (`memscale.recovery.calls`) is less thorough, as copies of all its large buffers would be
+there when memory is short: it copies large ones only of modules that have been seen to change theirs. If another
+changes, that call cannot be repeated.
+
+A buffer of which forward changed nothing must also stay as it is until the recomputation: a new tensor under its
+name is exchanged for the old one, a change in place raises.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from memscale.recompute.attributes import Attributes
 __all__ = ["Buffers"]
 
 SMALL_BYTES = 64 * 1024
-"""A buffer up to this size is copied at every call, whether or not its module was seen to change any."""
+"""A larger buffer is copied, in the call of a whole model, only if its module has been seen to change any."""
 
 # Of each module, and of each value of `training`: does forward change its buffers?
 _changes: weakref.WeakKeyDictionary[nn.Module, dict[bool, bool]] = weakref.WeakKeyDictionary()
@@ -51,16 +53,22 @@ class Buffers:
     """What forward may change of some modules, before it and after: buffers and Python attributes.
 
     See Note [Buffers of a region] and Note [Attributes of a region].
+
+    Args:
+        modules: Whose buffers and attributes.
+        copy_all: Copy large buffers too that have not been seen to change.
     """
 
     __slots__ = ("_attributes", "_bare", "_owners")
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], *, copy_all: bool = True) -> None:
         self._attributes = Attributes(modules)
         with torch.no_grad():
             copies: dict[int, torch.Tensor] = {}  # a buffer shared by two modules has one copy
             self._owners = [
-                _Owner(module, dict(module._buffers), copies) for module in modules if _has_buffers(module)
+                _Owner(module, dict(module._buffers), copies, copy_all)
+                for module in modules
+                if _has_buffers(module)
             ]
         # Modules without a buffer may register one.
         self._bare = [(module, dict(module._buffers)) for module in modules if not _has_buffers(module)]
@@ -72,7 +80,7 @@ class Buffers:
             owner.settle()
         for module, before in self._bare:
             if _has_buffers(module):
-                self._owners.append(_Owner(module, before, {}))
+                self._owners.append(_Owner(module, before, {}, copy_all=False))
         self._bare = []
 
     def take_back(self) -> None:
@@ -116,7 +124,11 @@ class _Owner:
     __slots__ = ("before", "changed", "copies", "lost", "module", "training", "versions")
 
     def __init__(
-        self, module: nn.Module, before: dict[str, torch.Tensor | None], copies: dict[int, torch.Tensor]
+        self,
+        module: nn.Module,
+        before: dict[str, torch.Tensor | None],
+        copies: dict[int, torch.Tensor],
+        copy_all: bool,
     ) -> None:
         self.module = module
         self.training = module.training
@@ -128,7 +140,7 @@ class _Owner:
         self.copies = {
             name: _copy(buffer, copies)
             for name, buffer in self.before.items()
-            if buffer is not None and (known is not False or buffer.nbytes <= SMALL_BYTES)
+            if buffer is not None and (copy_all or known is not False or buffer.nbytes <= SMALL_BYTES)
         }
 
     def settle(self) -> None:
@@ -153,7 +165,7 @@ class _Owner:
                 raise RecomputeError(
                     f"The buffer {name!r} of {type(self.module).__name__} was changed in place by a forward pass "
                     "that failed, for the first time after passes that left it alone, so its value before that "
-                    "is not known."
+                    "is not known. Set it again, for example from a checkpoint, before you go on."
                 )
         for name, copy in self.copies.items():
             buffer = self.before[name]
@@ -171,8 +183,7 @@ class _Owner:
             raise RecomputeError(
                 f"The buffer {self.lost!r} of {type(self.module).__name__} was changed in place by a forward "
                 "pass, for the first time after passes that left it alone, so its value before that is not "
-                "known and the pass cannot be recomputed exactly. Run the step again (the buffer is copied "
-                "from now on), or leave this module out of checkpointing."
+                "known and the pass cannot be repeated. Run the step again: the buffer is copied from now on."
             )
         if self.changed:
             return {

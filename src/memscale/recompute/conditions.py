@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from memscale.recompute.rng import RngState
+from memscale.recompute.rng import HostRngState, TorchRngState
 from memscale.recompute.saved import changed_parameter
 
-__all__ = ["Conditions", "ModuleFlags", "submodules"]
+__all__ = ["Conditions", "ModuleFlags", "mark_as_copy", "parameter_behind", "submodules"]
+
+
+def mark_as_copy(copy: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Note that a tensor stands in for a parameter of a module while that computes."""
+    copy._memscale_parameter = parameter  # type: ignore[attr-defined]
+
+
+def parameter_behind(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the parameter that a tensor stands in for; the tensor itself, if it stands in for none."""
+    parameter: torch.Tensor = getattr(tensor, "_memscale_parameter", tensor)
+    return parameter
 
 
 def submodules(roots: Sequence[nn.Module]) -> list[nn.Module]:
@@ -28,23 +39,50 @@ def submodules(roots: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 class ModuleFlags:
-    """`training` of some modules, `requires_grad` of their parameters, and the versions of these."""
+    """`training` of some modules, their parameters, `requires_grad` of these and their versions.
 
-    __slots__ = ("_modules", "_parameters", "_versions", "any_requires_grad", "device_types")
+    The parameters are those that the modules have in forward: `torch.func.functional_call` puts other tensors in
+    their place as long as a call lasts, and a recomputation must use the very same. One that was computed (MAML's
+    weights after an inner step) is held without its history, and of a copy on the device the parameter behind it.
+    """
+
+    __slots__ = (
+        "_modules",
+        "_owned",
+        "_parameters",
+        "_versions",
+        "any_requires_grad",
+        "any_was_computed",
+        "device_types",
+    )
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = [(module, module.training) for module in modules]
+        self._owned: list[tuple[nn.Module, dict[str, torch.Tensor | None]]] = [
+            (module, dict(module._parameters)) for module in modules if "_parameters" in vars(module)
+        ]
+        self.any_was_computed = False
+        for _, own in self._owned:
+            for name, tensor in own.items():
+                if tensor is not None and not tensor.is_leaf:
+                    own[name] = self._without_history(parameter_behind(tensor))
         self._parameters = [
-            (parameter, parameter.requires_grad)
-            for module in modules
-            for parameter in module._parameters.values()
-            if parameter is not None
+            (tensor, tensor.requires_grad)
+            for _, own in self._owned
+            for tensor in own.values()
+            if tensor is not None
         ]
         self.any_requires_grad = any(flag for _, flag in self._parameters)
         self.device_types = {parameter.device.type for parameter, _ in self._parameters}
         self._versions = [parameter._version for parameter, _ in self._parameters]
 
-    def parameters(self) -> list[nn.Parameter]:
+    def _without_history(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_leaf:
+            return tensor
+        self.any_was_computed = True
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+
+    def parameters(self) -> list[torch.Tensor]:
         """The parameters; one that is shared, as often as it has owners."""
         return [parameter for parameter, _ in self._parameters]
 
@@ -67,7 +105,12 @@ class ModuleFlags:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Set the flags as they were, and leave them as they are now."""
+        """Set parameters and flags as they were, and leave them as they are now."""
+        owners = [
+            (module, module._parameters, own)
+            for module, own in self._owned
+            if not _are_same(own, module._parameters)
+        ]
         modules = [(module, module.training) for module, flag in self._modules if module.training != flag]
         parameters = [
             (parameter, parameter.requires_grad)
@@ -75,19 +118,27 @@ class ModuleFlags:
             if parameter.requires_grad != flag
         ]
         try:
+            for owner, _, own in owners:
+                vars(owner)["_parameters"] = dict(own)
             for module, now in modules:
                 module.training = not now
             for parameter, now in parameters:
                 parameter.requires_grad_(not now)
             yield
         finally:
+            for owner, real, _ in owners:
+                vars(owner)["_parameters"] = real
             for module, now in modules:
                 module.training = now
             for parameter, now in parameters:
                 parameter.requires_grad_(now)
 
 
-def _is_stepped_in_backward(parameter: nn.Parameter) -> bool:
+def _are_same(then: Mapping[str, object], now: Mapping[str, object]) -> bool:
+    return len(then) == len(now) and all(now.get(name) is each for name, each in then.items())
+
+
+def _is_stepped_in_backward(parameter: torch.Tensor) -> bool:
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return any(getattr(hook, "changes_parameter", True) for hook in hooks.values())
 
@@ -95,17 +146,18 @@ def _is_stepped_in_backward(parameter: nn.Parameter) -> bool:
 class Conditions:
     """Everything outside a region's inputs and buffers that its recomputation must find again.
 
-    Which is: the random state of every device in use, autocast (on or off, its dtype, its cache), the flags
-    of the modules, the default device, and which attention kernels are allowed (`sdpa_kernel`). Grad mode is
-    not in it: a region exists only where gradients are on.
+    Which is: the random state of every device in use, of Python and of NumPy, autocast (on or off, its dtype,
+    its cache), the flags of the modules, the default device, and which attention kernels are allowed
+    (`sdpa_kernel`). Grad mode is not in it: a region exists only where gradients are on.
     """
 
-    __slots__ = ("_attention", "_autocast", "_default_device", "_device_types", "_flags", "_rng")
+    __slots__ = ("_attention", "_autocast", "_default_device", "_device_types", "_flags", "_host_rng", "_rng")
 
     def __init__(self, flags: ModuleFlags, device_types: Iterable[str]) -> None:
         self._device_types = sorted({*device_types, *flags.device_types})
         self._flags = flags
-        self._rng = RngState(self._device_types)
+        self._rng = TorchRngState(self._device_types)
+        self._host_rng: HostRngState | None = HostRngState()
         self._autocast = _Autocast(self._device_types)
         self._default_device = torch.get_default_device()
         self._attention = _allowed_attention()
@@ -114,13 +166,25 @@ class Conditions:
         """Raise a `RecomputeError` if a parameter was changed since. See `ModuleFlags`."""
         self._flags.check_parameters()
 
-    def parameters(self) -> list[nn.Parameter]:
+    @property
+    def any_was_computed(self) -> bool:
+        """Whether a module had a parameter that is not a leaf of autograd."""
+        return self._flags.any_was_computed
+
+    def parameters(self) -> list[torch.Tensor]:
         """Those of the modules."""
         return self._flags.parameters()
+
+    def forward_has_run(self) -> None:
+        """Forget the state of Python's and NumPy's generators if forward has not drawn from them."""
+        if self._host_rng is not None and not self._host_rng.has_moved():
+            self._host_rng = None
 
     def restore_random(self) -> None:
         """The random state as it was at forward."""
         self._rng.restore()
+        if self._host_rng is not None:
+            self._host_rng.restore()
 
     def parameters_moved(self) -> None:
         """Parameters have gone elsewhere, with their values."""
@@ -136,8 +200,10 @@ class Conditions:
             if torch.get_default_device() != self._default_device:
                 stack.enter_context(self._default_device)
             stack.enter_context(torch.enable_grad())
-            stack.callback(RngState(self._device_types).restore)
-            self._rng.restore()
+            stack.callback(TorchRngState(self._device_types).restore)
+            if self._host_rng is not None:
+                stack.callback(HostRngState().restore)
+            self.restore_random()
             yield
 
 

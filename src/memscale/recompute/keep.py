@@ -13,9 +13,14 @@ times. Not every operation can be kept; these are computed again, named or not:
 
 - An operation that changes an argument or returns an alias of one (views, `add_`, `out=`), by its schema:
   there is nothing of its own to keep.
+- An output that is not one storage (sparse, or a wrapper subclass), as writes to it cannot be seen.
 - A cast (`aten._to_copy`): autocast caches casts of weights, so their number may differ from one call to the
   next.
-- An output that was changed in place after it was kept (`relu_(linear(x))`): its version tells.
+- An output whose memory was written to after it was kept (`relu_(linear(x))`). Inside the region the mode
+  sees every write, and compares storages: the version of the output does not tell, as the result of
+  `_unsafe_view` (every 3-D `linear` without a bias) or `unsafe_chunk` (the gates of a GRU) shares its memory
+  and has a counter of its own. After the region the versions of the output and of what the region returned in
+  the same memory tell.
 
 An operation that draws random numbers may be kept. The random state it left behind is kept with it and set
 when it is skipped, so what comes after draws the same numbers.
@@ -26,16 +31,22 @@ backward pass that frees the graph has used it; one that retains the graph leave
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from memscale.errors import ConfigError, ConfigTypeError, shown
-from memscale.recompute._torch_private import LightDispatchMode, alias_below_autograd, backward_keeps_graph
+from memscale.recompute._torch_private import (
+    LightDispatchMode,
+    alias_below_autograd,
+    backward_keeps_graph,
+    storage_key,
+    written_tensors,
+)
 from memscale.recompute.inputs import version_of
-from memscale.recompute.rng import RngState
+from memscale.recompute.rng import TorchRngState
 from memscale.recompute.trees import Tree
 
 __all__ = ["KeepPolicy", "Kept"]
@@ -89,6 +100,7 @@ class Kept:
         self._calls = policy.calls()
         self._device_types = device_types
         self._outputs: dict[tuple[str, int], _Output] = {}
+        self._calls_by_storage: dict[int | None, list[tuple[str, int]]] = {}
         self.recording = True
 
     def forward_mode(self) -> LightDispatchMode:
@@ -97,9 +109,23 @@ class Kept:
     def recompute_mode(self) -> LightDispatchMode:
         return _Replay(self)
 
-    def settle(self) -> None:
-        """Forward has run: drop what it changed in place."""
+    def settle(self, returned: Iterable[torch.Tensor]) -> None:
+        """Forward has run: drop what it changed, and watch what it returned in the memory of kept outputs."""
         self._outputs = {call: output for call, output in self._outputs.items() if output.is_intact()}
+        for tensor in returned:
+            for call in self._calls_of(tensor):
+                if call in self._outputs:
+                    self._outputs[call].watch(tensor)
+        self._calls_by_storage.clear()
+
+    def drop_written(self, written: Iterable[torch.Tensor]) -> None:
+        """Drop the outputs whose memory an operation has written to."""
+        for tensor in written:
+            for call in self._calls_of(tensor):
+                self._outputs.pop(call, None)
+
+    def _calls_of(self, tensor: torch.Tensor) -> Sequence[tuple[str, int]]:
+        return self._calls_by_storage.get(storage_key(tensor), ())
 
     def wants(self, name: str, number: int) -> bool:
         numbers = self._calls.get(name, frozenset())
@@ -109,7 +135,13 @@ class Kept:
         return name in self._calls
 
     def put(self, call: tuple[str, int], result: object, is_random: bool) -> None:
-        self._outputs[call] = _Output(result, RngState(self._device_types) if is_random else None)
+        output = _Output(result, TorchRngState(self._device_types) if is_random else None)
+        keys = output.storage_keys()
+        if None in keys:
+            return  # writes to it could not be seen
+        self._outputs[call] = output
+        for key in keys:
+            self._calls_by_storage.setdefault(key, []).append(call)
 
     def take(self, call: tuple[str, int]) -> _Output | None:
         """The kept output of a call, if there is one and nobody has changed it since."""
@@ -120,15 +152,22 @@ class Kept:
 class _Output:
     """What one call returned, and the random state it left behind."""
 
-    __slots__ = ("_rng", "_tree", "_versions")
+    __slots__ = ("_rng", "_tree", "_watched")
 
-    def __init__(self, result: object, rng: RngState | None) -> None:
+    def __init__(self, result: object, rng: TorchRngState | None) -> None:
         self._tree = Tree.of(result).map(torch.Tensor, alias_below_autograd)
-        self._versions = [version_of(tensor) for tensor in self._tree.tensors()]
+        self._watched = [(tensor, version_of(tensor)) for tensor in self._tree.tensors()]
         self._rng = rng
 
+    def storage_keys(self) -> set[int | None]:
+        return {storage_key(tensor) for tensor in self._tree.tensors()}
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Count a change of another tensor in the same memory as a change of this output."""
+        self._watched.append((alias_below_autograd(tensor), version_of(tensor)))
+
     def is_intact(self) -> bool:
-        return self._versions == [version_of(tensor) for tensor in self._tree.tensors()]
+        return all(version_of(tensor) == version for tensor, version in self._watched)
 
     def give(self) -> Any:
         if self._rng is not None:
@@ -164,7 +203,9 @@ class _Keep(_CountingMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.kept.drop_written(written_tensors(func, args, kwargs))
         if self.kept.recording:
             call = self.call_of(func)
             if call is not None:

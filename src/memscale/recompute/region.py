@@ -70,17 +70,19 @@ def run_region(
     """Call a function so that backward recomputes what it needs instead of finding it saved.
 
     Loss and gradients are bit for bit those of the plain call, dropout included, as long as the function
-    depends on its arguments, `modules` and torch's random numbers only: Python's `random`, NumPy's generators
-    and attributes counted up in Python are not put back. Where gradients are off, or nothing requires one,
-    this is the plain call; so it is for modules that cannot be run again: a lazy one in its first call, a
-    scripted one.
+    depends on its arguments, `modules` and the global random generators of torch, Python and NumPy only. Of
+    the modules, parameters, buffers, plain attributes and generators are put back; containers that forward
+    changes, such as a list that it appends to, are not.
+
+    Where gradients are off, or nothing requires one, this is the plain call; so it is for modules that cannot
+    be run again: a lazy one in its first call, a scripted one.
 
     Args:
         function: What to run; it runs once now and once for each backward pass.
         args: Its positional arguments. Tensors are found in nested containers too.
         kwargs: Its keyword arguments.
         modules: The modules that the function uses, whose submodules count as well: their flags are put back
-            for the recomputation, and their buffers neither spoil it nor are changed by it.
+            for the recomputation, and their buffers and attributes neither spoil it nor are changed by it.
         keep: Operations whose outputs are kept instead of recomputed; see `KeepPolicy`.
         chain: Do not keep an input that is the output of the region before; see Note [Chained regions].
         device_types: Devices whose random state matters, besides the CPU and those of `args` and `modules`.
@@ -123,16 +125,17 @@ def run_region(
     )
     versions = [version_of(tensor) for tensor in tensors]
     output: T = region.run_forward(args, kwargs)
-    region.settle()
+    returned = list(Tree.of(output).tensors())
+    region.settle(returned)
     for position, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
         if version_of(tensor) != version and region.saved:
             raise RecomputeError(
                 f"A checkpointed region changed input tensor {position} (shape {tuple(tensor.shape)}, "
                 f"{tensor.dtype}) in place, so it could not be run again from its inputs. Make the first "
-                "operation on that input out of place (inplace=False), or leave this module out of "
-                "checkpointing."
+                "operation on that input out of place (inplace=False), or switch recomputation off: "
+                "memscale.Config(enable_checkpointing=False)."
             )
-    remember(region, Tree.of(output).tensors(), tensors)
+    remember(region, returned, tensors)
     return output
 
 
@@ -177,11 +180,12 @@ class Region:
         with saved_tensors_hooks(self._pack, _unpack), mode:
             return self.function(*args, **kwargs)
 
-    def settle(self) -> None:
-        """Forward has run."""
+    def settle(self, returned: Sequence[torch.Tensor]) -> None:
+        """Forward has run, and has returned these tensors."""
+        self.conditions.forward_has_run()
         self.buffers.settle()
         if self.kept is not None:
-            self.kept.settle()
+            self.kept.settle(returned)
 
     def _pack(self, tensor: torch.Tensor) -> Holder:
         holder = Holder(self, len(self.saved))

@@ -1,21 +1,23 @@
-"""The state of torch's random generators, on the CPU and on every device in use."""
+"""The state of the global random generators: torch's on the CPU and on every device in use, Python's, NumPy's."""
 
 from __future__ import annotations
 
+import ctypes
+import pickle
+import random
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-__all__ = ["RngState"]
+__all__ = ["HostRngState", "RngState", "TorchRngState"]
 
 
-class RngState:
+class TorchRngState:
     """The random state of the CPU and of all devices of some types, to go back to.
 
-    Python's `random` and NumPy's generators are not in it: a region that draws from them computes something
-    else the second time. A device that has not been initialised has no state yet, and asking must not
-    initialise it.
+    A device that has not been initialised has no state yet, and asking must not initialise it.
     """
 
     __slots__ = ("_cpu", "_devices")
@@ -33,6 +35,72 @@ class RngState:
         torch.set_rng_state(self._cpu)
         for device_type, index, state in self._devices:
             _set(_module_with_rng(device_type), device_type, index, state)
+
+
+class HostRngState:
+    """The state of Python's `random` and, if `numpy.random` has been imported, of NumPy's global generator.
+
+    Generator objects (`random.Random`, `numpy.random.Generator`, `torch.Generator`) are not in it: nobody knows
+    which of them a function uses.
+    """
+
+    __slots__ = ("_numpy", "_python")
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = _numpy_state()
+
+    def has_moved(self) -> bool:
+        """Whether anyone has drawn a number since, or set a state."""
+        if random.getstate() != self._python:
+            return True
+        numpy = _numpy_state()
+        return self._numpy is not numpy and pickle.dumps(self._numpy) != pickle.dumps(numpy)
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy.random"].set_state(self._numpy)
+
+
+class RngState:
+    """All global random state: torch's and the host's."""
+
+    __slots__ = ("_host", "_torch")
+
+    def __init__(self, device_types: Iterable[str]) -> None:
+        self._torch = TorchRngState(device_types)
+        self._host = HostRngState()
+
+    def restore(self) -> None:
+        self._torch.restore()
+        self._host.restore()
+
+
+_MT19937_BYTES = 625 * 4  # 624 words and a position
+_latest_numpy: tuple[bytes, dict[str, Any]] | None = None
+
+
+def _numpy_state() -> dict[str, Any] | None:
+    """The state of NumPy's global generator; the same object as the last time if it has not changed.
+
+    `get_state` takes 30 us, which every recomputed layer would pay. So the memory of the generator is compared
+    first. It is the whole state, but for the second of two normal numbers that are drawn at once: while one is
+    stored (`has_gauss`), the state is always asked for.
+    """
+    global _latest_numpy
+    module = sys.modules.get("numpy.random")
+    if module is None or not hasattr(module, "get_state"):
+        return None
+    generator: Any = getattr(getattr(module.mtrand, "_rand", None), "_bit_generator", None)
+    memory = b""
+    if type(generator).__name__ == "MT19937":
+        memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+        if _latest_numpy is not None and _latest_numpy[0] == memory and not _latest_numpy[1]["has_gauss"]:
+            return _latest_numpy[1]
+    state: dict[str, Any] = module.get_state(legacy=False)
+    _latest_numpy = (memory, state) if memory else None
+    return state
 
 
 def _module_with_rng(device_type: str) -> Any:

@@ -99,9 +99,9 @@ class Saved:
 
 CAUSES = (
     "Likely causes: the function depends on something that changed since forward, such as a Python counter "
-    "or flag, Python's or NumPy's random numbers, a cache that it appends to (use_cache=True), or a global "
-    "setting. Make the function depend on its arguments, its modules and torch's random numbers only, or "
-    "leave this module out of checkpointing."
+    "or flag, a random generator object of its own, a cache that it appends to (use_cache=True), or a global "
+    "setting. Make the function depend on its arguments, its modules and the global random generators only, or "
+    "switch recomputation off: memscale.Config(enable_checkpointing=False)."
 )
 
 

@@ -188,6 +188,8 @@ class _Pass:
             return "the model was detached since its forward"
         if any(call.gradients is None for call in self.calls):
             return "it failed before it came to the model, in the loss or in what is around the model"
+        if any(call.has_computed_parameters for call in self.calls):
+            return "the model was called with computed weights (torch.func.functional_call), which it goes on through"
         now = self._changed()
         if any(leaf not in now for leaf in self._outside):
             return "it has gradients to bring around the model, which have not arrived"

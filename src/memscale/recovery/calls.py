@@ -59,7 +59,7 @@ class Call:
         if device is not None:
             types.add(device.type)
         self._conditions = Conditions(ModuleFlags(inside), types)
-        self._buffers = Buffers(inside)
+        self._buffers = Buffers(inside, copy_all=False)
 
     def take_back(self) -> None:
         """Forward has failed: random state and buffers as it found them."""
@@ -68,11 +68,17 @@ class Call:
 
     def settle(self) -> None:
         """Forward has run."""
+        self._conditions.forward_has_run()
         self._buffers.settle()
 
-    def parameters(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[torch.Tensor]:
         """The model's."""
         return self._conditions.parameters()
+
+    @property
+    def has_computed_parameters(self) -> bool:
+        """Whether the model was called with weights that are not leaves, by `torch.func.functional_call`."""
+        return self._conditions.any_was_computed
 
     def check_parameters(self) -> None:
         """Raise a ``RecomputeError`` if the model's parameters have been changed since."""

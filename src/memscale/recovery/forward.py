@@ -19,7 +19,7 @@ from memscale.recompute._torch_private import hooks_are_allowed
 from memscale.recovery.calls import Call
 from memscale.recovery.plans import explain, heavier_plans, say_recovered
 from memscale.recovery.shortage import add_note, free_memory, is_out_of_memory
-from memscale.techniques.forwards import ReplacedForward
+from memscale.techniques.forwards import OWN, ReplacedForward
 
 if TYPE_CHECKING:
     from memscale.recovery.guard import StepGuard
@@ -33,11 +33,14 @@ class RecoveringForward(ReplacedForward):
     Args:
         module: The model.
         guard: Told of every call whose backward is to come.
+        is_opaque: Whether there is anything inside that a compiler must not trace through. If there is not, a compiled
+            model is compiled as ever, and an out-of-memory error in it is raised.
     """
 
-    def __init__(self, module: nn.Module, guard: StepGuard) -> None:
+    def __init__(self, module: nn.Module, guard: StepGuard, *, is_opaque: bool = True) -> None:
         super().__init__(module)
         self._guard = guard
+        self.is_opaque = is_opaque
 
     def run(
         self,
@@ -107,5 +110,5 @@ def _tried(executor: Executor, call: Call, plan: Plan) -> Any:
 
 def planned_forward(model: nn.Module) -> Callable[..., Any]:
     """A model's forward with all techniques of its plan, inside of the one that recovers."""
-    forward: Callable[..., Any] = model.forward
+    forward = vars(model).get(OWN) or model.forward
     return forward.__wrapped__ if isinstance(forward, RecoveringForward) else forward

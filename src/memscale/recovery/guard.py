@@ -36,7 +36,8 @@ class StepGuard:
 
     def cover(self, model: nn.Module, record: Record) -> None:
         if not isinstance(model, torch.jit.ScriptModule):  # its forward cannot be replaced
-            record.set_attribute(model, "forward", RecoveringForward(model, self))
+            is_opaque = any(forward.is_opaque for forward in record.forwards())
+            record.set_attribute(model, "forward", RecoveringForward(model, self, is_opaque=is_opaque))
 
     def note(self, model: nn.Module, call: Call) -> None:
         """A call was made, and its backward is to come."""

@@ -57,6 +57,8 @@ def heavier_plans(executor: Executor, sample: Sample) -> Iterator[Plan]:
             continue
         if stays is not None and _homes(plan) != stays:
             continue
+        if _numerics(plan) != _numerics(first):
+            continue
         if all(_doings(plan) != _doings(each) for each in tried):
             tried.append(plan)
             yield plan
@@ -81,6 +83,11 @@ def _homes(plan: Plan) -> dict[str, Tier]:
     at_home = (layer for layer in plan.layers if "offloading" in layer.techniques)
     tiers = {layer.name: "host" if layer.offloading is None else layer.offloading.to for layer in at_home}
     return {name: tier for name, tier in tiers.items() if tier != "device"}
+
+
+def _numerics(plan: Plan) -> tuple[object, ...]:
+    """Return what decides about the numbers of a step. A plan may lack what the Config asks for."""
+    return plan.precision and plan.precision.dtype, plan.optimizer is not None and plan.optimizer.eight_bit
 
 
 def _doings(plan: Plan) -> tuple[object, ...]:

@@ -15,7 +15,7 @@ everything at every step would cost more than they are worth. Hence:
 
 A parameter that does not fit by itself is the end: everything is put back, and the error is the user's. So it is in a
 first step if there is no room for the state of all parameters: the plan is not changed in the middle of a step.
-Optimizers that look at all parameters at once (``optimizer_kinds.py``) are left alone.
+A step that is not one of torch.optim's (``optimizer_kinds.py``) is not repeated.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from torch.utils import _pytree
 from memscale.config import Config
 from memscale.executor import executor_of
 from memscale.executor.record import WeakModule
-from memscale.offload.optimizer_closure import answered, takes_a_closure_at_most
+from memscale.offload.optimizer_closure import evaluated
 from memscale.offload.optimizer_groups import Member, SplitStep, members_of
 from memscale.offload.optimizer_hooks import Surroundings
-from memscale.offload.optimizer_kinds import why_left_alone
+from memscale.offload.optimizer_kinds import has_own_step, why_whole
 from memscale.recompute._torch_private import LightDispatchMode, a_dispatch_mode_is_active
 from memscale.recovery.plans import explain
 from memscale.recovery.shortage import add_note, free_memory, is_out_of_memory
@@ -48,6 +48,8 @@ BUCKET_BYTES = 64 * 2**20
 _TEMPORARIES = 2  # bytes that a step may need in between, for each byte of parameters
 _NEW_STATE = 2  # the same for state that is not there yet: as for Adam
 _CHANGED = "the update had begun, and parameters or moments were changed: load them from a checkpoint before going on"
+_EXPLAINED = "_memscale_explained"
+_NOT_OURS = "its step is not torch.optim's own"
 _NO_ROOM = (
     "beside the state of those before it, one parameter alone does not fit; all is as before the step. Under a plan "
     "for less (a memory_budget, mode='aggressive') optimizer state waits on the host"
@@ -63,13 +65,15 @@ class CaughtSteps:
     def _begin(self, model: WeakModule) -> None:
         self._model = model
         self._ran_out = False
-        self._running: set[int] = set()
         self._ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._surroundings = _weakly_around(self)
-        self._surroundings.attach()
+        self._arithmetic = _weakly_around(self, CaughtSteps.around)
+        self._steps = _weakly_around(self, CaughtSteps.around_whole, whole=True)
+        for each in (self._arithmetic, self._steps):
+            each.attach()
 
     def undo(self) -> None:
-        self._surroundings.remove()
+        for each in (self._arithmetic, self._steps):
+            each.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"model": self._model}
@@ -83,7 +87,9 @@ class CaughtSteps:
         """Sees every optimizer of the process before it steps."""
         model = self._model()
         if model is not None and self._steps_ours(optimizer):
-            self._surroundings.install(type(optimizer))
+            self._arithmetic.install(type(optimizer))
+            if has_own_step(type(optimizer)):
+                self._steps.install(type(optimizer))
             executor = executor_of(model)
             if executor is not None:
                 executor.homes.note_optimizer(optimizer)
@@ -98,42 +104,43 @@ class CaughtSteps:
         return optimizer in self._ours
 
     def around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stands in the place of an optimizer class's own step."""
+        """Stands in the place of the arithmetic of a class of torch.optim."""
         optimizer: Optimizer = args[0]
-        if id(optimizer) in self._running or not self._steps_ours(optimizer):
+        if not self._steps_ours(optimizer):
             return step(*args, **kwargs)
-        self._running.add(id(optimizer))
-        try:
-            if not takes_a_closure_at_most(args, kwargs) or why_left_alone(optimizer) is not None:
-                return self._unwatched(step, args, kwargs)
-            answer, args, kwargs = answered(optimizer, args, kwargs)
+        reason = why_whole(optimizer)
+        if reason is not None:
+            return self._explained(reason, step, *args, **kwargs)
+        loss = evaluated(args, kwargs)
+        self._watched(optimizer, lambda: step(optimizer))
+        return loss
 
-            def call() -> Any:
-                if answer is not None:
-                    answer.times = 0
-                return step(*args, **kwargs)
-
-            return self._watched(optimizer, call)
-        finally:
-            self._running.discard(id(optimizer))
+    def around_whole(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stands in the place of a step that somebody else wrote, who may call one of torch.optim's in it."""
+        optimizer: Optimizer = args[0]
+        if not self._steps_ours(optimizer):
+            return step(*args, **kwargs)
+        return self._explained(why_whole(optimizer) or _NOT_OURS, step, *args, **kwargs)
 
     # ------------------------------------------------------------------ a step
 
-    def _unwatched(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _explained(self, reason: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return step(*args, **kwargs)
         except Exception as error:
-            if is_out_of_memory(error):
-                self._explain(error, "this optimizer looks at all parameters at once")
+            if is_out_of_memory(error) and not hasattr(error, _EXPLAINED):
+                self._explain(error, reason)
             raise
 
-    def _watched(self, optimizer: Optimizer, call: Callable[[], Any]) -> Any:
+    def _watched(self, optimizer: Optimizer, call: Callable[[], Any]) -> None:
         if self._is_short(optimizer):
-            return self._in_buckets(optimizer, call, SplitStep(optimizer))
-        split, watch = SplitStep(optimizer), _Watch(optimizer)
+            self._in_buckets(optimizer, call)
+            return
+        watch = _Watch(optimizer)
         try:
             with watch.looking():
-                return call()
+                call()
+            return
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -143,42 +150,41 @@ class CaughtSteps:
         if not watch.put_back():
             self._explain(failure, _CHANGED, came_from)
             raise failure
-        result = self._in_buckets(optimizer, call, split)
+        self._in_buckets(optimizer, call)
         self._say(failure)
-        return result
 
-    def _in_buckets(self, optimizer: Optimizer, call: Callable[[], Any], split: SplitStep) -> Any:
+    def _in_buckets(self, optimizer: Optimizer, call: Callable[[], Any]) -> None:
         everyone = members_of(optimizer)
         stepped = [member for member in everyone if member.parameter.grad is not None]
         pending = [member for member in everyone if member.parameter.grad is None]
         if not stepped:
-            return call()
+            call()
+            return
         pending += stepped[::-1]  # taken from the end: those without a gradient go with the last bucket
         limit = BUCKET_BYTES
         done: list[_Operands] = []
-        result: Any = None
-        with split:
+        is_kept = True  # what every bucket so far had before
+        with SplitStep(optimizer) as split:
             while pending:
                 bucket = _take(pending, limit)
                 operands = _Operands(optimizer, bucket)
                 split.show(bucket)
                 failure = _attempt(call)
-                if not isinstance(failure, Exception):
-                    result = failure.result
+                if failure is None:
                     if all(member.parameter.device.type != "cpu" for member in bucket):
                         done.append(operands)  # on the host, where there is room
+                    else:
+                        is_kept = False
                     continue
                 operands.put_back()
                 came_from = _free(optimizer, failure)
                 if len(bucket) == 1:
                     for earlier in done:
                         earlier.put_back()
-                    split.show(everyone)  # with their counters as they were
-                    self._explain(failure, _NO_ROOM, came_from)
+                    self._explain(failure, _NO_ROOM if is_kept else _CHANGED, came_from)
                     raise failure
                 pending += bucket[::-1]
                 limit = max(1, sum(map(_bytes_of, bucket)) // 2)
-        return result
 
     def _is_short(self, optimizer: Optimizer) -> bool:
         """Whether a device may not have what a step needs in between."""
@@ -199,6 +205,7 @@ class CaughtSteps:
         executor = None if model is None else executor_of(model)
         if executor is not None:
             add_note(error, explain(executor, "the optimizer's step", None, (), why), came_from)
+            setattr(error, _EXPLAINED, True)  # steps may be nested
 
     def _say(self, error: Exception) -> None:
         model = self._model()
@@ -212,19 +219,15 @@ class CaughtSteps:
             )
 
 
-class _Result:
-    def __init__(self, result: Any) -> None:
-        self.result = result
-
-
-def _attempt(call: Callable[[], Any]) -> _Result | Exception:
-    """What a call returned; the error, if memory ran out."""
+def _attempt(call: Callable[[], Any]) -> Exception | None:
+    """The error, if memory ran out."""
     try:
-        return _Result(call())
+        call()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         return error
+    return None
 
 
 class _Watch:
@@ -368,19 +371,19 @@ def _free_bytes(device: torch.device, wanted: int) -> int:
     return int(free + module.memory_reserved(device) - module.memory_allocated(device))
 
 
-def _weakly_around(steps: CaughtSteps) -> Surroundings:
+def _weakly_around(steps: CaughtSteps, around: Callable[..., Any], *, whole: bool = False) -> Surroundings:
     """Hooks are global, and must not keep a dropped model's steps alive."""
     reference = weakref.ref(steps)
 
-    def around(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def around_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         steps = reference()
-        return step(*args, **kwargs) if steps is None else steps.around(step, *args, **kwargs)
+        return step(*args, **kwargs) if steps is None else around(steps, step, *args, **kwargs)
 
     def meet(optimizer: Optimizer) -> None:
         steps = reference()
         if steps is not None:
             steps.meet(optimizer)
 
-    surroundings = Surroundings(around, meet)
+    surroundings = Surroundings(around_step, meet, whole=whole)
     surroundings.remove_with(steps)
     return surroundings

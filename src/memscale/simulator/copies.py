@@ -66,6 +66,8 @@ def _tensors_of(model: nn.Module, without: Collection[int]) -> list[torch.Tensor
     """Every tensor the model holds outside of some modules: parameters, buffers, and those kept as plain attributes."""
     found: dict[int, torch.Tensor] = {}
     for module in _modules_of(model, without):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise SimulationError("A scripted module can't be simulated; profile with a real run instead.")
         for value in (*module._parameters.values(), *module._buffers.values()):
             if value is not None:
                 found[id(value)] = value

@@ -93,6 +93,8 @@ def answered_by(target: torch.device) -> Iterator[None]:
         stack.enter_context(attribute(torch.amp.autocast_mode.autocast, "__init__", autocast_init))
         stack.enter_context(attribute(torch.amp.grad_scaler.GradScaler, "__init__", scaler_init))
         stack.enter_context(attribute(torch.nn.Module, "cuda", to_target))
+        # Before torch 2.12 Adam asks the CUDA runtime itself, which raises where there is no driver.
+        stack.enter_context(attribute(torch.cuda, "is_current_stream_capturing", lambda: False))
         stack.enter_context(attribute(torch, "Generator", VirtualGenerator))
         stack.enter_context(
             attribute(torch, "set_default_device", lambda device: set_default_device(rewrite.device(device)))

@@ -7,7 +7,7 @@ traces with. Without it a step could not be run without computing it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,13 @@ from memscale.simulator.kernels import gru_cell, gru_cell_backward
 from memscale.simulator.patches import attribute
 from memscale.simulator.remembered import FORGOTTEN, RememberingMode
 from memscale.simulator.tracking import DeviceTracker, op_name
+from memscale.simulator.workspace import lstm_workspace_bytes
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+LSTM = 2  # oneDNN's number for it
 
 MANY = ("_foreach_", "_fused_")  # operations on many tensors at once
 
@@ -46,9 +49,22 @@ def _group_norm_backward(
     return tuple(tensor if asked else None for tensor, asked in zip(made, wanted, strict=True))
 
 
-# torch has no shape rules for these, so that they are made of operations that it has them for; or, of group norm's
-# backward with values in 16 bits and weights in 32 (torch 2.13), one that gives them the type of the weights.
-SHAPES = {
+def _mkldnn_rnn_layer(values: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+    output, hidden, cell, workspace = aten.mkldnn_rnn_layer.default(values, *args)
+    mode, hidden_size, is_training = args[8], args[9], args[14]
+    if (
+        is_training and mode == LSTM and values.dim() == 3
+    ):  # its input is turned to (steps, samples, width) before it comes here
+        steps, samples, width = values.shape
+        workspace = workspace.new_empty(lstm_workspace_bytes(steps, samples, width, hidden_size))
+    return output, hidden, cell, workspace
+
+
+# torch has no shape rules for these, so that they are made of operations that it has them for; or rules that are
+# wrong (torch 2.13): of group norm's backward with values in 16 bits and weights in 32, which gives them the type of
+# the weights, and of oneDNN's LSTM, which has no workspace.
+SHAPES: dict[str, Callable[..., Any]] = {
+    "mkldnn_rnn_layer": _mkldnn_rnn_layer,
     "_thnn_fused_gru_cell": gru_cell,
     "_thnn_fused_gru_cell_backward": gru_cell_backward,
     "native_group_norm_backward": _group_norm_backward,
@@ -70,6 +86,11 @@ ANSWERS: dict[str, float] = {
 }
 FILLED = {"full": 1, "full_like": 1, "scalar_tensor": 0}  # position of the value in the arguments
 SAME_VALUE = {"_to_copy", "clone", "detach", "alias", "lift_fresh", "view", "_unsafe_view"}
+# Comparisons of activations: what they say is a guess, also of all of them together (`any`). Checks for values that
+# are not finite are not among them: a step is taken to pass them.
+COMPARISONS = {"gt", "lt", "ge", "le", "eq", "ne"}
+SAME_GUESS = SAME_VALUE | {"any", "all", "logical_not", "logical_and", "logical_or"}
+SAME_GUESS |= {"bitwise_not", "bitwise_and", "bitwise_or"}
 # Of a number that is not known: 1.0 would be worse, as optimizers divide by 1 - x.
 UNKNOWN_FLOAT = 0.5
 UNKNOWN_INT = 1
@@ -110,19 +131,24 @@ class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__ini
             return args[0].fake_device
         name = op_name(func)
         if name == "_local_scalar_dense":
+            self.guesses += _is_guess(args[0])
             return _number(args[0])
         if name == "record_stream" or (name.startswith(MANY) and _changes_values_only(name, args)):
             return None
-        func = SHAPES.get(name, func)
         if name in ("_pin_memory", "pin_memory"):
             func, args, kwargs = aten.clone.default, args[:1], {}
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if isinstance(result, FakeTensor) and result.numel() == 1:
             _remember_value(result, name, args)
+        if name in COMPARISONS or name in SAME_GUESS:
+            _remember_guess(result, name, args)
         known.follow(result, func, name, args, kwargs)
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = SHAPES.get(op_name(func))
+        if own is not None:
+            return own(*args, **kwargs)
         if torch._C._len_torch_dispatch_stack() == 1:  # nobody stands between this mode and the fake one
             mode = torch._C._get_dispatch_mode(_FAKE)
             if isinstance(mode, RememberingMode):
@@ -168,6 +194,22 @@ def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
         and first.dtype is second.dtype
         and first.fake_device == second.fake_device
     )
+
+
+def _is_guess(tensor: torch.Tensor) -> bool:
+    """Is a number made up, so that Python code that goes by it may do something else in training?"""
+    return getattr(tensor, "_memscale_value", None) is None or getattr(tensor, "_memscale_guess", False)
+
+
+def _remember_guess(result: Any, name: str, args: tuple[Any, ...]) -> None:
+    if not isinstance(result, FakeTensor):
+        return
+    if name in COMPARISONS:
+        guess = isinstance(args[0], torch.Tensor) and args[0].is_floating_point()
+    else:
+        guess = any(getattr(each, "_memscale_guess", False) for each in args)
+    if guess:
+        result._memscale_guess = True  # type: ignore[attr-defined]
 
 
 def _number(tensor: torch.Tensor) -> bool | int | float:

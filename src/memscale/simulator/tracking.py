@@ -1,4 +1,4 @@
-"""The memory tracker of a virtual GPU: its tensors, and the workspaces of cuBLAS."""
+"""The memory tracker of a virtual GPU: its tensors, the workspaces of cuBLAS, and temporaries inside of kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memscale.memory.tracker import MemoryTracker
-from memscale.simulator.workspace import MATMULS
+from memscale.simulator.workspace import MATMULS, TEMPORARIES
 
 
 def op_name(func: Any) -> str:
@@ -32,9 +32,22 @@ class DeviceTracker(MemoryTracker):  # type: ignore[no-untyped-call]  # its `__i
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if self._workspace_bytes and op_name(func) in MATMULS:
-            self._reserve_workspace(result)
+        if self._workspace_bytes:
+            self.temporary_bytes = 0
+            name = op_name(func)
+            if name in MATMULS:
+                self._reserve_workspace(result)
+            elif name in TEMPORARIES and args[0].device.type != "cpu":
+                self._allocate_temporaries(name, args)
         return result
+
+    def _allocate_temporaries(self, name: str, args: tuple[Any, ...]) -> None:
+        """Allocate what the kernel does beside its results, which are there already, and free it again."""
+        sizes = [size for size in TEMPORARIES[name](*args) if size]
+        what = f"a temporary of {name}"
+        self.temporary_bytes = sum(sizes)
+        for release in [self.hold(size, args[0].device, what) for size in sizes]:
+            release()
 
     def _reserve_workspace(self, result: torch.Tensor) -> None:
         # One workspace per handle, and a handle belongs to a thread: the training loop's, and the one that

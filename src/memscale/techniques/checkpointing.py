@@ -21,7 +21,7 @@ from memscale.execution_plan import Checkpointing
 from memscale.observe.recomputing import WatchedLayer
 from memscale.recompute import KeepPolicy, run_region
 from memscale.techniques.base import Site
-from memscale.techniques.forwards import ReplacedForward
+from memscale.techniques.forwards import ReplacedForward, top_forward
 
 if TYPE_CHECKING:
     from memscale.executor.record import Record
@@ -125,6 +125,7 @@ class SlicedForward(ReplacedForward):
             slices = slices if before._is_released else [*before._slices, *slices]
             self._before = before._before
         self._slices: list[Slice] = sorted(slices, key=lambda one: one.start)
+        self.is_opaque = bool(slices)
 
     def run(
         self,
@@ -155,7 +156,7 @@ def hold_place(model: nn.Module, record: Record) -> None:
     A call looks up `forward` before it runs the hooks. If a hook changes the plan, as on the first batch,
     what was looked up must be of ours to go by the new plan (`ReplacedForward.pass_on`).
     """
-    if type(model).forward is nn.Sequential.forward and "forward" not in vars(model):
+    if getattr(type(model), "forward", None) is nn.Sequential.forward and "forward" not in vars(model):
         record.set_attribute(model, "forward", SlicedForward(model, []), name="")
 
 
@@ -171,8 +172,8 @@ def _place(site: Site) -> tuple[str, int]:
     parents = {member.rpartition(".")[0] for member in layer.members}
     name = min(parents)
     container = site.model.get_submodule(name)
-    before = vars(container).get("forward")
-    in_order = type(container).forward is nn.Sequential.forward
+    before = top_forward(container)
+    in_order = getattr(type(container), "forward", None) is nn.Sequential.forward
     if len(parents) > 1 or not in_order or not (before is None or isinstance(before, SlicedForward)):
         raise WrapError(
             f"The plan's layer {layer.name!r} is the modules {', '.join(layer.members)}, which can be one "

@@ -19,6 +19,7 @@ from memscale.observe.meter import Meter
 from memscale.offload.mapped_parameters import MappedParameters
 from memscale.profiler.blocks import find_blocks
 from memscale.recompute._torch_private import graph_task_id, hooks_are_allowed
+from memscale.recompute.conditions import parameter_behind
 from memscale.techniques.base import Scene
 from memscale.techniques.forwards import ReplacedForward
 from memscale.tiling import Head, LazyLogits, lazy_logits
@@ -131,8 +132,6 @@ class HeadForward(ReplacedForward):
         self._device = device
         self._mapped = mapped
         self._meter = meter
-        # Inside an offloaded block the module has working copies when it runs, which must not be held on to.
-        self._homes = dict(module._parameters)
 
     def run(
         self,
@@ -146,7 +145,13 @@ class HeadForward(ReplacedForward):
             return forward(*args, **kwargs)
         if self._device is not None and hidden.device.type == "cpu":
             hidden = hidden.to(self._device, non_blocking=True)
-        weight, bias = self._home(module, "weight"), self._home(module, "bias")
+        # Inside an offloaded block the module has working copies when it runs, which must not be held on to.
+        weight, bias = (
+            None if each is None else parameter_behind(each)
+            for each in (module._parameters["weight"], module._parameters["bias"])
+        )
+        if not isinstance(weight, nn.Parameter) or not isinstance(bias, (nn.Parameter, type(None))):
+            return forward(*args, **kwargs)  # other weights, by torch.func.functional_call
         dtype = _computed_in(hidden, weight)
         tensors = [each for each in (hidden, weight, bias) if each is not None]
         if dtype is None or hidden.dim() < 2 or not any(each.requires_grad for each in tensors):
@@ -157,11 +162,6 @@ class HeadForward(ReplacedForward):
 
     def _seen_backward(self, gradient: torch.Tensor) -> None:
         self._meter.backward_pass(graph_task_id())
-
-    def _home(self, module: nn.Module, name: str) -> Any:
-        parameter = module._parameters.get(name)
-        is_own = parameter is None or isinstance(parameter, nn.Parameter)
-        return parameter if is_own else self._homes.get(name, parameter)
 
     @contextlib.contextmanager
     def _borrowed(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:

@@ -33,11 +33,12 @@ class MappedForward(ReplacedForward):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         # In evaluation too: the parameters are at home then as well.
+        if self._is_released:
+            return super().__call__(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self.outside_compiler(*args, **kwargs)
         module = self.module
-        forward = self._forward_of(module)
-        if self._is_released or torch.compiler.is_compiling():
-            return forward(*args, **kwargs)
-        return self.run(module, forward, args, kwargs)
+        return self.run(module, self._forward_of(module), args, kwargs)
 
     def run(
         self,
@@ -46,7 +47,9 @@ class MappedForward(ReplacedForward):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        mapped, parameters = self._mapped, list(module.parameters())
+        # Not other weights that `torch.func.functional_call` has put there.
+        mapped = self._mapped
+        parameters = [each for each in module.parameters() if isinstance(each, nn.Parameter)]
         mapped.watch(parameters)
         mapped.begin(parameters)
         try:

@@ -80,9 +80,11 @@ class StreamedForward(ReplacedForward):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         # In evaluation too: the parameters are at home then as well.
-        module = self.module
         if self._is_released:
-            return self._forward_of(module)(*args, **kwargs)
+            return super().__call__(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self.outside_compiler(*args, **kwargs)
+        module = self.module
         return self.run(module, self._forward_of(module), args, kwargs)
 
     def run(

@@ -34,8 +34,8 @@ class OptimizerState:
             states.restore()  # of a plan before this one
             return
         parameters = list(scene.model.parameters())
-        if settings.tier == "device":
-            parameters = scene.homes.on_disk
+        if settings.tier == "device" or (settings.tier == "disk" and scene.device.type != "cpu"):
+            parameters = scene.homes.on_disk  # on an accelerator the state of all others is beside them
         states.arrange(parameters, settings)
         record.add(_Arranged(states))
 

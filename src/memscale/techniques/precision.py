@@ -58,6 +58,8 @@ class MixedPrecision:
 def _objection(scene: Scene) -> str | None:
     if isinstance(scene.model, torch.jit.ScriptModule):
         return "the model is a scripted module, whose forward cannot be replaced"
+    if "_original_forward" in vars(scene.model):
+        return "accelerate has put mixed precision of its own on the model"
     kind = scene.device.type
     if not torch.amp.is_autocast_available(kind):
         return f"torch has no autocast for {kind}"
@@ -97,6 +99,8 @@ class AutocastForward(ReplacedForward):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self._successor is not None or self._is_released:
             return super().__call__(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self.outside_compiler(*args, **kwargs)
         module = self.module
         forward = self._forward_of(module)
         has_its_own = torch.is_autocast_enabled(self._device_type)

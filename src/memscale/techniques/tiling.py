@@ -215,7 +215,8 @@ class TiledForward(ReplacedForward):
         self._rows = rows
         self._attribute = place.attribute
         self._uses = place.uses
-        self._before = vars(module).get(place.attribute)
+        if place.attribute != "forward":
+            self._before = vars(module).get(place.attribute)
 
     def run(
         self,

@@ -16,7 +16,7 @@ from memscale.recompute._torch_private import hooks_are_allowed, surrounding_hoo
 from memscale.recompute.trees import Tree
 from memscale.techniques.base import Scene
 from memscale.techniques.checkpointing import SlicedForward
-from memscale.techniques.forwards import ReplacedForward
+from memscale.techniques.forwards import ReplacedForward, top_forward
 from memscale.techniques.offloading import StreamedForward
 
 if TYPE_CHECKING:
@@ -127,12 +127,12 @@ def _attach_activations(scene: Scene, record: Record, engine: SharedEngine) -> N
 def _attach_to(layer: LayerPlan, scene: Scene, record: Record, activations: Activations) -> None:
     names: Sequence[str] = layer.members
     container = names[0].rpartition(".")[0]
-    sliced = vars(scene.model.get_submodule(container)).get("forward")
+    sliced = top_forward(scene.model.get_submodule(container))
     if len(names) > 1 and isinstance(sliced, SlicedForward) and "checkpointing" in layer.techniques:
         names = [container]  # its slices are run, and recomputed, by the container
     for name in names:
         module = scene.model.get_submodule(name)
-        if not isinstance(vars(module).get("forward"), OffloadedForward):
+        if not isinstance(top_forward(module), OffloadedForward):
             record.set_attribute(module, "forward", OffloadedForward(module, activations), name=name)
 
 

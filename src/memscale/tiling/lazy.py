@@ -26,11 +26,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from memscale.errors import RecomputeError
 from memscale.recompute.inputs import version_of
+from memscale.tiling.first_order import first_order_only
 from memscale.tiling.head import Head, Step
 from memscale.tiling.lazy_tensor import Function, LazyTensor
 
@@ -202,7 +202,7 @@ class _Made(torch.autograd.Function):
         )
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs = ctx.saved_tensors
         with torch.enable_grad(), ctx.recipe.head.borrow([each for each in inputs[1:] if each is not None]):

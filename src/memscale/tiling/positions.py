@@ -13,8 +13,8 @@ same masks; they are other masks than the whole layer would have drawn, of the s
 (Note [Regions]) that has nothing else to fill, its recomputation stops there: the layer is computed twice in all,
 once in forward and once for backward, as if its block were recomputed without tiles.
 
-*Parameters* are taken from the modules when they are needed. Inside an offloaded block they are working copies in
-forward, and at home when backward comes: then they are fetched again, once for all tiles.
+*Parameters* are those that the modules have in forward. Inside an offloaded block these are copies on the device, in
+place of which the parameters behind them are held: they are fetched again in backward, once for all tiles.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from memscale.recompute._torch_private import (
@@ -39,6 +38,7 @@ from memscale.recompute.chain import no_links
 from memscale.recompute.conditions import Conditions, ModuleFlags, submodules
 from memscale.recompute.inputs import Inputs
 from memscale.recompute.trees import Tree
+from memscale.tiling.first_order import first_order_only
 from memscale.tiling.ranges import tiles_of
 
 __all__ = ["run_in_tiles"]
@@ -70,14 +70,12 @@ def run_in_tiles(function: Layer, x: torch.Tensor, rows: int, modules: Sequence[
     if not needs_gradient or not hooks_are_allowed():
         out = _forward(function, flat, rows)
         return out.reshape(*x.shape[:-1], out.shape[-1])
-    with slots.holding([each if isinstance(each, nn.Parameter) else None for each in tensors]):
-        flags = ModuleFlags(submodules(modules))  # of parameters alone: working copies must not be held on to
     call = _Call(
         function,
         rows,
         slots,
         Inputs(Tree.of(((flat,), {})), no_links, surrounding_hooks()),
-        Conditions(flags, [x.device.type]),
+        Conditions(ModuleFlags(submodules(modules)), [x.device.type]),
         x.device,
         [each.dtype for each in tensors],
     )
@@ -161,7 +159,7 @@ class _Tiles(torch.autograd.Function):
             return _forward(call.function, flat, call.rows)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call | None = ctx.call
         if call is None:
@@ -174,9 +172,11 @@ class _Tiles(torch.autograd.Function):
         call.conditions.check_parameters()
         ((flat,), _) = call.inputs.rebuild(graph_task_id())
         wanted = ctx.needs_input_grad[2:]
+        with call.conditions.replay():
+            parameters = call.slots.tensors()
         leaves = [
             each.detach().to(call.device, dtype).requires_grad_(is_wanted)
-            for each, dtype, is_wanted in zip(call.slots.tensors(), call.dtypes, wanted, strict=True)
+            for each, dtype, is_wanted in zip(parameters, call.dtypes, wanted, strict=True)
         ]
         trained = [leaf for leaf in leaves if leaf.requires_grad]
         sums: list[torch.Tensor | None] = [None] * len(trained)

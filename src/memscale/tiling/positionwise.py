@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from memscale.recompute._torch_private import LightDispatchMode
 from memscale.recompute.conditions import submodules
+from memscale.recompute.rng import HostRngState
 
 __all__ = ["NotPositionWise", "PositionWise", "show_position_wise"]
 
@@ -122,6 +123,7 @@ def show_position_wise(
     # Whoever simulates or measures is not to see this, nor to change what is found.
     with torch.no_grad(), _disable_current_modes(), _without_data(module):
         x = torch.empty(P, Q, width, dtype=dtype, device="meta")
+        random = HostRngState()
         try:
             with _Follow(x) as follow:
                 result = function(x)
@@ -131,6 +133,11 @@ def show_position_wise(
             raise NotPositionWise(
                 f"it cannot be followed ({type(error).__name__}: {str(error)[:80]})"
             ) from error
+        finally:
+            draws = random.has_moved()
+            random.restore()
+        if draws:
+            raise NotPositionWise("it draws from Python's or NumPy's random numbers, once a call")
         if not isinstance(result, torch.Tensor):
             raise NotPositionWise(f"it returns a {type(result).__name__}")
         if not follow.is_of_positions(result) or tuple(result.shape[:-1]) != (P, Q):

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from memscale.recompute.conditions import Conditions, ModuleFlags
+from memscale.tiling.first_order import first_order_only
 from memscale.tiling.ranges import tiles_of
 
 __all__ = ["run_in_query_tiles"]
@@ -73,7 +73,7 @@ class _QueryTiles(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         wanted = ctx.needs_input_grad[1:]

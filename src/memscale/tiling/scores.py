@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from memscale.tiling.first_order import first_order_only
 from memscale.tiling.lazy_tensor import Function, LazyTensor, follows
 from memscale.tiling.query_tiles import run_in_query_tiles
 
@@ -191,7 +191,7 @@ class _Made(torch.autograd.Function):
         return Tensor._make_wrapper_subclass(LazyScores, shape, dtype=dtype, device=query.device)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         wanted = [*ctx.needs_input_grad[:2], *ctx.needs_input_grad[4:]]
         with torch.enable_grad():

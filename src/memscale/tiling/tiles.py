@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from memscale.recompute._torch_private import backward_keeps_graph
 from memscale.recompute.conditions import Conditions, ModuleFlags
+from memscale.tiling.first_order import first_order_only
 from memscale.tiling.head import Head, Step, without_autocast
 from memscale.tiling.lazy import LazyLogits
 from memscale.tiling.ranges import tiles_of
@@ -122,7 +122,7 @@ class _Now(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # Only the last pass over the graph may spoil what it has saved.
         multiply = torch.Tensor.mul if backward_keeps_graph() else torch.Tensor.mul_
@@ -167,7 +167,7 @@ class _Later(torch.autograd.Function):
         return numbers
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         job, (hidden, weight, bias) = ctx.job, ctx.saved_tensors
         gradients = Gradients(job.head, hidden, ctx.needs_input_grad)

@@ -1,4 +1,4 @@
-"""How long `plan`, `wrap` and `find_batch_size` take: `python -m memscale.benchmarks.wrap_time`.
+"""How long `plan`, `wrap` and `find_batch_size` take: `python -m benchmarks.wrap_time`.
 
 Each figure is of a fresh process, in which nothing has been planned yet. Weights that are there have been written to,
 as real ones are; in BALANCED on a CPU `wrap` takes them to disk, mostly while it plans. What plain writes to the same
@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.tables import check_into, write_into
 from memscale.api import find_batch_size, plan, wrap
-from memscale.benchmarks.commands import check_into, check_writable, command_line, write_into
+from memscale.benchmarks.commands import check_writable, command_line
 from memscale.benchmarks.registry import find_model, quiet_transformers
 from memscale.benchmarks.results import write_atomically
 from memscale.config import Config
@@ -39,7 +40,7 @@ GPU = "RTX 3090"
 WAYS = ("plan, on meta", "wrap, on meta", "wrap, with weights", f"find_batch_size, {GPU}")
 PROBE_BYTES = 2**29
 PIECE_BYTES = 2**20
-_PROGRAM = "python -m memscale.benchmarks.wrap_time"
+_PROGRAM = "python -m benchmarks.wrap_time"
 _TABLE = "wrap_time"
 
 

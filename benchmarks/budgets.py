@@ -1,4 +1,4 @@
-"""`python -m memscale.benchmarks.budgets`: what the engine makes of a memory budget, against plans made by hand.
+"""`python -m benchmarks.budgets`: what the engine makes of a memory budget, against plans made by hand.
 
 Two tables, of GPT-2 Medium (4 × 512) on a simulated RTX 3090:
 
@@ -24,8 +24,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.tables import check_into, write_into
 from memscale.api import plan as make_plan
-from memscale.benchmarks.commands import check_into, check_writable, command_line, write_into
+from memscale.benchmarks.commands import check_writable, command_line
 from memscale.benchmarks.registry import find_model, quiet_transformers
 from memscale.benchmarks.results import write_atomically
 from memscale.config import Config
@@ -44,7 +45,7 @@ from memscale.units import format_bytes, parse_bytes
 
 __all__ = ["BudgetRow", "Selective", "budget_row", "main", "selective"]
 
-_PROGRAM = "python -m memscale.benchmarks.budgets"
+_PROGRAM = "python -m benchmarks.budgets"
 BUDGETS = ("8GiB", "6GiB", "4GiB", "3GiB", "2GiB", "1.5GiB")
 WORTH_A_LOOK = 1.05  # of a budget: the engine reckons better than that
 FEWER = 0.25  # of the operations that full checkpointing recomputes, which the engine's plan must not

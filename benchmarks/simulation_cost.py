@@ -1,6 +1,6 @@
 """What a simulation costs: time and memory of simulating two AdamW steps of GPT-2 XL, 1 × 512, on this machine.
 
-    python -m memscale.simulator.cost
+    python -m benchmarks.simulation_cost
 
 Needs the ``hf`` extra. The figures are of the simulation alone: importing torch and transformers is not in the
 time, and is in the memory.

@@ -1,6 +1,6 @@
 """What tracking costs: the time of a training step with the tracker over one without, on this machine.
 
-    python -m memscale.memory.cost
+    python -m benchmarks.tracking_cost
 
 Plain and tracked steps of a small GPT-2 take turns, so that whatever else the machine does meets both; a mode
 that does nothing takes its turn as well, as the part of the cost that is torch's own. Needs the ``hf`` extra.
@@ -97,7 +97,7 @@ def report(seconds: dict[str, list[float]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m memscale.memory.cost", description=(__doc__ or "").split("\n")[0]
+        prog="python -m benchmarks.tracking_cost", description=(__doc__ or "").split("\n")[0]
     )
     for name, default in (("layers", LAYERS), ("width", WIDTH), ("batch", BATCH), ("length", LENGTH)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")

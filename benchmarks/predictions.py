@@ -1,6 +1,6 @@
-"""`python -m memscale.benchmarks.predictions`: predicted peaks against observed ones, family by family.
+"""`python -m benchmarks.predictions`: predicted peaks against observed ones, family by family.
 
-Every family of `small_models.py` is wrapped and trained in every mode: on the executing virtual GPU with two batches,
+Every family of `tests/families.py` is wrapped and trained in every mode: on the executing virtual GPU with two batches,
 on the CPU with the larger of them. Exits with 1 if a prediction is off by more than its bound.
 """
 
@@ -18,9 +18,7 @@ from statistics import median
 
 import torch
 
-from memscale.benchmarks.choices import unknown_name
-from memscale.benchmarks.commands import check_into, check_writable, command_line, write_into
-from memscale.benchmarks.prediction_cases import (
+from benchmarks.prediction_cases import (
     BOUNDS,
     DEVICES,
     Device,
@@ -28,14 +26,17 @@ from memscale.benchmarks.prediction_cases import (
     PredictionRow,
     run_cases,
 )
+from benchmarks.tables import check_into, write_into
+from memscale.benchmarks.choices import unknown_name
+from memscale.benchmarks.commands import check_writable, command_line
 from memscale.benchmarks.results import write_atomically
 from memscale.benchmarks.run import MODES
-from memscale.benchmarks.small_models import SMALL_MODELS
 from memscale.errors import MemScaleError
+from tests.families import SMALL_FAMILIES
 
 __all__ = ["main", "markdown"]
 
-_PROGRAM = "python -m memscale.benchmarks.predictions"
+_PROGRAM = "python -m benchmarks.predictions"
 _TABLE = "predictions"
 _WRAPPED = tuple(mode for mode, config in MODES.items() if config is not None)
 _BATCHES = (8, 16)
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=_PROGRAM, description="Predicted peaks against observed ones.")
-    parser.add_argument("--families", type=_names, default=list(SMALL_MODELS), metavar="A,B")
+    parser.add_argument("--families", type=_names, default=list(SMALL_FAMILIES), metavar="A,B")
     parser.add_argument("--modes", type=_names, default=list(_WRAPPED), metavar="A,B")
     parser.add_argument("--batches", type=_sizes, default=list(_BATCHES), metavar="N,M")
     parser.add_argument("--on", type=_names, default=list(DEVICES), metavar="A,B", help="vgpu, cpu or both")
@@ -100,7 +101,7 @@ def _sizes(text: str) -> list[int]:
 
 def _cases(options: argparse.Namespace) -> list[PredictionCase]:
     for kind, names, allowed in (
-        ("family", options.families, SMALL_MODELS),
+        ("family", options.families, SMALL_FAMILIES),
         ("mode", options.modes, _WRAPPED),
         ("device", options.on, DEVICES),
     ):

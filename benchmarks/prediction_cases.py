@@ -24,11 +24,11 @@ from torch import nn
 from memscale.api import wrap
 from memscale.benchmarks.registry import quiet_transformers
 from memscale.benchmarks.run import MODES
-from memscale.benchmarks.small_models import SMALL_MODELS, Batch, SmallModel
 from memscale.execution_plan import Plan
 from memscale.executor import executor_of
 from memscale.memory.tracker import MemoryTracker
 from memscale.simulator import executing
+from tests.families import SMALL_FAMILIES, Batch, Family
 
 __all__ = ["BOUNDS", "DEVICES", "Device", "PredictionCase", "PredictionRow", "run_cases"]
 
@@ -102,7 +102,7 @@ def run_cases(cases: Sequence[PredictionCase]) -> Iterator[PredictionRow]:
 
 
 def _row(case: PredictionCase) -> PredictionRow:
-    model = SMALL_MODELS[case.family]
+    model = SMALL_FAMILIES[case.family]
     torch.manual_seed(0)
     with quiet_transformers():
         plan, peak = (_executed if case.device == "vgpu" else _measured)(model, case)
@@ -119,18 +119,18 @@ def _row(case: PredictionCase) -> PredictionRow:
     )
 
 
-def _executed(model: SmallModel, case: PredictionCase) -> tuple[Plan, int]:
+def _executed(model: Family, case: PredictionCase) -> tuple[Plan, int]:
     with executing(CAPACITY) as gpu:
         built = model.build().to(gpu.device)
-        batch = model.batch(case.batch, gpu.device)
+        batch = model.batch(gpu.device, case.batch)
         plan = _wrapped(built, batch, case.mode)
         peak = _peak_of_training(model, built, batch, gpu.tracker, gpu.device)
     return plan, peak
 
 
-def _measured(model: SmallModel, case: PredictionCase) -> tuple[Plan, int]:
+def _measured(model: Family, case: PredictionCase) -> tuple[Plan, int]:
     built = model.build()
-    batch = model.batch(case.batch)
+    batch = model.batch(batch_size=case.batch)
     plan = _wrapped(built, batch, case.mode)
     tensors = batch.values() if isinstance(batch, dict) else batch
     with MemoryTracker(built, *tensors) as tracker:
@@ -146,7 +146,7 @@ def _wrapped(model: nn.Module, batch: Batch, mode: str) -> Plan:
 
 
 def _peak_of_training(
-    model: SmallModel, built: nn.Module, batch: Batch, tracker: MemoryTracker, device: torch.device
+    model: Family, built: nn.Module, batch: Batch, tracker: MemoryTracker, device: torch.device
 ) -> int:
     optimizer = torch.optim.AdamW(built.parameters(), lr=LEARNING_RATE)
     for step in range(STEPS):

@@ -1,6 +1,6 @@
 """Results as tables in Markdown files.
 
-`python -m memscale.benchmarks.tables benchmarks/results/*.json --into README.md` writes them. A table
+`python -m benchmarks.tables benchmarks/results/*.json --into README.md` writes them. A table
 goes between two comments, each alone on its line, the first with the name of the results' file:
 
     <!-- table: rtx3090_plain -->
@@ -23,9 +23,9 @@ from memscale.benchmarks.choices import unknown_name
 from memscale.benchmarks.results import Results, write_atomically
 from memscale.errors import ConfigError, MemScaleError
 
-__all__ = ["main", "markdown", "replace_tables"]
+__all__ = ["check_into", "main", "markdown", "replace_tables", "write_into"]
 
-_PROGRAM = "python -m memscale.benchmarks.tables"
+_PROGRAM = "python -m benchmarks.tables"
 _OPEN = re.compile(r"<!-- table: *(.*?) *-->\s*")
 _CLOSE = re.compile(r"<!-- /table -->\s*")
 
@@ -104,6 +104,29 @@ def replace_tables(text: str, tables: Mapping[str, str]) -> tuple[str, tuple[str
     if name is not None:
         raise ConfigError(f"the table {name!r} is not closed: write <!-- /table --> below it.")
     return "".join(new), tuple(changed)
+
+
+def check_into(file: Path | None, names: Sequence[str]) -> None:
+    """Before a run of minutes, not after it: raise a ConfigError if a file has no place for the tables."""
+    if file is not None:
+        _with_tables(file, dict.fromkeys(names, ""))
+
+
+def write_into(file: Path, tables: Mapping[str, str]) -> None:
+    """Put tables between their markers in a Markdown file.
+
+    Raises:
+        ConfigError: the file can't be read, or has no such markers.
+    """
+    write_atomically(file, _with_tables(file, tables))
+
+
+def _with_tables(file: Path, tables: Mapping[str, str]) -> str:
+    try:
+        old = file.read_bytes().decode("utf-8")  # as bytes: reading as text would change the line ends
+        return replace_tables(old, tables)[0]
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        raise ConfigError(f"{file}: {error}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

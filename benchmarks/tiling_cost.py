@@ -1,6 +1,6 @@
 """What tiles cost and save: a head with its loss, and an MLP, whole and in tiles, on this machine.
 
-    python -m memscale.tiling.cost
+    python -m benchmarks.tiling_cost
 
 Times are processor time of one thread, the least of a few runs, whole and tiled in turn: only their ratio means
 something. Memory is the peak of tensor bytes of a forward and a backward pass, exact.

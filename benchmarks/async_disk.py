@@ -1,4 +1,4 @@
-"""Transfers beside the computation against transfers in its way: `python -m memscale.benchmarks.async_disk`.
+"""Transfers beside the computation against transfers in its way: `python -m benchmarks.async_disk`.
 
 Trains a stack of layers on this CPU with its activations on the disk tier, once with the asynchronous engine and once
 without, step by step in turns in one process, so that whatever else the machine does falls on both alike. The width
@@ -165,7 +165,7 @@ def _transfer_share(layers: int, elements: int, width: int, config: Config) -> f
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m memscale.benchmarks.async_disk")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.async_disk")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--elements", type=int, default=4 * 2**20, help="of the tensor between two layers")
     parser.add_argument("--width", type=int, help="of the layers (default: the one that balances best)")
@@ -210,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given += f" --width {runs[0].width}" + " --cached" * options.cached
         result = {
             "schema": 1,
-            "command": f"python -m memscale.benchmarks.async_disk{given}",
+            "command": f"python -m benchmarks.async_disk{given}",
             "source": "measured",
             "torch": torch.__version__,
             "page_cache": options.cached,

@@ -1,4 +1,4 @@
-"""MemScale against the switch that transformers has: `python -m memscale.benchmarks.against_transformers`.
+"""MemScale against the switch that transformers has: `python -m benchmarks.against_transformers`.
 
 Trains one GPT-2 on this CPU with `model.gradient_checkpointing_enable()` and with `memscale.wrap` in a mode that
 only recomputes, and compares peak memory (each in a fresh process) and step time (step by step in turns, in one
@@ -87,7 +87,7 @@ def time_ratios(model: str, batch: int, seq: int, rounds: int) -> list[float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m memscale.benchmarks.against_transformers")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.against_transformers")
     parser.add_argument("--model", default="gpt2-small")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=512)
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     result = {
         "schema": 1,
-        "command": f"python -m memscale.benchmarks.against_transformers --model {options.model} "
+        "command": f"python -m benchmarks.against_transformers --model {options.model} "
         f"--batch {options.batch} --seq {options.seq} --rounds {options.rounds}",
         "source": "measured",
         "torch": torch.__version__,

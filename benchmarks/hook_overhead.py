@@ -1,4 +1,4 @@
-"""What hooks cost where nothing is to be done: `python -m memscale.benchmarks.hook_overhead`.
+"""What hooks cost where nothing is to be done: `python -m benchmarks.hook_overhead`.
 
 A small model that the plan leaves as it is, trained plain and wrapped, step by step in turns in one process, so that
 whatever else the machine does falls on both alike. What is compared is the time of one processor: hooks run in the
@@ -65,7 +65,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m memscale.benchmarks.hook_overhead")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.hook_overhead")
     parser.add_argument("--model", default="gpt2-small")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq", type=int, default=64)
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         result = {
             "schema": 1,
-            "command": f"python -m memscale.benchmarks.hook_overhead --model {options.model} "
+            "command": f"python -m benchmarks.hook_overhead --model {options.model} "
             f"--batch {options.batch} --seq {options.seq} --rounds {options.rounds}",
             "source": "measured",
             "torch": torch.__version__,

@@ -1,0 +1,93 @@
+"""A gradient penalty under every technique: the right second derivatives, or an error that names the technique."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memscale
+from memscale import Config
+from memscale.errors import RecomputeError
+from pains.every_technique import BF16, PLANS, TILED, batch, build, device_of, off_by, on
+from pains.harness import counted_regions
+from wrapping import lossless
+
+
+def penalty(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """The gradients of the squared slope of the model's output: `output.sum()` has a constant gradient."""
+    model.zero_grad()
+    x = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    return [x.grad, *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
+
+
+def penalty_by_backward(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    x = x.detach().requires_grad_()
+    model(x).square().sum().backward(create_graph=True)
+    gradients = [each.grad for each in model.parameters()]
+    sum(each.square().sum() for each in gradients).backward()
+    found = [each.grad.detach().clone() for each in model.parameters()]
+    model.zero_grad()  # or the graph of gradients is in a cycle with them
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", "virtual GPU"])
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_second_derivatives_are_right(name: str, device: str) -> None:
+    with device_of(device) as where:
+        model, x = build(where), batch(where)
+        plain = [penalty(model, x), penalty_by_backward(model, x)]
+        for asynchronous in (False, True):
+            with on(build(where), PLANS[name], asynchronous=asynchronous) as executor:
+                ours = [penalty(executor.model, x), penalty_by_backward(executor.model, x)]
+            assert off_by(ours[0], plain[0]) <= (1e-14 if name.startswith(("host", "disk")) else 0)
+            assert off_by(ours[1], plain[1]) <= (1e-14 if name.startswith(("host", "disk")) else 0)
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_tiling_refuses(name: str) -> None:
+    x = batch().requires_grad_()
+    with on(build(), TILED[name]) as executor:
+        output = executor.model(x)
+        loss = output.sum()
+        if name == "tiled loss":
+            loss = nn.functional.cross_entropy(output.flatten(0, 1), torch.zeros(14).long())
+        with pytest.raises(RecomputeError, match="enable_tiling=False"):
+            torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_in_sixteen_bits_as_under_autocast() -> None:
+    model, x = build(dtype=torch.float32), batch(dtype=torch.float32)
+
+    def cast(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            return model(x).float()
+
+    plain = nn.Module()
+    plain.forward = cast  # type: ignore[method-assign]
+    plain.inner = model
+    expected = penalty(plain, x)
+    with on(model, BF16), counted_regions() as regions:
+        ours = penalty(model, x)
+    assert regions == [3]
+    assert off_by(ours, expected) == 0
+
+
+def test_a_wrapped_model_trains_right_or_says_what_is_in_the_way() -> None:
+    x = batch()
+    plain = penalty(build(), x)
+    model = memscale.wrap(build(), lossless("aggressive"), x)
+    with counted_regions() as regions:
+        assert off_by(penalty(model, x), plain) == 0
+    assert regions[0] > 0
+    memscale.detach(model)
+    large = x.repeat(1, 64, 1)
+    memscale.wrap(model, Config(mode="aggressive", use_mixed_precision=False, enable_logging=False), large)
+    plan = model._memscale_executor.plan
+    assert plan.loss is not None or any(layer.tiling for layer in plan.layers)
+    with pytest.raises(RecomputeError, match="enable_tiling=False"):
+        penalty(model, large)
