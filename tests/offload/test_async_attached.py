@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import functools
@@ -628,3 +629,24 @@ def test_wrap_takes_both_settings(taken: list[bool]) -> None:
         for ours, theirs in zip(run(wrap, gpu.device), expected, strict=True):
             assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
     assert any(taken)
+
+
+# What users change in between ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [ASYNC, ASYNC.replace(async_offload=False)], ids=["ahead", "when needed"])
+def test_a_layer_that_is_replaced_is_not_fetched_any_more(config: Config) -> None:
+    """A new head on a trained model: the old one is gone, and the others train on as the plain ones do."""
+
+    def run(wrapped: bool) -> list[torch.Tensor]:
+        with executing() as gpu:
+            model, x = stack().to(gpu.device), torch.ones(8, 64, device=gpu.device)
+            gpu.manual_seed(3)
+            with attached(model, plan_for(model), config) if wrapped else contextlib.nullcontext():
+                steps(model, x, 2)
+                model[3] = nn.Sequential(nn.Tanh())
+                gc.collect()
+                found = [*step(model, x), *step(copy.deepcopy(model), x)]
+            return [*found, *step(model, x)]
+
+    assert_equal(run(True), run(False))

@@ -234,7 +234,7 @@ def _smaller(case: Case) -> Iterator[Case]:
         yield from _with_default(case, "model", model, name)
     for name in ("fields", "sample", "optimizer_first"):
         yield from _with_default(case, "plan", plan, name)
-    for name in ("schedule", "groups"):
+    for name in ("schedule", "groups", "in_backward"):
         yield from _with_default(case, "loop", loop, name)
     if loop.optimizer != "SGD":
         yield replace(case, loop=replace(loop, optimizer="SGD", options={"lr": 0.05}))
@@ -259,7 +259,7 @@ def _smaller_stacks(stack: Stack) -> Iterator[Stack]:
             yield replace(stack, pieces=pieces)
     if stack.blocks > 2:
         yield replace(stack, blocks=2, frozen=())
-    for name in ("form", "calls", "one_module", "result", "keyword", "frozen"):
+    for name in ("form", "calls", "one_module", "result", "keyword", "scaled", "frozen"):
         default = stack.__dataclass_fields__[name].default
         if getattr(stack, name) != default:
             yield replace(stack, **{name: default})

@@ -50,6 +50,7 @@ class Stack:
         residual: Each block adds its input to its result.
         result: What a block returns: a "tensor", a "tuple", a "dict" or, with what it was called with, "pair".
         keyword: Blocks get a second tensor by name.
+        scaled: A block's result is multiplied by a parameter of the block, and so is always a new tensor.
         frozen: Numbers of blocks that are not trained.
     """
 
@@ -61,6 +62,7 @@ class Stack:
     residual: bool = True
     result: str = "tensor"
     keyword: bool = False
+    scaled: bool = True
     frozen: tuple[int, ...] = ()
 
 
@@ -117,13 +119,16 @@ class StepSpec:
         batch: Samples in each.
         length: Positions in each.
         losses: "one", "two" (two backward passes over one graph), "sum" (of two calls), "grad"
-            (`torch.autograd.grad`), "penalty" (double backward) or "inputs" (backward to some parameters only).
+            (`torch.autograd.grad`), "penalty" (double backward), "inputs" (backward to some parameters only),
+            "adversarial" (the gradient of the input, too) or "functional" (a call with other weights).
         clip: "norm", "value" or None.
         autocast: Forward runs under autocast.
         closure: The optimizer gets a closure.
         skip: What is left out: "nothing", "step" or "backward".
         zero: How gradients are cleared: "none", "zeros", "model" or "by hand".
         before: What happens before the step; see `loops`.
+        evaluating: The step is made in evaluation mode.
+        anomaly: The step is made under autograd's anomaly detection.
     """
 
     micro_batches: int = 1
@@ -136,17 +141,20 @@ class StepSpec:
     skip: str = "nothing"
     zero: str = "none"
     before: str = "nothing"
+    evaluating: bool = False
+    anomaly: bool = False
 
 
 @dataclass(frozen=True)
 class LoopSpec:
-    """A training loop."""
+    """A training loop; `in_backward`: each parameter has an optimizer of its own, which steps in backward."""
 
     optimizer: str
     options: dict[str, Any]
     steps: tuple[StepSpec, ...]
     schedule: bool = False
     groups: int = 1
+    in_backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -342,6 +350,7 @@ def _stack(draw: random.Random) -> Stack:
         residual=_maybe(draw, 0.6),
         result="tensor" if plain else draw.choice(["tensor", "tensor", "tensor", "tuple", "dict", "pair"]),
         keyword=not plain and _maybe(draw, 0.2),
+        scaled=_maybe(draw, 0.5),
         frozen=frozen if _maybe(draw, 0.12) else (),
     )
 
@@ -407,6 +416,10 @@ BEFORE = [
     "copy",
     "fail",
     "inference",
+    "to device",
+    "replace head",
+    "assign",
+    "hook",
 ]
 
 
@@ -417,13 +430,17 @@ def _step(draw: random.Random) -> StepSpec:
         micro_batches=draw.choice([1, 1, 1, 2, 3]),
         batch=batch,
         length=length,
-        losses=draw.choice(["one"] * 20 + ["two", "sum", "grad", "inputs"] * 2 + ["penalty"]),
+        losses=draw.choice(
+            ["one"] * 20 + ["two", "sum", "grad", "inputs", "adversarial", "functional"] * 2 + ["penalty"]
+        ),
         clip=draw.choice([None, None, "norm", "value"]),
         autocast=_maybe(draw, 0.06),
         closure=_maybe(draw, 0.06),
         skip=draw.choice(["nothing"] * 8 + ["step", "backward"]),
         zero=draw.choice(["none", "none", "zeros", "model", "by hand"]),
         before=draw.choice(BEFORE) if _maybe(draw, 0.3) else "nothing",
+        evaluating=_maybe(draw, 0.06),
+        anomaly=_maybe(draw, 0.03),
     )
 
 
@@ -433,12 +450,15 @@ def _loop(draw: random.Random) -> LoopSpec:
     options = OPTIMIZERS[name](draw)
     if _maybe(draw, 0.2):
         options["foreach"] = draw.choice([True, False])
+    elif name in ("Adam", "AdamW", "SGD") and _maybe(draw, 0.1):
+        options["fused"] = True
     return LoopSpec(
         optimizer=name,
         options=options,
         steps=tuple(_step(draw) for _ in range(draw.choice([2, 3, 3, 4]))),
         schedule=_maybe(draw, 0.25),
         groups=draw.choice([1, 1, 1, 2]),
+        in_backward=_maybe(draw, 0.05),
     )
 
 
@@ -447,7 +467,14 @@ def _sensible(case: Case) -> Case:
     model = case.model
     if not model.tokens and model.head in ("tied", "borrowed"):
         model = replace(model, head="linear")
-    return replace(case, model=model)
+    loop = case.loop
+    if loop.in_backward:  # gradients are gone when backward ends: there is nothing to accumulate or to clip
+        steps = tuple(
+            replace(step, micro_batches=1, clip=None, losses="one", closure=False, skip="nothing")
+            for step in loop.steps
+        )
+        loop = replace(loop, steps=steps, schedule=False)
+    return replace(case, model=model, loop=loop)
 
 
 # Building it ----------------------------------------------------------------------------------------
@@ -476,14 +503,16 @@ class Block(nn.Module):
     def __init__(self, stack: Stack, build: Build) -> None:
         super().__init__()
         self.parts = nn.Sequential(*(build_piece(piece, build) for piece in stack.pieces))
-        self.scale = nn.Parameter(torch.ones(build.width))
+        self.scale = nn.Parameter(torch.ones(build.width)) if stack.scaled else None
         self.residual = stack.residual
         self.result = stack.result
 
     def forward(self, x: torch.Tensor, beside: torch.Tensor | None = None) -> Any:
         if beside is not None:
             x = x + beside
-        y = self.parts(x) * self.scale
+        y = self.parts(x)
+        if self.scale is not None:
+            y = y * self.scale
         if self.residual:
             y = x + y
         if self.result == "tuple":

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.utils._pytree import tree_leaves
 
-from properties.generator import FEATURES, WORDS, Case, StepSpec, build_model, loss_of
+from properties.generator import FEATURES, WORDS, Block, Case, StepSpec, build_model, loss_of
 
 Wrap = Callable[[nn.Module, tuple[tuple[Any, ...], dict[str, Any]], Case], None]
 Seen = list[tuple[str, Any]]
@@ -45,6 +46,7 @@ class Training:
         self.model: nn.Module = build_model(case).to(device)
         seed_all(case.seed)
         self._saved: dict[str, Any] | None = None
+        self._handles: list[Any] = []
         if case.plan.optimizer_first:
             self._make_optimizer()
             self.wrap()
@@ -57,7 +59,10 @@ class Training:
         for number, step in enumerate(self.case.loop.steps):
             self._at = f"step {number}"
             self._before(number, step)
-            self._step(number, step)
+            self.model.train(not step.evaluating)
+            with torch.autograd.set_detect_anomaly(step.anomaly):
+                self._step(number, step)
+            self.model.train()
             self._look()
         self._at = "detached"
         self.detach()
@@ -102,8 +107,16 @@ class Training:
     def _losses(self, number: int, micro: int, step: StepSpec) -> list[torch.Tensor]:
         """The losses of a batch: one, or with what the model returns beside its logits two."""
         args, kwargs = self._call(number, micro, step)
+        if step.losses == "adversarial":
+            self._inputs = [
+                leaf.requires_grad_() for leaf in tree_leaves((args, kwargs)) if leaf.is_floating_point()
+            ]
         with self._autocast(step):
-            out = self.model(*args, **kwargs)
+            if step.losses == "functional":
+                weights = {name: each * 0.9 for name, each in self.model.named_parameters()}
+                out = torch.func.functional_call(self.model, weights, args, kwargs)
+            else:
+                out = self.model(*args, **kwargs)
         labels = self._batch(number, micro, step)[1]
         if isinstance(out, torch.Tensor):
             return [loss_of(out, labels), out.float().square().mean()]
@@ -133,7 +146,19 @@ class Training:
         if loop.groups == 2 and len(parameters) > 1:
             lr = loop.options["lr"]
             groups = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": lr / 2}]
-        self.optimizer = getattr(torch.optim, loop.optimizer)(groups, **loop.options)
+        kind = getattr(torch.optim, loop.optimizer)
+        self.optimizer = kind(groups, **loop.options)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if loop.in_backward:
+            own = {each: kind([each], **loop.options) for each in parameters if each.requires_grad}
+
+            def step(parameter: nn.Parameter) -> None:
+                own[parameter].step()
+                parameter.grad = None
+
+            self._handles += [each.register_post_accumulate_grad_hook(step) for each in own]
         self.scheduler = None
         if loop.schedule:
             self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.5, 1.0, total_iters=3)
@@ -160,7 +185,7 @@ class Training:
             self._see("loss", self.optimizer.step(closure))
             return
         self._see("loss", forward_and_backward())
-        if step.skip == "nothing":
+        if step.skip == "nothing" and not self.case.loop.in_backward:
             self.optimizer.step()
             if self.scheduler is not None:
                 self.scheduler.step()
@@ -209,6 +234,9 @@ class Training:
             loss.backward(inputs=trained[::2])
         else:
             loss.backward()
+        if step.losses == "adversarial":
+            for each in self._inputs:
+                self._see("gradient of the input", each.grad)
         return loss
 
     def _zero(self, how: str) -> None:
@@ -260,6 +288,20 @@ class Training:
             args, kwargs = self._call(number + 50, 0, step)
             with torch.no_grad():
                 self._see_output("copy", other(*args, **kwargs))
+        elif what == "to device":
+            self.model.to(self.device)
+        elif what == "replace head":
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(number)
+                self.model.head = nn.Linear(self.case.model.width, WORDS).to(self.device)
+            self._make_optimizer()
+        elif what == "assign":
+            weights = {name: value.detach().clone() for name, value in self._state().items()}
+            self.model.load_state_dict(weights, assign=True)
+            self._make_optimizer()
+        elif what == "hook":
+            block = next(each for each in self.model.modules() if isinstance(each, Block))
+            block.register_forward_pre_hook(_scaled)
         elif what == "fail":
             with contextlib.suppress(RuntimeError, IndexError, AssertionError):
                 self.model(torch.zeros(2, 3, 7, 2, device=self.device))
@@ -280,7 +322,7 @@ class Training:
         self.seen.append((f"{self._at}: {name}", value))
 
     def _see_output(self, name: str, output: Any) -> None:
-        for index, leaf in enumerate(torch.utils._pytree.tree_leaves(output)):
+        for index, leaf in enumerate(tree_leaves(output)):
             self._see(f"{name} {index}", leaf)
 
     def _state(self) -> dict[str, torch.Tensor]:
@@ -317,6 +359,10 @@ class Training:
             self._see(f"hooks of {name}", len(parameter._backward_hooks or {}))
         self._see("names of the state", sorted(self.model.state_dict()))
         self._see("training", [module.training for module in self.model.modules()])
+
+
+def _scaled(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (args[0] * 0.9, *args[1:])
 
 
 def seed_all(seed: int) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["exchange_data"]
+__all__ = ["exchange_data", "swap_keeping_hooks"]
 
 
 def exchange_data(parameter: nn.Parameter, new: torch.Tensor) -> None:
@@ -24,10 +24,20 @@ def exchange_data(parameter: nn.Parameter, new: torch.Tensor) -> None:
             parameter.data = new
         else:
             old = nn.Parameter(new, parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, old)  # type: ignore[no-untyped-call]
+            swap_keeping_hooks(parameter, old)
             if not isinstance(old, FakeTensor):
                 # The graph of the last loss, which a loop holds though it is through with it, refers to `old`.
                 old.data = old.data.new_empty(0)
+
+
+def swap_keeping_hooks(parameter: nn.Parameter, new: nn.Parameter) -> None:
+    """Exchange two parameters as `torch.utils.swap_tensors` does; the first keeps the hooks on its gradient.
+
+    They belong to what is swapped: an optimizer that steps inside backward would never be called again.
+    """
+    new._backward_hooks = parameter._backward_hooks
+    new._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    torch.utils.swap_tensors(parameter, new)  # type: ignore[no-untyped-call]
 
 
 def _can_be_set(parameter: nn.Parameter, new: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from memscale.errors import WrapError
+from memscale.offload.data import swap_keeping_hooks
 from memscale.units import format_bytes
 
 __all__ = ["Materialised", "has_meta_tensors", "is_on_meta", "own_tensors", "tie_on_meta", "tied_names"]
@@ -141,7 +142,7 @@ def _become(parameter: nn.Parameter, values: torch.Tensor) -> None:
     new = nn.Parameter(values, parameter.requires_grad)
     vars(new).update(vars(parameter))  # what others have noted on it
     try:
-        torch.utils.swap_tensors(parameter, new)  # type: ignore[no-untyped-call]
+        swap_keeping_hooks(parameter, new)
     except RuntimeError as error:
         raise WrapError(
             f"A parameter of the shape {tuple(parameter.shape)} is on the meta device and can't be given memory: "

@@ -26,7 +26,9 @@ __all__ = ["Attributes"]
 
 _PLAIN = frozenset({int, float, bool, str, complex, type(None)})
 _GENERATORS = frozenset({torch.Generator, random.Random})  # and NumPy's, by its interface: it may be missing
-_NOT_LOOKED_AT = frozenset({"_memscale_executor", "forward", "training"})  # others take care of these
+_NOT_LOOKED_AT = frozenset(
+    {"_memscale_executor", "_memscale_forward", "forward", "training"}
+)  # others take care of these
 _MISSING = object()  # the value of an attribute that was not there
 
 

@@ -70,8 +70,9 @@ def run_region(
     """Call a function so that backward recomputes what it needs instead of finding it saved.
 
     Loss and gradients are bit for bit those of the plain call, dropout included, as long as the function
-    depends on its arguments, `modules` and the global random generators of torch, Python and NumPy only:
-    generator objects of its own and attributes counted up in Python are not put back.
+    depends on its arguments, `modules` and the global random generators of torch, Python and NumPy only. Of
+    the modules, parameters, buffers, plain attributes and generators are put back; containers that forward
+    changes, such as a list that it appends to, are not.
 
     Where gradients are off, or nothing requires one, this is the plain call; so it is for modules that cannot
     be run again: a lazy one in its first call, a scripted one.
@@ -81,7 +82,7 @@ def run_region(
         args: Its positional arguments. Tensors are found in nested containers too.
         kwargs: Its keyword arguments.
         modules: The modules that the function uses, whose submodules count as well: their flags are put back
-            for the recomputation, and their buffers neither spoil it nor are changed by it.
+            for the recomputation, and their buffers and attributes neither spoil it nor are changed by it.
         keep: Operations whose outputs are kept instead of recomputed; see `KeepPolicy`.
         chain: Do not keep an input that is the output of the region before; see Note [Chained regions].
         device_types: Devices whose random state matters, besides the CPU and those of `args` and `modules`.

@@ -98,9 +98,9 @@ class Saved:
 
 
 CAUSES = (
-    "Likely causes: the function depends on something that changed since forward, such as a Python counter "
-    "or flag, a random generator object of its own, a cache that it appends to (use_cache=True), or a global "
-    "setting. Make the function depend on its arguments, its modules and the global random generators only, or "
+    "Likely causes: the function depends on something that changed since forward, such as a counter, a flag or "
+    "a random generator that is not an attribute of a module, a cache that it appends to (use_cache=True), or a "
+    "global setting. Make the function depend on its arguments, its modules and the global random generators only, or "
     "switch recomputation off: memscale.Config(enable_checkpointing=False)."
 )
 

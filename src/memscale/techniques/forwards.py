@@ -195,7 +195,12 @@ class ReplacedForward:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         model = self._model  # may be here before the state, where the pickle begins at this very object
-        vars(self).update(state, _module=weakref.ref(state["_module"]), _model=model)
+        module = state["_module"]
+        vars(self).update(state, _module=_gone if module is None else weakref.ref(module), _model=model)
+
+
+def _gone() -> None:
+    """Stand in for the reference to a module that the user has replaced."""
 
 
 def _dispatch_for(kind: type[nn.Module]) -> Callable[..., Any]:

@@ -120,8 +120,11 @@ class StreamedForward(ReplacedForward):
         self._prefetcher = prefetcher
 
     def needs(self, *, in_backward: bool) -> list[tuple[nn.Parameter, torch.dtype]]:
-        """The parameters that a prefetcher is to fetch, and in which type."""
-        wanted = WorkingCopies(list(self.module.modules()), self._device).wanted()
+        """The parameters that a prefetcher is to fetch, and in which type; none if the module has been replaced."""
+        module = self._module()
+        if module is None:
+            return []
+        wanted = WorkingCopies(list(module.modules()), self._device).wanted()
         # As the last pass had them: autocast may be off where a pass begins.
         types = self._refetched if in_backward else self._types
         if not in_backward and not types:
