@@ -21,8 +21,9 @@ from memscale.executor import EXECUTOR, Executor, copy_early, disk_of, executor_
 from memscale.hardware import Hardware, detect, virtual_hardware
 from memscale.observe.metrics import Metrics
 from memscale.offload.homes import training_device
+from memscale.optimizer_needs import OptimizerNeeds, needs_of
 from memscale.planning import fits, make_plan
-from memscale.profiler import hinted_sample, sample_of
+from memscale.profiler import Place, hinted_sample, sample_of
 from memscale.recovery import StepGuard
 from memscale.replanning import follow_batch
 from memscale.report.log import logger, speaking
@@ -53,13 +54,16 @@ def wrap(
         sample_input: a batch as the model is called with it: a tensor, a tuple, a dict or a batch object.
             Without it the model's own hints are used, and the plan is made anew from the first training
             batch.
-        optimizer: the optimizer, if there is one already.
+        optimizer: the optimizer, if there is one already: the plan reckons with the state that it keeps, by its
+            class, its settings (``amsgrad``, ``momentum``, ...) and the parameters that it steps. AdamW over all of
+            them if not given.
         async_offload: overrides ``config.async_offload``.
         async_config: overrides ``config.async_config``.
 
     Raises:
         WrapTypeError: ``target`` or another argument is of a wrong type.
-        WrapError: the model has no parameters, or some on the meta device that nothing initialises.
+        WrapError: the model has no parameters, or some on the meta device that nothing initialises; the optimizer steps
+            none of them.
         ProfileError: the model does not run on ``sample_input``.
 
     Example:
@@ -71,12 +75,12 @@ def wrap(
     settings = _settings(config, async_offload, async_config)
     _check_optimizer(optimizer)
     if isinstance(target, nn.Module):
-        _wrap_module(target, settings, sample_input)
+        _wrap_module(target, settings, sample_input, optimizer)
         return target
     if _is_trainer(target):
         from memscale.integrations.huggingface import wrap_trainer
 
-        wrap_trainer(cast(Any, target), lambda model: _wrap_module(model, settings, sample_input))
+        wrap_trainer(cast(Any, target), lambda model: _wrap_module(model, settings, sample_input, optimizer))
         return target
     raise WrapTypeError(
         f"memscale.wrap takes an nn.Module or a Hugging Face Trainer, got {_kind(target)}. "
@@ -113,6 +117,8 @@ def optimize(
 ) -> Iterator[Executor]:
     """Wrap a model for the length of a block; it is detached at the end, also after an exception.
 
+    The arguments are those of ``wrap``.
+
     Example:
         >>> model = nn.Linear(4, 1)
         >>> quiet, batch = Config(enable_logging=False), torch.ones(2, 4)
@@ -139,6 +145,7 @@ def plan(
     hardware: str | int | Hardware | None = None,
     *,
     strict: bool = False,
+    optimizer: Optimizer | None = None,
 ) -> Plan:
     """What ``wrap`` would do, with its predicted peak and step-time ratio; nothing is attached.
 
@@ -149,6 +156,7 @@ def plan(
         hardware: a GPU that is not there (``"RTX 3090"``), a size in bytes, or a ``Hardware``; the machine's
             own device if not given.
         strict: Raise if no plan fits, instead of returning the smallest one with a note that says so.
+        optimizer: as for ``wrap``.
 
     Raises:
         DoesNotFitError: ``strict``, and no plan fits the device or the budget.
@@ -162,8 +170,9 @@ def plan(
     if not isinstance(model, nn.Module):
         raise WrapTypeError(f"memscale.plan takes an nn.Module, got {_kind(model)}.")
     settings = _settings(config, None, None)
+    _check_optimizer(optimizer)
     there = _hardware(model, hardware, settings)
-    decided = _plan(model, sample_input, settings, there)
+    decided = _plan(model, sample_input, settings, there, optimizer=optimizer)
     if strict and not fits(decided, there, settings):
         raise DoesNotFitError(_what_is_missing(decided, there, settings))
     return decided
@@ -208,7 +217,7 @@ def find_batch_size(
 # ---------------------------------------------------------------------- the parts
 
 
-def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
+def _wrap_module(model: nn.Module, config: Config, sample_input: Any, optimizer: Optimizer | None) -> None:
     if next(model.parameters(), None) is None:
         raise WrapError(
             f"{type(model).__name__} has no parameters, so that there is nothing to train. "
@@ -219,7 +228,8 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
     # Of a model that is wrapped already, what goes to disk is most likely there.
     begin = None if executor_of(model) is not None else functools.partial(copy_early, model, disk)
     try:
-        decided = _plan(model, sample_input, config, hardware, on_likely=begin)
+        needs = None if optimizer is None else needs_of(optimizer, model, Place.of(hardware.device))
+        decided = _plan(model, sample_input, config, hardware, on_likely=begin, optimizer=needs)
         executor = Executor(
             model,
             decided,
@@ -230,6 +240,7 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
             metrics=Metrics(config.observability_port),
             disk=disk,
         )
+        executor.optimizer = needs
         if sample_input is not None:
             executor.batches.add(named_shapes(model, sample_of(sample_input, model)))
         with speaking(config) as log:  # first: a log file that cannot be opened leaves the model as it is
@@ -263,14 +274,17 @@ def _plan(
     hardware: Hardware,
     *,
     on_likely: Callable[[Plan], None] | None = None,
+    optimizer: Optimizer | OptimizerNeeds | None = None,
 ) -> Plan:
     """Plan a model as it is without MemScale, whether or not it is wrapped now."""
     executor = executor_of(model)
     with executor.suspended() if executor is not None else contextlib.nullcontext():
         if sample_input is not None:
-            return make_plan(model, sample_of(sample_input, model), config, hardware, on_likely=on_likely)
+            sample = sample_of(sample_input, model)
+            return make_plan(model, sample, config, hardware, on_likely=on_likely, optimizer=optimizer)
         try:
-            return make_plan(model, hinted_sample(model), config, hardware, on_likely=on_likely)
+            hinted = hinted_sample(model)
+            return make_plan(model, hinted, config, hardware, on_likely=on_likely, optimizer=optimizer)
         except ProfileError:
             # The model's hints were a guess of ours, and a wrong one.
             return make_plan(model, None, config, hardware)

@@ -169,11 +169,20 @@ class Rows:
         return self._known_ahead[key]
 
     def _temporaries(self, odd_home: bool) -> int:
-        """Adam on a CPU makes two temporaries of one parameter at a time; elsewhere see `_stepping`."""
+        """What a step makes of one parameter at a time; for what it makes of all at once see `_stepping`."""
+        largest = int(self._step_temporaries[1] * self._profile.largest_gradient_bytes)
         if self.terms.kind != "cpu":
-            return self.terms.bucket_bytes if self.terms.state_share < 1 else 0  # moments in 32 bits again
+            return largest + (
+                self.terms.bucket_bytes if self.terms.state_share < 1 else 0
+            )  # moments in 32 bits again
         # The largest are embeddings: at home they are stepped in buckets.
-        return self.terms.bucket_bytes if odd_home else 2 * self._profile.largest_gradient_bytes
+        return self.terms.bucket_bytes if odd_home else largest
+
+    @functools.cached_property
+    def _step_temporaries(self) -> tuple[float, float]:
+        """AdamW makes two temporaries of one parameter at a time on a CPU, elsewhere one of all at once (foreach)."""
+        adamw = (0.0, 2.0) if self.terms.kind == "cpu" else (1.0, 0.0)
+        return self._profile.step_temporaries or adamw
 
     def _may_be_home(self, odd: bool) -> list[tuple[bool, ...]] | None:
         """For each block whether its parameters may be, or must be, at home.
@@ -393,8 +402,8 @@ class Rows:
         return self._profile.at_home and self.terms.working_share < 1 and block.role == "repeated"
 
     def _stepping(self, block: BlockProfile) -> int:
-        """The gradients and, but on a CPU, one temporary of all parameters at once (foreach)."""
-        return block.gradient_bytes * (1 if self.terms.kind == "cpu" else 2)
+        """The gradients, and temporaries of all parameters at once."""
+        return block.gradient_bytes + int(self._step_temporaries[0] * block.gradient_bytes)
 
 
 def _recomputed(block: BlockProfile, choice: Choice) -> int:
