@@ -39,6 +39,7 @@ from memscale.profiler.place import Place
 from memscale.profiler.sample import Sample
 from memscale.simulator.tracking import DeviceTracker
 from memscale.simulator.workspace import workspace_bytes
+from memscale.techniques.optimizer_state import takes_all_state
 
 COUNT_BYTES = 4
 REPLAYS = 2  # the third step finds what the second has left
@@ -218,7 +219,8 @@ def _step(
         call.release()
         needs = optimizer or _adamw(model, device)
         here = _stepped_here(model, device, needs)
-        _add_state(here, plan, model, tracker, device, needs, on_disk)
+        config = None if executor is None else executor.config
+        _add_state(here, plan, model, tracker, device, needs, on_disk, config)
         _make_temporaries([each for _, each in here if id(each) not in on_disk], needs)
         if on_disk and plan is not None and plan.optimizer is not None:
             _pages_of_a_bucket(plan.optimizer.bucket_bytes)
@@ -265,11 +267,12 @@ def _add_state(
     device: torch.device,
     needs: OptimizerNeeds,
     on_disk: Collection[int],
+    config: Config | None,
 ) -> None:
     """The state of the parameters that are on the device, and the counts of steps, which are on the host.
 
     Where the plan has state on disk, that is where it is, whatever its parameter's home; but for what is smaller than a
-    page, and for optimizers whose state does not move.
+    page, and for optimizers whose state does not move. Under a cap on the disk it is where its parameter is.
     """
     is_below = (
         needs.moves and plan is not None and plan.optimizer is not None and plan.optimizer.state == "disk"
@@ -277,6 +280,8 @@ def _add_state(
     eight_bit = (
         needs.eight_bit and plan is not None and plan.optimizer is not None and plan.optimizer.eight_bit
     )
+    if not takes_all_state("disk", config):
+        is_below = False  # what of it is there is that of the parameters that are
     small = {id(each) for each in parameters_in_eight_bits(model)} if eight_bit else set()
     for name, parameter in here:
         if needs.moves and id(parameter) in on_disk:

@@ -24,6 +24,9 @@ from memscale.engine.cost import Clock
 from memscale.engine.trades import Option, Row, Trade, trade_of
 from memscale.profiler.profile import BlockProfile, ModelProfile
 
+PAGE = 4096  # of a file
+SLAB = 2**16  # that small tensors share there
+
 Choices = tuple[Choice, ...]
 """The choices of one option: of one block, or of the neighbours that are one segment."""
 
@@ -122,6 +125,30 @@ class Rows:
             _home_bytes(block) for block, choice in zip(self.blocks, choices, strict=True) if choice.home
         )
 
+    def below_bytes(self, choices: Choices) -> int:
+        """The most that the tier below needs at once.
+
+        A file on disk is taken in whole pages, and activations count as well. On the host below an accelerator they
+        have what the cap leaves them (`techniques/transfers.py`).
+        """
+        at_home = self.home_bytes(choices)
+        if self.terms.kind != "cpu":
+            return at_home
+        pages = sum(
+            self._unused_in_pages(block)
+            for block, choice in zip(self.blocks, choices, strict=True)
+            if choice.home
+        )
+        waiting = sum(self.input_bytes(index) for index, choice in enumerate(choices) if choice.down)
+        return at_home + pages + waiting + (SLAB if at_home else 0)
+
+    def _unused_in_pages(self, block: BlockProfile) -> int:
+        """The most that the last pages of a block's parameters, gradients and state leave unused."""
+        if self.terms.kind != "cpu" or not block.parameter_bytes:
+            return 0
+        copies = _home_bytes(block) / block.parameter_bytes
+        return int(copies * PAGE * block.parameter_count)
+
     # The row -----------------------------------------------------------------------------------------
 
     def _row(self, options: Sequence[Sequence[Option[Choices]]], odd_home: bool, depth: int) -> Row[Choices]:
@@ -194,13 +221,13 @@ class Rows:
         for index, block in enumerate(self.blocks):
             if odd and block.role != "repeated" and block.used_bytes:
                 allowed[index] = (True,)
-                room -= _home_bytes(block)
+                room -= _home_bytes(block) + self._unused_in_pages(block)
         if room < 0:
             return None
         for index, block in reversed(list(enumerate(self.blocks))):
             if block.role != "repeated" or not block.used_bytes:
                 continue
-            room -= _home_bytes(block)
+            room -= _home_bytes(block) + self._unused_in_pages(block)
             if room < 0 or not self.terms.home:
                 break
             allowed[index] = (False, True)

@@ -223,6 +223,7 @@ def _block_profile(
             for name in own_checkpointing
         ),
         changes_input=record.changes_input,
+        parameter_count=len(parameters),
         ops=tuple(record.ops),
     )
 

@@ -50,6 +50,7 @@ class BlockProfile:
         gradient_bytes: the gradients that its backward makes; that of a tied parameter is made by the block
             that is called last.
         optimizer_bytes: the state that the optimizer keeps for its parameters; AdamW's if that is not known.
+        parameter_count: how many tensors its parameters are.
         used_bytes: all parameters that it computes with, those included that belong to another block (ties).
         saved_bytes: what its forward leaves for backward, all calls together, without its inputs and outputs.
         boundary_bytes: its inputs that nothing else holds: the output of the block before it.
@@ -93,6 +94,7 @@ class BlockProfile:
     dropped_bytes: int = 0
     changes_input: bool = False
     passed_bytes: int = 0
+    parameter_count: int = 0
 
 
 @dataclass(frozen=True)
