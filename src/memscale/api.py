@@ -23,8 +23,9 @@ from memscale.interrupts import interrupts_deferred, raise_pending_interrupt
 from memscale.observe.meter import Meter
 from memscale.observe.metrics import Metrics
 from memscale.offload.homes import training_device
+from memscale.optimizer_needs import OptimizerNeeds, needs_of
 from memscale.planning import fits, make_plan
-from memscale.profiler import hinted_sample, sample_of
+from memscale.profiler import Place, hinted_sample, sample_of
 from memscale.recovery import StepGuard
 from memscale.replanning import follow_batch
 from memscale.report.log import logger, speaking
@@ -56,7 +57,9 @@ def wrap(
         sample_input: a batch as the model is called with it: a tensor, a tuple, a dict or a batch object.
             Without it the model's own hints are used, and the plan is made anew from the first training
             batch.
-        optimizer: the optimizer, if there is one already.
+        optimizer: the optimizer, if there is one already: the plan reckons with the state that it keeps, by its
+            class, its settings (``amsgrad``, ``momentum``, ...) and the parameters that it steps. AdamW over all of
+            them if not given.
         async_offload: overrides ``config.async_offload``.
         async_config: overrides ``config.async_config``.
 
@@ -64,7 +67,8 @@ def wrap(
         WrapTypeError: ``target`` or another argument is of a wrong type.
         ConfigError: ``config.log_file`` can't be opened.
         HardwareError: ``config.offload_dir`` can't be a directory.
-        WrapError: the model is scripted, has no parameters, or some on the meta device that nothing initialises.
+        WrapError: the model is scripted, has no parameters, or some on the meta device that nothing initialises; the
+            optimizer steps none of them.
         ProfileError: the model does not run on ``sample_input``.
 
     Example:
@@ -76,12 +80,12 @@ def wrap(
     settings = _settings(config, async_offload, async_config)
     _check_optimizer(optimizer)
     if isinstance(target, nn.Module):
-        _wrap_module(_uncompiled(target), settings, sample_input)
+        _wrap_module(_uncompiled(target), settings, sample_input, optimizer)
         return target
     if _is_trainer(target):
         from memscale.integrations.huggingface import wrap_trainer
 
-        wrap_trainer(cast(Any, target), lambda model: _wrap_module(model, settings, sample_input))
+        wrap_trainer(cast(Any, target), lambda model: _wrap_module(model, settings, sample_input, optimizer))
         return target
     raise WrapTypeError(
         f"memscale.wrap takes an nn.Module or a Hugging Face Trainer, got {_kind(target)}. "
@@ -118,6 +122,8 @@ def optimize(
 ) -> Iterator[Executor]:
     """Wrap a model for the length of a block; it is detached at the end, also after an exception.
 
+    The arguments are those of ``wrap``.
+
     Example:
         >>> model = nn.Linear(4, 1)
         >>> quiet, batch = Config(enable_logging=False), torch.ones(2, 4)
@@ -145,6 +151,7 @@ def plan(
     hardware: str | int | Hardware | None = None,
     *,
     strict: bool = False,
+    optimizer: Optimizer | None = None,
 ) -> Plan:
     """What ``wrap`` would do, with its predicted peak and step-time ratio; nothing is attached.
 
@@ -155,6 +162,7 @@ def plan(
         hardware: a GPU that is not there (``"RTX 3090"``), a size in bytes, or a ``Hardware``; the machine's
             own device if not given.
         strict: Raise if no plan fits, instead of returning the smallest one with a note that says so.
+        optimizer: as for ``wrap``.
 
     Raises:
         DoesNotFitError: ``strict``, and no plan fits the device or the budget.
@@ -170,8 +178,9 @@ def plan(
     model = _uncompiled(model)
     _check_scripted(model)
     settings = _settings(config, None, None)
+    _check_optimizer(optimizer)
     there = _hardware(model, hardware, settings)
-    decided = _plan(model, sample_input, settings, there)
+    decided = _plan(model, sample_input, settings, there, optimizer=optimizer)
     if strict and not fits(decided, there, settings):
         raise DoesNotFitError(_what_is_missing(decided, there, settings))
     return decided
@@ -232,7 +241,7 @@ def _check_scripted(model: nn.Module) -> None:
         )
 
 
-def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
+def _wrap_module(model: nn.Module, config: Config, sample_input: Any, optimizer: Optimizer | None) -> None:
     _check_scripted(model)
     if next(model.parameters(), None) is None:
         raise WrapError(
@@ -247,7 +256,8 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
     meter = Meter()
     try:
         with meter.planning():
-            decided = _plan(model, sample_input, config, hardware, on_likely=begin)
+            needs = None if optimizer is None else needs_of(optimizer, model, Place.of(hardware.device))
+            decided = _plan(model, sample_input, config, hardware, on_likely=begin, optimizer=needs)
         executor = Executor(
             model,
             decided,
@@ -259,6 +269,7 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
             disk=disk,
             meter=meter,
         )
+        executor.optimizer = needs
         if sample_input is not None:
             executor.batches.add(named_shapes(model, sample_of(sample_input, model)))
         with speaking(
@@ -296,14 +307,17 @@ def _plan(
     hardware: Hardware,
     *,
     on_likely: Callable[[Plan], None] | None = None,
+    optimizer: Optimizer | OptimizerNeeds | None = None,
 ) -> Plan:
     """Plan a model as it is without MemScale, whether or not it is wrapped now."""
     executor = executor_of(model)
     with executor.suspended() if executor is not None else contextlib.nullcontext():
         if sample_input is not None:
-            return make_plan(model, sample_of(sample_input, model), config, hardware, on_likely=on_likely)
+            sample = sample_of(sample_input, model)
+            return make_plan(model, sample, config, hardware, on_likely=on_likely, optimizer=optimizer)
         try:
-            return make_plan(model, hinted_sample(model), config, hardware, on_likely=on_likely)
+            hinted = hinted_sample(model)
+            return make_plan(model, hinted, config, hardware, on_likely=on_likely, optimizer=optimizer)
         except ProfileError:
             # The model's hints were a guess of ours, and a wrong one.
             return make_plan(model, None, config, hardware)

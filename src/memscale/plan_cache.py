@@ -5,8 +5,8 @@ Note [Equal models]
 A plan follows from a model's structure and not from its weights, so that a second model that is built alike, called
 with a batch of the same shapes, has the same plan. The key has every module's class, its forward function, its
 training flag and all of its attributes; every parameter and buffer by its shape, type, place, flags and ties; the
-batch's tensors likewise, and its other values; the Config; the hardware without what changes from moment to moment; and
-the switches of torch that decide about kernels.
+batch's tensors likewise, and its other values; the Config; what the optimizer needs; the hardware, free space on the
+host and on disk in steps; and the switches of torch that decide about kernels.
 
 In doubt there is no key, and the plan is made anew: where an attribute is not plain data (a generator, a closure, an
 object without attributes of its own), or somebody has put a hook on the model. Values of integer tensors in the batch
@@ -30,13 +30,14 @@ from torch.nn.modules import module as module_hooks
 from memscale.config import Config
 from memscale.execution_plan import Plan
 from memscale.hardware import Hardware
+from memscale.optimizer_needs import OptimizerNeeds
 from memscale.profiler.sample import Sample
 
 __all__ = ["PlanCache", "plan_key"]
 
 MOST_PLANS = 64
 LARGEST_ATTRIBUTE = 10_000  # parts of one attribute: a longer list is data, not a setting
-DISK_STEP = 2**30  # free disk space is told apart in steps of this
+FREE_STEP = 2**30  # free space on the host and on disk is told apart in steps of this
 
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, range, enum.Enum),
@@ -76,7 +77,13 @@ class PlanCache:
         self._plans.clear()
 
 
-def plan_key(model: nn.Module, sample: Sample | None, config: Config, hardware: Hardware) -> object | None:
+def plan_key(
+    model: nn.Module,
+    sample: Sample | None,
+    config: Config,
+    hardware: Hardware,
+    optimizer: OptimizerNeeds | None,
+) -> object | None:
     """Return all that decides about a plan, but for values of the batch; None if that cannot be told."""
     try:
         key = (
@@ -84,12 +91,24 @@ def plan_key(model: nn.Module, sample: Sample | None, config: Config, hardware: 
             None if sample is None else _Describer(model).of((sample.args, sample.kwargs, sample.beside)),
             _Describer(model).of([config.to_dict(), sorted(config.explicit_fields), config.enable_logging]),
             _hardware_key(hardware),
+            None if optimizer is None else _optimizer_key(optimizer),
             _switches(),
         )
         hash(key)
     except (_NoKey, TypeError, RecursionError):
         return None
     return key
+
+
+def _optimizer_key(needs: OptimizerNeeds) -> object:
+    return (
+        needs.kind,
+        tuple(needs.state.items()),
+        needs.temporaries,
+        needs.moves,
+        needs.eight_bit,
+        needs.notes,
+    )
 
 
 def _values_of(sample: Sample | None) -> object:
@@ -106,8 +125,8 @@ def _values_of(sample: Sample | None) -> object:
 
 
 def _hardware_key(hardware: Hardware) -> object:
-    disk = replace(hardware.disk, free_bytes=hardware.disk.free_bytes // DISK_STEP)
-    host = replace(hardware.host, available_ram_bytes=hardware.host.total_ram_bytes)
+    disk = replace(hardware.disk, free_bytes=hardware.disk.free_bytes // FREE_STEP)
+    host = replace(hardware.host, available_ram_bytes=hardware.host.available_ram_bytes // FREE_STEP)
     return replace(hardware, device=replace(hardware.device, free_bytes=0), host=host, disk=disk)
 
 

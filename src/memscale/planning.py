@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.config import Config, ConfigFields
@@ -25,6 +26,7 @@ from memscale.execution_plan import ALLOWANCES, Plan, Tier
 from memscale.executor import Executor
 from memscale.fitting import Estimates, Under
 from memscale.hardware import Hardware
+from memscale.optimizer_needs import OptimizerNeeds, needs_of, with_optimizer
 from memscale.plan_cache import PlanCache, plan_key
 from memscale.prediction import Step, measure, predict, with_figures_of
 from memscale.profiler import ModelProfile, Place, Sample, find_blocks, profile_model
@@ -67,6 +69,7 @@ def make_plan(
     suggest: bool = True,
     known: Profiled | None = None,
     on_likely: Callable[[Plan], None] | None = None,
+    optimizer: Optimizer | OptimizerNeeds | None = None,
 ) -> Plan:
     """The plan for one model, batch, Config and device.
 
@@ -76,22 +79,27 @@ def make_plan(
     `on_likely` is called early, with a plan that is likely to have much in common with the one that is returned; not
     where the model itself is run, nor where an equal model was planned for before (Note [Equal models]).
 
+    The plan reckons with the state of the `optimizer`; with AdamW's if it is not given, or if there is no sample.
+
     Raises:
         ProfileError: the model does not run on the sample.
     """
     if sample is None:
         plan = decide_by_structure(model, find_blocks(model), hardware, config)
         return replace(plan, notes=(*plan.notes, *_left_out(model)))
-    key = plan_key(model, sample, config, hardware)
+    if isinstance(optimizer, Optimizer):
+        with rehearsal(model):
+            optimizer = needs_of(optimizer, model, Place.of(hardware.device))
+    key = plan_key(model, sample, config, hardware, optimizer)
     found = None if key is None else plans_made.find((key, suggest), sample)
     if found is not None:
         return found
     asked = known_values.asked
     with rehearsal(model):
-        plan, excess = rehearsed(model, sample, config, hardware, known, on_likely)
+        plan, excess = rehearsed(model, sample, config, hardware, known, on_likely, optimizer)
         plan = replace(plan, notes=(*plan.notes, *_left_out(model)))
         if suggest and not fits(plan, hardware, config) and plan.prediction_source == "simulated":
-            advice = _what_would_fit(model, sample, config, hardware, excess)
+            advice = _what_would_fit(model, sample, config, hardware, excess, optimizer)
             plan = replace(plan, notes=(*plan.notes, *advice))
     if key is not None and plan.prediction_source == "simulated":
         plans_made.add((key, suggest), sample, plan, by_values=known_values.asked > asked)
@@ -134,17 +142,37 @@ def rehearsal(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Profiled:
-    """What a model needs for a batch: plain, and under each setting that the engine may choose from."""
+    """What a model needs for a batch: plain, and under each setting that the engine may choose from.
+
+    Attributes:
+        profile: plain.
+        under: under each setting.
+        optimizer: what the optimizer needs that both reckon with; None for AdamW.
+    """
 
     profile: ModelProfile
     under: Under
+    optimizer: OptimizerNeeds | None = None
 
 
 @dataclass(frozen=True)
-class Look(Profiled):
-    """What the engine makes of that, before it is simulated."""
+class Look:
+    """What the engine makes of a profile, before it is simulated."""
 
+    needs: Profiled
     plan: Plan
+
+    @property
+    def profile(self) -> ModelProfile:
+        return self.needs.profile
+
+    @property
+    def under(self) -> Under:
+        return self.needs.under
+
+    @property
+    def optimizer(self) -> OptimizerNeeds | None:
+        return self.needs.optimizer
 
 
 def profiled(
@@ -153,20 +181,26 @@ def profiled(
     config: Config,
     hardware: Hardware,
     profile: ModelProfile | None = None,
+    optimizer: OptimizerNeeds | None = None,
 ) -> Profiled:
     """Profile a model, unless its plain profile is there already; to be called in a `rehearsal`."""
-    profile = profile or _plain_profile(model, sample, config, hardware)
-    return Profiled(profile, _under_settings(model, profile, sample, config, hardware))
+    profile = profile or _plain_profile(model, sample, config, hardware, optimizer)
+    under = _under_settings(model, profile, sample, config, hardware, optimizer)
+    return Profiled(profile, under, optimizer)
 
 
-def _plain_profile(model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> ModelProfile:
-    return profile_model(
+def _plain_profile(
+    model: nn.Module, sample: Sample, config: Config, hardware: Hardware, optimizer: OptimizerNeeds | None
+) -> ModelProfile:
+    place = Place.of(hardware.device)
+    profile = profile_model(
         model,
         sample,
-        Place.of(hardware.device),
+        place,
         static=config.use_static_profiling,
         empirical=config.use_empirical_fallback,
     )
+    return with_optimizer(profile, model, optimizer, place)
 
 
 def look_at(
@@ -176,15 +210,18 @@ def look_at(
     hardware: Hardware,
     known: Profiled | None = None,
     on_likely: Callable[[Plan], None] | None = None,
+    optimizer: OptimizerNeeds | None = None,
 ) -> Look:
     """Profile a model and decide; to be called in a `rehearsal`."""
-    needs = known or profiled(model, sample, config, hardware)
+    needs = known or profiled(model, sample, config, hardware, optimizer=optimizer)
     profile, under = needs.profile, needs.under
     room = room_of(hardware, config)
     margin = room - usable(room, unseen_bytes(profile, hardware))
     early = on_likely if profile.source == "static" else None
     plan = decide(profile, hardware, config, under=under, margin=margin, on_likely=early)
-    return Look(profile, under, plan)
+    if needs.optimizer is not None:
+        plan = replace(plan, notes=(*plan.notes, *needs.optimizer.notes))
+    return Look(needs, plan)
 
 
 def usable(room: int, unseen: int = 0) -> int:
@@ -250,6 +287,7 @@ def rehearsed(
     hardware: Hardware,
     known: Profiled | None = None,
     on_likely: Callable[[Plan], None] | None = None,
+    optimizer: OptimizerNeeds | None = None,
 ) -> tuple[Plan, float]:
     """Return the plan, and the simulated peak of the engine's first choice over the engine's own count.
 
@@ -260,7 +298,9 @@ def rehearsed(
     To be called in a `rehearsal`; otherwise as `make_plan`.
     """
     try:
-        profile = known.profile if known is not None else _plain_profile(model, sample, config, hardware)
+        profile = (
+            known.profile if known is not None else _plain_profile(model, sample, config, hardware, optimizer)
+        )
     except torch.OutOfMemoryError:
         note = f"a step of the plain model on {sample.describe()} runs out of memory, so that it was not profiled"
         return decide_by_structure(model, find_blocks(model), hardware, config, notes=(note,)), 1.0
@@ -269,7 +309,7 @@ def rehearsed(
         settings = config.replace(**changes)
         needs = known if not changes else None
         try:
-            needs = needs or profiled(model, sample, settings, hardware, profile)
+            needs = needs or profiled(model, sample, settings, hardware, profile, optimizer)
             look = look_at(model, sample, settings, hardware, needs, None if changes else on_likely)
             plan, excess = _rehearse(model, look, sample, settings, hardware)
         except Exception as error:
@@ -314,15 +354,20 @@ def _rehearse(
     """Simulate or measure a step with the engine's plan; raise what that raises."""
     profile, plan = look.profile, look.plan
     if profile.source != "static":
-        return _measured(model, plan, profile, sample, config, hardware), 1.0
-    plain = _plain_step(model, profile, sample, hardware)
-    predicted = predict(model, plan, sample, Place.of(hardware.device), config, plain)
+        return _measured(model, plan, look, sample, config, hardware), 1.0
+    plain = _plain_step(model, look, sample, hardware)
+    predicted = predict(model, plan, sample, Place.of(hardware.device), config, plain, look.optimizer)
     excess = predicted.predicted_peak_bytes / max(1, plan.predicted_peak_bytes)
     return _within(model, look, predicted, sample, config, hardware), excess
 
 
 def _under_settings(
-    model: nn.Module, profile: ModelProfile, sample: Sample, config: Config, hardware: Hardware
+    model: nn.Module,
+    profile: ModelProfile,
+    sample: Sample,
+    config: Config,
+    hardware: Hardware,
+    optimizer: OptimizerNeeds | None,
 ) -> Under:
     """The settings that the engine may choose from, each with what the model needs under it."""
     head = find_head(model)[1]
@@ -331,6 +376,8 @@ def _under_settings(
     tier: Tier = "disk" if hardware.device.kind == "cpu" else "host"
     home = tier if config.enable_offloading else None
     found = []
+    if optimizer is not None and not optimizer.eight_bit:
+        config = config.replace(use_8bit_optimizer=False)
     for setting in settings_for(hardware, config, batch):
         needs = profile
         if setting.changes_the_profile and profile.source == "static":
@@ -344,6 +391,7 @@ def _under_settings(
                 at_home=home is not None,
                 resident=resident,
             )
+            needs = with_optimizer(needs, model, optimizer, Place.of(hardware.device))
         found.append((setting, needs))
     return found
 
@@ -355,12 +403,14 @@ def _attached(plan: Plan, config: Config, twin: nn.Module) -> None:
     Executor(twin, replace(plan, layers=layers), config).attach()
 
 
-def _plain_step(model: nn.Module, profile: ModelProfile, sample: Sample, hardware: Hardware) -> Step | None:
+def _plain_step(model: nn.Module, look: Look, sample: Sample, hardware: Hardware) -> Step | None:
     """What the plain step of a deep model needs follows from a few of its blocks; others are simulated (None)."""
+    profile, place = look.profile, Place.of(hardware.device)
     if profile.blocks_left_out < DEEP:
         return None
     if uses_cache(model):
-        profile = profile_static(model, sample, Place.of(hardware.device), with_cache=True)
+        profile = profile_static(model, sample, place, with_cache=True)
+        profile = with_optimizer(profile, model, look.optimizer, place)
     plain = plain_point(profile, hardware)
     return Step(plain.peak_bytes, plain.saved_bytes)
 
@@ -392,7 +442,7 @@ def _within(
         plan = decide(profile, hardware, config, under=under, margin=room - most, closely=closely)
         same = simulated.get(plan.actions)
         if same is None:
-            predicted = predict(model, plan, sample, Place.of(hardware.device), config, plain)
+            predicted = predict(model, plan, sample, Place.of(hardware.device), config, plain, look.optimizer)
             simulated[plan.actions] = predicted
         else:
             predicted = with_figures_of(plan, same)
@@ -406,7 +456,12 @@ def _within(
 
 
 def _what_would_fit(
-    model: nn.Module, sample: Sample, config: Config, hardware: Hardware, excess: float
+    model: nn.Module,
+    sample: Sample,
+    config: Config,
+    hardware: Hardware,
+    excess: float,
+    optimizer: OptimizerNeeds | None,
 ) -> tuple[str, ...]:
     """In words, what could be trained instead of a batch that no plan makes fit.
 
@@ -422,10 +477,11 @@ def _what_would_fit(
         if size > 1:
             sizes = sorted({size, max(1, size // 2), max(1, size // 4)})
             try:
-                known = [
-                    (each, profiled(model, resized(model, sample, each), without_values, hardware).under)
-                    for each in sizes
-                ]
+                known = []
+                for each in sizes:
+                    other = resized(model, sample, each)
+                    needs = profiled(model, other, without_values, hardware, optimizer=optimizer)
+                    known.append((each, needs.under))
                 most = Estimates(known, hardware, config, room).largest(size - 1)
             except ProfileError:
                 continue  # of another size it is another model
@@ -435,15 +491,16 @@ def _what_would_fit(
 
 
 def _measured(
-    model: nn.Module, plan: Plan, profile: ModelProfile, sample: Sample, config: Config, hardware: Hardware
+    model: nn.Module, plan: Plan, look: Look, sample: Sample, config: Config, hardware: Hardware
 ) -> Plan:
     """Run a step with the plan; one that there is no room for now leaves the engine's estimate."""
     from memscale.recovery.shortage import is_out_of_memory  # its package imports this module
 
-    plan = replace(plan, notes=(*plan.notes, *_way(profile)))
+    plan = replace(plan, notes=(*plan.notes, *_way(look.profile)))
     plain = Step(plan.baseline_peak_bytes, plan.baseline_saved_bytes)
+    place = Place.of(hardware.device)
     try:
-        return measure(model, plan, sample, Place.of(hardware.device), config, plain=plain)
+        return measure(model, plan, sample, place, config, plain=plain, optimizer=look.optimizer)
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -5,9 +5,10 @@ tensors cannot follow the model, the same is done for real, guarded, on the mode
 
 Note [The step that is predicted]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-The second step of training or a later one, with Adam: its two moments are there, libraries have taken their
-workspaces, no gradient is left over when forward begins, and the outputs are let go of before backward. The first step
-is run, and the allocator is asked for the same again (Note [Steps again and again] in ``memory/replay.py``).
+The second step of training or a later one, with the optimizer that was given, else with AdamW: its state is there,
+libraries have taken their workspaces, no gradient is left over when forward begins, and the outputs are let go of
+before backward. The first step is run, and the allocator is asked for the same again (Note [Steps again and again] in
+``memory/replay.py``).
 
 What `wrap` keeps to repeat a step from (`memscale.recovery.calls`) is there too, until backward ends: copies of buffers
 that forward changes, and the gradients of the outputs.
@@ -31,12 +32,14 @@ from memscale.executor import Executor
 from memscale.memory.allocator import CachingAllocator
 from memscale.memory.tracker import MemoryTracker
 from memscale.offload.optimizer_state import PAGE
+from memscale.optimizer_needs import OptimizerNeeds, StateTensor
 from memscale.profiler.build import backward_targets, loss_of
 from memscale.profiler.empirical import is_reentrant, untouched
 from memscale.profiler.place import Place
 from memscale.profiler.sample import Sample
 from memscale.simulator.tracking import DeviceTracker
 from memscale.simulator.workspace import workspace_bytes
+from memscale.techniques.optimizer_state import takes_all_state
 
 COUNT_BYTES = 4
 REPLAYS = 2  # the third step finds what the second has left
@@ -51,7 +54,13 @@ class Step:
 
 
 def predict(
-    model: nn.Module, plan: Plan, sample: Sample, place: Place, config: Config, plain: Step | None = None
+    model: nn.Module,
+    plan: Plan,
+    sample: Sample,
+    place: Place,
+    config: Config,
+    plain: Step | None = None,
+    optimizer: OptimizerNeeds | None = None,
 ) -> Plan:
     """The plan with the simulated figures of the plain step and of the step under the plan.
 
@@ -62,17 +71,25 @@ def predict(
         place: the device to simulate.
         config: the user's settings, which the executor reads.
         plain: the plain step, if it is known already.
+        optimizer: what the optimizer needs; None for AdamW.
 
     Raises:
         Exception: whatever the model raises on fake tensors.
     """
-    plain = plain or _simulated(model, None, sample, place)
-    planned = _simulated(model, plan, sample, place, _quiet(config))
+    plain = plain or _simulated(model, None, sample, place, optimizer=optimizer)
+    planned = _simulated(model, plan, sample, place, _quiet(config), optimizer)
     return _filled_in(plan, plain, planned, "simulated")
 
 
 def measure(
-    model: nn.Module, plan: Plan, sample: Sample, place: Place, config: Config, *, plain: Step
+    model: nn.Module,
+    plan: Plan,
+    sample: Sample,
+    place: Place,
+    config: Config,
+    *,
+    plain: Step,
+    optimizer: OptimizerNeeds | None = None,
 ) -> Plan:
     """The plan with the figures of a real step under the plan, guarded as the empirical profile is.
 
@@ -83,6 +100,7 @@ def measure(
         place: what stands for the model's device.
         config: the user's settings, which the executor reads.
         plain: the plain step, as the empirical profile saw it.
+        optimizer: what the optimizer needs; None for AdamW.
     """
     device = next(model.parameters()).device
     executor = Executor(model, plan, _quiet(config))
@@ -97,7 +115,7 @@ def measure(
         try:
             with tracker:
                 backward = _asked_for(model, executor)
-                planned = _step(model, batch, tracker, device, plan, executor, backward)
+                planned = _step(model, batch, tracker, device, plan, executor, backward, optimizer)
         finally:
             executor.detach()
     return _filled_in(plan, plain, planned, "measured")
@@ -160,7 +178,12 @@ def _filled_in(plan: Plan, plain: Step, planned: Step, source: PredictionSource)
 
 
 def _simulated(
-    model: nn.Module, plan: Plan | None, sample: Sample, place: Place, config: Config | None = None
+    model: nn.Module,
+    plan: Plan | None,
+    sample: Sample,
+    place: Place,
+    config: Config | None = None,
+    optimizer: OptimizerNeeds | None = None,
 ) -> Step:
     with place.simulate() as simulation:
         twin = simulation.copy_of(model).train(model.training)
@@ -170,7 +193,7 @@ def _simulated(
             executor.attach()
         batch = sample.mapped(simulation.batch_of)
         device, backward = simulation.device, torch.autograd.backward
-        return _step(twin, batch, simulation.tracker, device, plan, executor, backward)
+        return _step(twin, batch, simulation.tracker, device, plan, executor, backward, optimizer)
 
 
 def _step(
@@ -181,6 +204,7 @@ def _step(
     plan: Plan | None,
     executor: Executor | None,
     backward: Callable[[torch.Tensor], object],
+    optimizer: OptimizerNeeds | None,
 ) -> Step:
     """See Note [The step that is predicted]."""
     from memscale.recovery.calls import Call  # which plans anew, and so imports this module
@@ -196,9 +220,11 @@ def _step(
         if targets:
             backward(loss_of(targets))
         call.release()
-        here = _stepped_here(model, device, on_disk)
-        _add_adam_state(here, plan, model, tracker, device)
-        _adam_temporaries(here, device.type)
+        needs = optimizer or _adamw(model, device)
+        here = _stepped_here(model, device, needs)
+        config = None if executor is None else executor.config
+        _add_state(here, plan, model, tracker, device, needs, on_disk, config)
+        _make_temporaries([each for _, each in here if id(each) not in on_disk], needs)
         if on_disk and plan is not None and plan.optimizer is not None:
             _pages_of_a_bucket(model, on_disk, plan.optimizer.bucket_bytes)
         for parameter in model.parameters():
@@ -207,51 +233,84 @@ def _step(
     return Step(max(each.peak_bytes for each in replays), replays[-1].above_start[after_forward])
 
 
-# ---------------------------------------------------------------------- Adam
+# ---------------------------------------------------------------------- the optimizer
 
 
-def _stepped_here(model: nn.Module, device: torch.device, on_disk: Collection[int]) -> list[nn.Parameter]:
-    """The parameters that Adam steps in the device's memory."""
+def _adamw(model: nn.Module, device: torch.device) -> OptimizerNeeds:
+    """AdamW over all parameters that are trained."""
+    return OptimizerNeeds(
+        kind="AdamW",
+        state={
+            name: (StateTensor(parameter.nbytes, parameter.dtype is torch.float32),) * 2
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        },
+        temporaries=(0.0, 2.0) if device.type == "cpu" else (1.0, 0.0),
+        moves=True,
+        eight_bit=True,
+    )
+
+
+def _stepped_here(
+    model: nn.Module, device: torch.device, needs: OptimizerNeeds
+) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that the optimizer steps in the device's memory, or on the disk below it."""
     return [
-        parameter
-        for parameter in model.parameters()
-        if parameter.grad is not None
-        and parameter.device.type == device.type
-        and id(parameter) not in on_disk
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if name in needs.state and parameter.grad is not None and parameter.device.type == device.type
     ]
 
 
-def _add_adam_state(
-    here: Sequence[nn.Parameter],
+def _add_state(
+    here: Sequence[tuple[str, nn.Parameter]],
     plan: Plan | None,
     model: nn.Module,
     tracker: MemoryTracker,
     device: torch.device,
+    needs: OptimizerNeeds,
+    on_disk: Collection[int],
+    config: Config | None,
 ) -> None:
-    """Adam's moments, of the parameters that are on the device, and the counts of steps, which are on the host.
+    """The state of the parameters that are on the device, and the counts of steps, which are on the host.
 
     Where the plan of a CPU has state on disk, that is where it is, whatever its parameter's home; but for what is
-    smaller than a page.
+    smaller than a page, and for optimizers whose state does not move. Under a cap on the disk it is where its
+    parameter is.
     """
-    is_below = plan is not None and plan.optimizer is not None and plan.optimizer.state == "disk"
-    is_below = is_below and device.type == "cpu"
-    eight_bit = plan is not None and plan.optimizer is not None and plan.optimizer.eight_bit
+    is_below = (
+        needs.moves
+        and device.type == "cpu"
+        and plan is not None
+        and plan.optimizer is not None
+        and plan.optimizer.state == "disk"
+        and takes_all_state("disk", config)  # else what of it is there is that of the parameters that are
+    )
+    eight_bit = (
+        needs.eight_bit and plan is not None and plan.optimizer is not None and plan.optimizer.eight_bit
+    )
     small = {id(each) for each in parameters_in_eight_bits(model)} if eight_bit else set()
-    for parameter in here:
-        sizes = [parameter.nbytes] * 2
-        if id(parameter) in small:
-            sizes = [moment_bytes(parameter.numel())] * 2
-        sizes += [COUNT_BYTES] * (device.type == "cpu")
+    for name, parameter in here:
+        if needs.moves and id(parameter) in on_disk:
+            continue
+        tensors = needs.state[name]
+        sizes = [
+            moment_bytes(each.nbytes // 4) if each.is_moment and id(parameter) in small else each.nbytes
+            for each in tensors
+        ]
+        sizes += [COUNT_BYTES] * (device.type == "cpu" and bool(tensors))
         for size in sizes:  # without tensors: they would take a tenth of a simulation
             if not is_below or size < PAGE:
-                tracker.reserve(size, device, "Adam's state")
+                tracker.reserve(size, device, "optimizer state")
 
 
-def _adam_temporaries(here: Sequence[nn.Parameter], device: str) -> None:
-    """What Adam's step makes: one temporary of every parameter at once (foreach), or two of one on a CPU."""
-    if device == "cpu" and here:
-        here = [max(here, key=lambda parameter: parameter.nbytes)] * 2
-    made = [torch.empty_like(each, requires_grad=False) for each in here]
+def _make_temporaries(here: Sequence[nn.Parameter], needs: OptimizerNeeds) -> None:
+    """What a step makes in between: some of every parameter at once (foreach), some of one at a time."""
+    of_all, of_one = needs.temporaries
+    sizes = [int(of_all * each.nbytes) for each in here]
+    if here:
+        sizes += [max(each.nbytes for each in here)] * int(of_one)
+    made = [torch.empty(size, dtype=torch.uint8, device=here[0].device) for size in sizes if size]
     del made
 
 

@@ -77,14 +77,16 @@ def _planned(executor: Executor, sample: Sample, config: Config, hardware: Hardw
             instead = resized(model, sample, rounded)
             try:
                 on_fake_tensors = config.replace(use_empirical_fallback=False)
-                plan = make_plan(model, instead, on_fake_tensors, hardware, suggest=False)
+                plan = make_plan(
+                    model, instead, on_fake_tensors, hardware, suggest=False, optimizer=executor.optimizer
+                )
             except ProfileError:
                 continue  # the model does not take as much; of the batch itself the user will hear
             # Of a step that calls no layer on fake tensors a real run may know more.
             knows_layers = any(layer.rule != NOT_CALLED for layer in plan.layers)
             if knows_layers and fits(plan, hardware, config):
                 return plan, instead
-        return make_plan(model, sample, config, hardware), sample
+        return make_plan(model, sample, config, hardware, optimizer=executor.optimizer), sample
 
 
 def below(config: Config, ceiling: int | None) -> Config:

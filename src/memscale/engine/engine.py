@@ -270,7 +270,7 @@ def _points_of_frontier(
 
 def _with_room_below(found: Sequence[Point], hardware: Hardware, config: Config) -> list[Point]:
     room = _room_below(hardware, config)
-    return [point for point in found if point.home_bytes <= room]
+    return [point for point in found if point.below_bytes <= room]
 
 
 def _sharpened(
@@ -299,7 +299,7 @@ def _sharpened(
         return verdict
     rows, trade = found
     point = _point(rows, trade, Candidate(_choices(trade)), chosen.setting)
-    if trade.seconds >= chosen.seconds or point.home_bytes > _room_below(hardware, config):
+    if trade.seconds >= chosen.seconds or point.below_bytes > _room_below(hardware, config):
         return verdict
     return replace(verdict, point=point)
 
@@ -404,6 +404,7 @@ def _point(rows: Rows, trade: Trade[Choices], candidate: Candidate, setting: Set
         rows.other_saved_bytes + trade.held,
         trade.seconds,
         rows.home_bytes(candidate.choices),
+        rows.below_bytes(candidate.choices),
         setting,
         rows.terms.ahead if candidate.at_home else 0,
     )

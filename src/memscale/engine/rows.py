@@ -24,6 +24,9 @@ from memscale.engine.cost import Clock
 from memscale.engine.trades import Option, Row, Trade, trade_of
 from memscale.profiler.profile import BlockProfile, ModelProfile
 
+PAGE = 4096  # of a file
+SLAB = 2**16  # that small tensors share there
+
 Choices = tuple[Choice, ...]
 """The choices of one option: of one block, or of the neighbours that are one segment."""
 
@@ -122,6 +125,30 @@ class Rows:
             _home_bytes(block) for block, choice in zip(self.blocks, choices, strict=True) if choice.home
         )
 
+    def below_bytes(self, choices: Choices) -> int:
+        """The most that the tier below needs at once.
+
+        A file on disk is taken in whole pages, and activations count as well. On the host below an accelerator they
+        have what the cap leaves them (`techniques/transfers.py`).
+        """
+        at_home = self.home_bytes(choices)
+        if self.terms.kind != "cpu":
+            return at_home
+        pages = sum(
+            self._unused_in_pages(block)
+            for block, choice in zip(self.blocks, choices, strict=True)
+            if choice.home
+        )
+        waiting = sum(self.input_bytes(index) for index, choice in enumerate(choices) if choice.down)
+        return at_home + pages + waiting + (SLAB if at_home else 0)
+
+    def _unused_in_pages(self, block: BlockProfile) -> int:
+        """The most that the last pages of a block's parameters, gradients and state leave unused."""
+        if self.terms.kind != "cpu" or not block.parameter_bytes:
+            return 0
+        copies = _home_bytes(block) / block.parameter_bytes
+        return int(copies * PAGE * block.parameter_count)
+
     # The row -----------------------------------------------------------------------------------------
 
     def _row(self, options: Sequence[Sequence[Option[Choices]]], odd_home: bool, depth: int) -> Row[Choices]:
@@ -169,11 +196,20 @@ class Rows:
         return self._known_ahead[key]
 
     def _temporaries(self, odd_home: bool) -> int:
-        """Adam on a CPU makes two temporaries of one parameter at a time; elsewhere see `_stepping`."""
+        """What a step makes of one parameter at a time; for what it makes of all at once see `_stepping`."""
+        largest = int(self._step_temporaries[1] * self._profile.largest_gradient_bytes)
         if self.terms.kind != "cpu":
-            return self.terms.bucket_bytes if self.terms.state_share < 1 else 0  # moments in 32 bits again
+            return largest + (
+                self.terms.bucket_bytes if self.terms.state_share < 1 else 0
+            )  # moments in 32 bits again
         # The largest are embeddings: at home they are stepped in buckets.
-        return self.terms.bucket_bytes if odd_home else 2 * self._profile.largest_gradient_bytes
+        return self.terms.bucket_bytes if odd_home else largest
+
+    @functools.cached_property
+    def _step_temporaries(self) -> tuple[float, float]:
+        """AdamW makes two temporaries of one parameter at a time on a CPU, elsewhere one of all at once (foreach)."""
+        adamw = (0.0, 2.0) if self.terms.kind == "cpu" else (1.0, 0.0)
+        return self._profile.step_temporaries or adamw
 
     def _may_be_home(self, odd: bool) -> list[tuple[bool, ...]] | None:
         """For each block whether its parameters may be, or must be, at home.
@@ -185,13 +221,13 @@ class Rows:
         for index, block in enumerate(self.blocks):
             if odd and block.role != "repeated" and block.used_bytes:
                 allowed[index] = (True,)
-                room -= _home_bytes(block)
+                room -= _home_bytes(block) + self._unused_in_pages(block)
         if room < 0:
             return None
         for index, block in reversed(list(enumerate(self.blocks))):
             if block.role != "repeated" or not block.used_bytes:
                 continue
-            room -= _home_bytes(block)
+            room -= _home_bytes(block) + self._unused_in_pages(block)
             if room < 0 or not self.terms.home:
                 break
             allowed[index] = (False, True)
@@ -393,8 +429,8 @@ class Rows:
         return self._profile.at_home and self.terms.working_share < 1 and block.role == "repeated"
 
     def _stepping(self, block: BlockProfile) -> int:
-        """The gradients and, but on a CPU, one temporary of all parameters at once (foreach)."""
-        return block.gradient_bytes * (1 if self.terms.kind == "cpu" else 2)
+        """The gradients, and temporaries of all parameters at once."""
+        return block.gradient_bytes + int(self._step_temporaries[0] * block.gradient_bytes)
 
 
 def _recomputed(block: BlockProfile, choice: Choice) -> int:

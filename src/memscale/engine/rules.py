@@ -51,6 +51,8 @@ class Point:
         saved_bytes: what forward leaves for backward.
         seconds: predicted time of a step.
         home_bytes: what lives on the tier below: parameters, their gradients and their optimizer state.
+        below_bytes: the most that the tier below needs at once: those, in whole pages of a file on disk, and the
+            activations that wait there.
         setting: what is done with the model as a whole.
         ahead: how many layers ahead parameters are fetched.
     """
@@ -60,6 +62,7 @@ class Point:
     saved_bytes: int
     seconds: float
     home_bytes: int = 0
+    below_bytes: int = 0
     setting: Setting = NOTHING
     ahead: int = 0
 

@@ -7,7 +7,7 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -34,6 +34,9 @@ from memscale.techniques import TECHNIQUES, WHOLE, Scene, Site
 from memscale.techniques.checkpointing import hold_place
 from memscale.techniques.forwards import ReplacedForward
 from memscale.techniques.offloading import bring_inputs
+
+if TYPE_CHECKING:
+    from memscale.optimizer_needs import OptimizerNeeds
 
 __all__ = ["EXECUTOR", "Executor", "Guard", "TrainingBatch", "disk_of", "executor_of", "refuse_nested"]
 
@@ -85,6 +88,7 @@ class Executor:
 
     Attributes:
         batches: What the model's plans were made for so far.
+        optimizer: What the optimizer needs that they reckon with; None for AdamW.
 
     Example:
         >>> from memscale.execution_plan import LayerPlan, Plan, Tier
@@ -128,6 +132,7 @@ class Executor:
         self._homes = Homes(disk or disk_of(config), self._meter)
         self._homes.host_capacity = None if config is None else config.max_cpu_offload_bytes
         self._techniques = Record()
+        self.optimizer: OptimizerNeeds | None = None
         self._newborn: Newborn | None = None  # while a plan is being attached to a model on the meta device
         self._awaited: AwaitedValues | None = None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.offload.optimizer_kinds import arithmetic_of
 
-__all__ = ["NewState"]
+__all__ = ["NewState", "step_alone"]
 
 _LENGTHS = (2, 3, 5, 7, 11, 13, 17, 19)  # of a small parameter's dimensions: no two are equal
 _IMPLEMENTATION = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
@@ -73,27 +73,58 @@ class NewState:
         """Step a small parameter; for each state tensor, which of the parameter's dimensions it has."""
         owner = arithmetic_of(type(self._optimizer))
         assert owner is not None, "the arithmetic is not torch's"
-        settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-        settings |= {name: value for name, value in _IMPLEMENTATION.items() if name in settings}
-        settings |= {name: 0.01 for name, value in settings.items() if isinstance(value, Tensor)}
-        # Not by its __init__, by which torch wraps the step of the class: hooks of a subclass would run twice.
-        toy = owner.__new__(owner)
         parameter = nn.Parameter(small)
         parameter.grad = gradient
-        vars(toy).update(
-            defaults=dict(self._optimizer.defaults),
-            state=defaultdict(dict),
-            param_groups=[{**settings, "params": [parameter]}],
-        )
-        with _disable_current_modes(), torch.no_grad():
-            inspect.unwrap(owner.step)(toy)
-        for name, value in toy.state[parameter].items():
+        settings = {**group, **{name: value for name, value in _IMPLEMENTATION.items() if name in group}}
+        with _disable_current_modes():
+            state = step_alone(owner, self._optimizer, settings, [parameter])
+        for name, value in state[parameter].items():
             if isinstance(value, Tensor) and value.dim():
                 if value.dim() != small.dim() or any(
                     size not in (1, own) for size, own in zip(value.shape, small.shape, strict=True)
                 ):
                     raise ValueError(f"state {name!r} of {tuple(value.shape)} for {tuple(small.shape)}")
                 yield name, (tuple(map(int.__eq__, value.shape, small.shape)), value.dtype)
+
+
+def step_alone(
+    owner: type[Optimizer],
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    parameters: Sequence[nn.Parameter],
+    state: dict[Any, Any] | None = None,
+) -> dict[Any, Any]:
+    """Step other parameters by an optimizer's arithmetic, with one of its groups' settings; nobody hears of it.
+
+    Args:
+        owner: The class of torch.optim whose arithmetic it is.
+        optimizer: The optimizer, which is not changed.
+        group: The group.
+        parameters: What to step.
+        state: What an earlier call has returned for them.
+
+    Returns:
+        Their state.
+    """
+    # Not by its __init__, by which torch wraps the step of the class: hooks of a subclass would run twice.
+    other = owner.__new__(owner)
+    settings = {name: 0.01 if isinstance(value, Tensor) else value for name, value in group.items()}
+    vars(other).update(
+        defaults=dict(optimizer.defaults),
+        state=defaultdict(dict) if state is None else state,
+        param_groups=[{**settings, "params": list(parameters)}],
+    )
+    if owner is torch.optim.Adagrad and state is None:
+        for parameter in parameters:  # made when the optimizer is
+            counter = torch.tensor(0.0)
+            other.state[parameter] = {
+                "step": counter,
+                "sum": torch.zeros_like(parameter, requires_grad=False),
+            }
+    with torch.no_grad():
+        inspect.unwrap(owner.step)(other)
+    made: dict[Any, Any] = other.state
+    return made
 
 
 def _scaled(parameter: Tensor, whole: tuple[bool, ...], dtype: torch.dtype) -> Tensor:

@@ -281,6 +281,7 @@ def _block_profile(
             for name in own_checkpointing
         ),
         changes_input=record.changes_input,
+        parameter_count=len(parameters),
         ops=tuple(record.ops),
         resident=resident,
     )

@@ -49,7 +49,8 @@ class BlockProfile:
         parameter_bytes: its parameters.
         gradient_bytes: the gradients that its backward makes; that of a tied parameter is made by the block
             that is called last.
-        optimizer_bytes: the state that Adam keeps for its parameters.
+        optimizer_bytes: the state that the optimizer keeps for its parameters; AdamW's if that is not known.
+        parameter_count: how many tensors its parameters are.
         used_bytes: all parameters that it computes with, those included that belong to another block (ties).
         saved_bytes: what its forward leaves for backward, all calls together, without its inputs and outputs.
         boundary_bytes: its inputs that nothing else holds: the output of the block before it.
@@ -95,6 +96,7 @@ class BlockProfile:
     dropped_bytes: int = 0
     changes_input: bool = False
     passed_bytes: int = 0
+    parameter_count: int = 0
     resident: tuple[str, ...] = ()
 
 
@@ -125,7 +127,7 @@ class ModelProfile:
         parameter_bytes: all parameters.
         gradient_bytes: all gradients.
         largest_gradient_bytes: the gradient of the largest parameter that is trained.
-        optimizer_bytes: all of Adam's state.
+        optimizer_bytes: all of the optimizer's state.
         resident_bytes: what is there all the time besides: buffers, inputs, workspaces.
         other_saved_bytes: what forward leaves for backward outside of the blocks.
         loss_peak_bytes: the most in use after the last block's forward to the end of the model's (head, loss),
@@ -137,6 +139,8 @@ class ModelProfile:
         blocks_left_out: how many blocks did not run, and have the figures of an equal one.
         at_home: parameters were on the tier below: peaks of blocks include their working copies.
         unseen: what a step may need beyond that.
+        step_temporaries: bytes that the optimizer's step makes in between, for each byte of all parameters stepped at
+            once, and for each byte of the largest; None for AdamW's.
     """
 
     blocks: tuple[BlockProfile, ...]
@@ -157,6 +161,7 @@ class ModelProfile:
     blocks_left_out: int = 0
     at_home: bool = False
     unseen: tuple[Unseen, ...] = ()
+    step_temporaries: tuple[float, float] | None = None
 
     @property
     def calls_blocks(self) -> bool:

@@ -69,7 +69,7 @@ def heavier_plans(executor: Executor, sample: Sample) -> Iterator[Plan]:
 def _plan(executor: Executor, sample: Sample, config: Config, hardware: Hardware) -> Plan | None:
     try:
         with executor.meter.planning(), executor.suspended() as model:
-            return make_plan(model, sample, config, hardware)
+            return make_plan(model, sample, config, hardware, optimizer=executor.optimizer)
     except ProfileError:
         return None  # it ran once, and out of memory: there is nothing to plan by
     except Exception as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from memscale.config import Config
 from memscale.execution_plan import Tier
 from memscale.offload.state_homes import StateHomes, StateSettings
 from memscale.techniques.base import Scene
@@ -19,7 +20,7 @@ from memscale.techniques.base import Scene
 if TYPE_CHECKING:
     from memscale.executor.record import Record
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "OptimizerState"]
+__all__ = ["DEFAULT_BUCKET_BYTES", "OptimizerState", "takes_all_state"]
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20
 """What is up at once where the plan does not say: large enough to be read and written in long runs."""
@@ -34,10 +35,21 @@ class OptimizerState:
             states.restore()  # of a plan before this one
             return
         parameters = list(scene.model.parameters())
-        if settings.tier == "device" or (settings.tier == "disk" and scene.device.type != "cpu"):
-            parameters = scene.homes.on_disk  # on an accelerator the state of all others is beside them
+        is_beside = (
+            settings.tier == "disk" and scene.device.type != "cpu"
+        )  # state of others is on the accelerator
+        if settings.tier == "device" or is_beside or not takes_all_state(settings.tier, scene.config):
+            parameters = scene.homes.on_disk
         states.arrange(parameters, settings)
         record.add(_Arranged(states))
+
+
+def takes_all_state(tier: Tier, config: Config | None) -> bool:
+    """Return whether the state of all parameters goes there, or only of those that are there themselves.
+
+    Under a cap on the disk, what the engine counts goes there.
+    """
+    return tier != "disk" or config is None or config.max_disk_offload_bytes is None
 
 
 class _Arranged:
