@@ -19,10 +19,12 @@ from torch.optim import Optimizer
 from memscale.eight_bit.states import EightBitStates
 from memscale.observe.meter import Meter
 from memscale.offload.data import exchange_data
+from memscale.offload.layout import is_fake
 from memscale.offload.mapped_parameters import MappedParameters
 from memscale.offload.optimizer_hooks import Surroundings
 from memscale.offload.state_homes import StateHomes
 from memscale.offload.store import DiskStore
+from memscale.simulator.copies import PLAIN_KINDS
 
 __all__ = ["HOST", "Homes", "training_device"]
 
@@ -109,10 +111,10 @@ class Homes:
             self._parameters.setdefault(id(parameter), (parameter, parameter.device))
             if id(parameter) in self._on_disk and id(parameter) not in below:
                 self._bring_back(parameter)
-            relocate(parameter, HOST if id(parameter) in home else device)
-            # Exchanged one by one, parameters that share memory would share it no more.
-            alone = id(parameter) in below and _memory_of(parameter) not in several
-            if alone and self.mapped.send(parameter):
+            # Moved one by one, parameters that share memory would share it no more: they stay.
+            alone = _memory_of(parameter) not in several
+            relocate(parameter, HOST if alone and id(parameter) in home else device)
+            if alone and id(parameter) in below and self.mapped.send(parameter):
                 self._on_disk[id(parameter)] = parameter
         for module in model.modules():
             for name, buffer in module._buffers.items():
@@ -247,9 +249,10 @@ def _as_it_is(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:
-    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
+    if tensor.layout is not torch.strided or type(tensor) not in PLAIN_KINDS or tensor.is_meta:
         return None
-    return None if tensor.is_meta else tensor.untyped_storage().data_ptr()
+    storage = tensor.untyped_storage()
+    return storage._cdata if is_fake(tensor) else storage.data_ptr()
 
 
 def _storages_of_several(model: nn.Module) -> set[int]:
