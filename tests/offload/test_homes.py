@@ -204,3 +204,30 @@ def test_with_too_little_host_memory_the_disk_holds_what_leaves_the_device() -> 
 
         without = memscale.wrap(family.build().to(gpu.device), config.replace(max_disk_offload_gb=0), batch)
         assert {parameter.device for parameter in without.parameters()} == {gpu.device}
+
+
+def test_parameters_that_share_memory_share_it_on() -> None:
+    """They stay on the device: moved one by one, each would have memory of its own from then on."""
+
+    def build(device: torch.device) -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4)))
+        model.to(device)
+        model[3][0].weight.data = model[0][0].weight.data
+        return model
+
+    def weights_after(model: nn.Sequential, inputs: torch.Tensor) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(inputs).square().sum().backward()
+            optimizer.step()
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+    with executing() as gpu:
+        inputs = torch.ones(2, 8, device=gpu.device)
+        expected = weights_after(build(gpu.device), inputs)
+        model = memscale.wrap(build(gpu.device), QUIET, inputs)
+        assert model[1][0].weight.device.type == "cpu"
+        assert all(map(torch.equal, weights_after(model, inputs), expected))
+        assert model[3][0].weight.data_ptr() == model[0][0].weight.data_ptr()

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune, spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 import memscale
@@ -199,3 +200,21 @@ def test_a_layer_that_shares_a_weight_with_an_offloaded_one_copies_it_too() -> N
         assert model.layers[0].down.weight.device == gpu.device
         assert_equal(train(model, ids), plain)
         assert executor.report().bytes_up > 0
+
+
+def test_a_weight_that_a_hook_of_its_own_layer_reads_stays_on_the_device() -> None:
+    """Spectral norm and pruning compute a layer's weight before its forward."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        layers = [prune.random_unstructured(nn.Linear(WIDTH, WIDTH), "weight", 0.3) for _ in range(4)]
+        layers += [spectral_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
+        return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *layers, nn.Linear(WIDTH, VOCABULARY))
+
+    with executing() as gpu:
+        ids = batch(gpu.device)
+        plain = train(build().to(gpu.device), ids)
+        model = memscale.wrap(build().to(gpu.device), AGGRESSIVE, ids)
+        assert_equal(train(model, ids), plain)
+        assert on_the_device(model) == {f"{index}.weight_orig" for index in range(1, 9)}
+        assert model._memscale_executor.report().bytes_up > 0

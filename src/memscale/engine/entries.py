@@ -106,4 +106,5 @@ class Entries:
 def _why_resident(block: BlockProfile) -> str:
     what = block.resident[0] if len(block.resident) == 1 else f"{len(block.resident)} parameters"
     verb = "stays" if len(block.resident) == 1 else "stay"
-    return f"{what} {verb} on the device: read while the block does not run, by another module or a checkpoint in it"
+    readers = "another module, a hook or a checkpoint in it"
+    return f"{what} {verb} on the device: read while its forward does not run, by {readers}"

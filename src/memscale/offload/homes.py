@@ -21,10 +21,12 @@ from memscale.interrupts import raise_pending_interrupt
 from memscale.observe.meter import Meter
 from memscale.offload.data import exchange_data
 from memscale.offload.host_masters import as_on_the_device, check_room
+from memscale.offload.layout import is_fake
 from memscale.offload.mapped_parameters import MappedParameters
 from memscale.offload.optimizer_hooks import Surroundings
 from memscale.offload.state_homes import StateHomes
 from memscale.offload.store import DiskStore
+from memscale.simulator.copies import PLAIN_KINDS
 
 __all__ = ["HOST", "Homes", "training_device"]
 
@@ -115,10 +117,10 @@ class Homes:
             self._parameters.setdefault(id(parameter), (parameter, parameter.device))
             if id(parameter) in self._on_disk and id(parameter) not in below:
                 self._bring_back(parameter)
-            relocate(parameter, HOST if id(parameter) in home else device)
-            # Exchanged one by one, parameters that share memory would share it no more.
-            alone = id(parameter) in below and _memory_of(parameter) not in several
-            if alone and self.mapped.send(parameter):
+            # Moved one by one, parameters that share memory would share it no more: they stay.
+            alone = _memory_of(parameter) not in several
+            relocate(parameter, HOST if alone and id(parameter) in home else device)
+            if alone and id(parameter) in below and self.mapped.send(parameter):
                 self._on_disk[id(parameter)] = parameter
         for module in model.modules():
             for name, buffer in module._buffers.items():
@@ -276,9 +278,10 @@ def _weakly_before_steps(homes: Homes) -> Surroundings:
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:
-    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
+    if tensor.layout is not torch.strided or type(tensor) not in PLAIN_KINDS or tensor.is_meta:
         return None
-    return None if tensor.is_meta else tensor.untyped_storage().data_ptr()
+    storage = tensor.untyped_storage()
+    return storage._cdata if is_fake(tensor) else storage.data_ptr()
 
 
 def _storages_of_several(model: nn.Module) -> set[int]:

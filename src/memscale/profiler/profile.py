@@ -66,7 +66,7 @@ class BlockProfile:
         ops: the operations worth keeping, if the block is recomputed.
         dropped_bytes: what its forward makes that lives on until the model returns, and no longer (a cache).
         resident: names of its parameters that cannot leave the device, since they are read while the block does not
-            run: by another module, or by a checkpoint inside of the block. The other figures are without them.
+            run: by another module, by a hook, or by a checkpoint inside of it. The other figures are without them.
         changes_input: its forward writes into its own inputs (an in-place activation first), so that it can't be
             run again from them.
     """

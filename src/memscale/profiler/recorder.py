@@ -46,7 +46,7 @@ class BlockRecord:
     backward_traffic: int = 0
     ops: list[OpProfile] = field(default_factory=list)
     # Parameters, as (member, name in it), that were read while no block that has them was running: in forward by
-    # another module, in backward by a checkpoint inside of the block, which runs a part of it again.
+    # another module or by a hook, in backward by a checkpoint inside of the block, which runs a part of it again.
     read_outside: set[tuple[int, str]] = field(default_factory=set)
 
 
@@ -95,7 +95,7 @@ class Recorder:
         self._tracker = tracker
         self._device = device
         self._running: list[str] = []
-        self._running_again: list[str] = []  # blocks that the model's own checkpointing calls in backward
+        self._inside: list[str] = []  # blocks whose forward itself runs, without its hooks; in backward too
         # Parameters as (member, name in it): of each block, and, with the block, of each storage.
         self._parameters: dict[str, set[tuple[int, str]]] = {}
         self._owners: dict[int, list[tuple[str, int, str]]] = {}
@@ -125,6 +125,11 @@ class Recorder:
                     owners = self._owners.setdefault(parameter.untyped_storage()._cdata, [])
                     owners.append((name, member, path))
                     self._parameters[name].add((member, path))
+                # Inside of the other hooks: what those read, spectral norm for one, they read where it is.
+                handles.append(module.register_forward_pre_hook(_Begin(self._inside, name)))
+                handles.append(
+                    module.register_forward_hook(_End(self._inside), prepend=True, always_call=True)
+                )
             first, last = modules[0], modules[-1]
             handles.append(
                 first.register_forward_pre_hook(_Enter(self, name), with_kwargs=True, prepend=True)
@@ -174,7 +179,6 @@ class Recorder:
 
     def enter(self, name: str, inputs: Any) -> None:
         if _autograd.in_backward():
-            self._running_again.append(name)
             return  # the model recomputes this block by itself
         record = self.step.blocks[name]
         if record.order < 0:
@@ -195,11 +199,7 @@ class Recorder:
         self._span()
 
     def leave(self, name: str, output: Any) -> None:
-        if _autograd.in_backward():
-            if self._running_again:
-                self._running_again.pop()
-            return
-        if not self._running:
+        if _autograd.in_backward() or not self._running:
             return
         self._running.pop()
         self._counts.pop()
@@ -263,12 +263,11 @@ class Recorder:
         """
         if backward and not torch.is_grad_enabled():
             return
-        running = self._running_again if backward else self._running
         for leaf in _pytree.tree_leaves((args, kwargs)):
             if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
                 continue
             owners = self._owners.get(leaf.untyped_storage()._cdata, ())
-            if any(name in running for name, _, _ in owners):
+            if any(name in self._inside for name, _, _ in owners):
                 continue
             for name, member, path in owners:
                 # A checkpoint stops as soon as it has what backward needs: which others it reads is not seen.
@@ -285,6 +284,26 @@ class Recorder:
     def _in_use(self) -> int:
         # Workspaces stay for good: in the first block that needs one they would look like its own memory.
         return self._tracker.live_bytes(self._device) - self._tracker.workspace_bytes(self._device)
+
+
+class _Begin:
+    """A forward pre-hook for one module of a block, the last one."""
+
+    def __init__(self, inside: list[str], name: str) -> None:
+        self._inside, self._name = inside, name
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._inside.append(self._name)
+
+
+class _End:
+    """A forward hook for one module of a block, the first one."""
+
+    def __init__(self, inside: list[str]) -> None:
+        self._inside = inside
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside.pop()
 
 
 class _Enter:
