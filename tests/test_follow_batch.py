@@ -197,7 +197,9 @@ def test_what_is_covered() -> None:
     batches = PlannedBatches()
     batches.add({"x": (2, 64)})
     assert batches.covers({"x": (1, 64)})
-    assert not batches.covers({"x": (1, 65)})
+    assert batches.covers({"x": (1, 65)})  # fewer elements, and fewer scores of attention
+    assert not batches.covers({"x": (1, 128)})  # as many elements, and twice the scores
+    assert not batches.covers({"x": (3, 64)})
     assert not batches.covers({"x": (2, 64), "y": (2,)})
     batches.give_up({"y": (2,)})
     assert batches.covers({"y": (200,)})

@@ -17,8 +17,10 @@ from memscale.config import AsyncOffloadConfig, Config
 from memscale.engine import room_of
 from memscale.errors import DoesNotFitError, ProfileError, WrapError, WrapTypeError, shown
 from memscale.execution_plan import Plan
-from memscale.executor import EXECUTOR, Executor, copy_early, disk_of, executor_of
+from memscale.executor import EXECUTOR, Executor, copy_early, disk_of, executor_of, refuse_nested
 from memscale.hardware import Hardware, detect, virtual_hardware
+from memscale.interrupts import interrupts_deferred, raise_pending_interrupt
+from memscale.observe.meter import Meter
 from memscale.observe.metrics import Metrics
 from memscale.offload.homes import training_device
 from memscale.planning import fits, make_plan
@@ -237,12 +239,15 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
             f"{type(model).__name__} has no parameters, so that there is nothing to train. "
             "Wrap the model that the optimizer steps."
         )
+    refuse_nested(model)
     hardware = _hardware(model, None, config)
     disk = disk_of(config)
     # Of a model that is wrapped already, what goes to disk is most likely there.
     begin = None if executor_of(model) is not None else functools.partial(copy_early, model, disk)
+    meter = Meter()
     try:
-        decided = _plan(model, sample_input, config, hardware, on_likely=begin)
+        with meter.planning():
+            decided = _plan(model, sample_input, config, hardware, on_likely=begin)
         executor = Executor(
             model,
             decided,
@@ -252,6 +257,7 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
             guard=StepGuard(),
             metrics=Metrics(config.observability_port),
             disk=disk,
+            meter=meter,
         )
         if sample_input is not None:
             executor.batches.add(named_shapes(model, sample_of(sample_input, model)))
@@ -269,16 +275,18 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any) -> None:
 def _attach(executor: Executor, say: Callable[[], None]) -> None:
     """Put an executor on its model in place of the one it may have, which stays if that fails; and say it."""
     before = executor_of(executor.model)
-    if before is not None:
-        before.detach()
-    try:
-        executor.attach()
-        say()
-    except BaseException:
-        executor.detach()
+    with interrupts_deferred():
         if before is not None:
-            before.attach()
-        raise
+            before.detach()
+        try:
+            executor.attach()
+            say()
+            raise_pending_interrupt()
+        except BaseException:
+            executor.detach()
+            if before is not None:
+                before.attach()
+            raise
 
 
 def _plan(

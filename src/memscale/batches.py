@@ -2,8 +2,11 @@
 
 Note [Batches that were planned for]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A batch is covered if it has the same tensors as one that was planned for, and none of them is larger in any
-dimension. Before each forward pass in training this is looked up by the shapes of the call, and nothing else.
+A batch is covered if it has the same tensors as one that was planned for, and none of them is larger: in the number
+of its elements and, since attention grows with the square of the length, in that number times the longest dimension
+behind the first. Before each forward pass in training this is looked up by the shapes of the call, and nothing else.
+
+After `MOST_PLANS` plans no more are made: the one for the largest batch stays on.
 
 One that is not covered is planned for once, rounded up, so that the next few that grow are covered too: each
 dimension in which it differs from what was planned for goes up to the next power of two. Where that does not run
@@ -13,6 +16,7 @@ dimension in which it differs from what was planned for goes up to the next powe
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
@@ -29,6 +33,7 @@ Shapes: TypeAlias = dict[str, Shape]
 """The tensors of a call, by where they are in it."""
 
 MOST_KEYS = 4096
+MOST_PLANS = 5  # in one run
 STEPS_OF_A_POWER = 16
 
 _PLAIN = frozenset({int, float, bool, str, type(None)})
@@ -77,12 +82,15 @@ class PlannedBatches:
 
     Attributes:
         ceiling: what plans may need from now on: one that needed more ran out of memory.
+        said_full: the user was told that no more plans are made.
 
     Example:
         >>> batches = PlannedBatches()
         >>> batches.add({"x": (8, 128)})
         >>> batches.covers({"x": (8, 100)}), batches.covers({"x": (2, 129)})
-        (True, False)
+        (True, True)
+        >>> batches.covers({"x": (1, 512)})  # half the elements, and attention of twice as many scores
+        False
     """
 
     def __init__(self) -> None:
@@ -90,6 +98,7 @@ class PlannedBatches:
         self._planned: list[Shapes] = []
         self._given_up: set[frozenset[tuple[str, int]]] = set()
         self._keys: set[tuple[Any, ...]] = set()
+        self.said_full = False
 
     def __bool__(self) -> bool:
         return bool(self._planned or self._given_up)
@@ -111,6 +120,11 @@ class PlannedBatches:
     def give_up(self, shapes: Shapes) -> None:
         """Batches with such tensors cannot be planned for, however large they are."""
         self._given_up.add(_structure(shapes))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many plans were made as a run may have."""
+        return len(self._planned) >= MOST_PLANS
 
     def covers(self, shapes: Shapes) -> bool:
         if _structure(shapes) in self._given_up:
@@ -140,8 +154,14 @@ def _is_within(shapes: Shapes, planned: Shapes) -> bool:
     return all(
         size <= limit
         for name, shape in shapes.items()
-        for size, limit in zip(shape, planned[name], strict=True)
+        for size, limit in zip(_sizes(shape), _sizes(planned[name]), strict=True)
     )
+
+
+def _sizes(shape: Shape) -> tuple[int, int]:
+    """The elements of a tensor, and what attention over its longest dimension would make of them."""
+    elements = math.prod(shape)
+    return elements, elements * max(shape[1:], default=1)
 
 
 def roundings(shapes: Shapes, varying: dict[str, list[int]]) -> list[Shapes]:

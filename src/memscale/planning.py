@@ -25,12 +25,14 @@ from memscale.execution_plan import ALLOWANCES, Plan, Tier
 from memscale.executor import Executor
 from memscale.fitting import Estimates, Under
 from memscale.hardware import Hardware
+from memscale.plan_cache import PlanCache, plan_key
 from memscale.prediction import Step, measure, predict, with_figures_of
 from memscale.profiler import ModelProfile, Place, Sample, find_blocks, profile_model
 from memscale.profiler.cache import uses_cache
 from memscale.profiler.static import profile_static
 from memscale.recompute.rng import RngState
 from memscale.report.log import speaking
+from memscale.simulator import known as known_values
 from memscale.sizes import batch_size_of, length_of, with_batch_size, with_length
 from memscale.techniques.loss import find_head
 from memscale.units import format_bytes
@@ -52,6 +54,7 @@ FEWER_TECHNIQUES: tuple[tuple[str, ConfigFields], ...] = (
     ("any technique but checkpointing", _ONLY_CHECKPOINTING),
     ("any technique", {**_ONLY_CHECKPOINTING, "enable_checkpointing": False}),
 )
+plans_made = PlanCache()
 DEEP = 8  # equal blocks beyond the two that the profile runs, from which on a plain step is not simulated
 
 
@@ -71,7 +74,7 @@ def make_plan(
     would fit, unless it is not to suggest anything. The model is not profiled where its profile is `known`.
 
     `on_likely` is called early, with a plan that is likely to have much in common with the one that is returned; not
-    where the model itself is run.
+    where the model itself is run, nor where an equal model was planned for before (Note [Equal models]).
 
     Raises:
         ProfileError: the model does not run on the sample.
@@ -79,12 +82,20 @@ def make_plan(
     if sample is None:
         plan = decide_by_structure(model, find_blocks(model), hardware, config)
         return replace(plan, notes=(*plan.notes, *_left_out(model)))
+    key = plan_key(model, sample, config, hardware)
+    found = None if key is None else plans_made.find((key, suggest), sample)
+    if found is not None:
+        return found
+    asked = known_values.asked
     with rehearsal(model):
         plan, excess = rehearsed(model, sample, config, hardware, known, on_likely)
         plan = replace(plan, notes=(*plan.notes, *_left_out(model)))
-        if not suggest or fits(plan, hardware, config) or plan.prediction_source != "simulated":
-            return plan
-        return replace(plan, notes=(*plan.notes, *_what_would_fit(model, sample, config, hardware, excess)))
+        if suggest and not fits(plan, hardware, config) and plan.prediction_source == "simulated":
+            advice = _what_would_fit(model, sample, config, hardware, excess)
+            plan = replace(plan, notes=(*plan.notes, *advice))
+    if key is not None and plan.prediction_source == "simulated":
+        plans_made.add((key, suggest), sample, plan, by_values=known_values.asked > asked)
+    return plan
 
 
 def _left_out(model: nn.Module) -> tuple[str, ...]:
@@ -243,8 +254,8 @@ def rehearsed(
     """Return the plan, and the simulated peak of the engine's first choice over the engine's own count.
 
     One step is simulated with the plan, or run where the model cannot be simulated. A plan with which that raises
-    would raise in training: it is replaced by one with fewer techniques (`FEWER_TECHNIQUES`), and a note says which
-    were left out and why.
+    would raise in training, and one that the plain model beats in memory and time is of no use: it is replaced by one
+    with fewer techniques (`FEWER_TECHNIQUES`), and a note says which were left out and why.
 
     To be called in a `rehearsal`; otherwise as `make_plan`.
     """
@@ -253,7 +264,7 @@ def rehearsed(
     except torch.OutOfMemoryError:
         note = f"a step of the plain model on {sample.describe()} runs out of memory, so that it was not profiled"
         return decide_by_structure(model, find_blocks(model), hardware, config, notes=(note,)), 1.0
-    failure = ""
+    reason = ""
     for left_out, changes in FEWER_TECHNIQUES:
         settings = config.replace(**changes)
         needs = known if not changes else None
@@ -262,20 +273,39 @@ def rehearsed(
             look = look_at(model, sample, settings, hardware, needs, None if changes else on_likely)
             plan, excess = _rehearse(model, look, sample, settings, hardware)
         except Exception as error:
-            if not changes:
-                failure = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+            failure = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+            if not reason:
+                reason = f"a step with it raised ({failure})"
                 with speaking(config) as log:
                     log.warning("A step with the plan raised (%s): planning with fewer techniques.", failure)
             continue
-        return (_planned_without(left_out, plan, failure) if changes else plan), excess
+        if not (_is_worse_than_plain(plan) and not config.force_optimize):
+            return (_planned_without(left_out, plan, reason) if changes else plan), excess
+        reason = reason or "with it a step would need no less memory than the plain model's, and no less time"
     plan = decide(profile, hardware, settings)  # nothing is attached, so that nothing of it can fail
-    return _planned_without(f"{left_out}, its peak an estimate", plan, failure), 1.0
+    return _planned_without(left_out, plan, f"{reason}; its peak is an estimate"), 1.0
 
 
-def _planned_without(left_out: str, plan: Plan, failure: str) -> Plan:
-    """Say of a plan what was left out because a step with it raised."""
-    note = f"planned without {left_out}: a step of the plan with it raised ({failure})"
-    return replace(plan, notes=(*plan.notes, note), decision_source="rule_fallback")
+def _does_nothing(plan: Plan) -> bool:
+    whole = (plan.precision, plan.loss, plan.optimizer)
+    return not any(layer.techniques for layer in plan.layers) and all(each is None for each in whole)
+
+
+def _is_worse_than_plain(plan: Plan) -> bool:
+    """Whether a plan gains nothing: no time, no lower peak and, of equal peaks, not less held for backward."""
+    memory = (plan.predicted_peak_bytes, plan.predicted_saved_bytes)
+    plain = (plan.baseline_peak_bytes, plan.baseline_saved_bytes)
+    return memory >= plain and plan.predicted_time_ratio >= 1 and not _does_nothing(plan)
+
+
+def _planned_without(left_out: str, plan: Plan, reason: str) -> Plan:
+    """Say of a plan what was left out and why; where that is all, its layers must not blame the Config."""
+    note = f"planned without {'any technique' if _does_nothing(plan) else left_out}: {reason}"
+    layers = tuple(
+        layer if layer.techniques else replace(layer, rule="left-as-it-is", reason=f"nothing on it ({note})")
+        for layer in plan.layers
+    )
+    return replace(plan, layers=layers, notes=(*plan.notes, note), decision_source="rule_fallback")
 
 
 def _rehearse(

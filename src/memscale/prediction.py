@@ -200,7 +200,7 @@ def _step(
         _add_adam_state(here, plan, model, tracker, device)
         _adam_temporaries(here, device.type)
         if on_disk and plan is not None and plan.optimizer is not None:
-            _pages_of_a_bucket(plan.optimizer.bucket_bytes)
+            _pages_of_a_bucket(model, on_disk, plan.optimizer.bucket_bytes)
         for parameter in model.parameters():
             parameter.grad = None
     replays = [tracker.replay(log, (after_forward,)) for _ in range(REPLAYS)]
@@ -255,9 +255,10 @@ def _adam_temporaries(here: Sequence[nn.Parameter], device: str) -> None:
     del made
 
 
-def _pages_of_a_bucket(nbytes: int) -> None:
-    """What is stepped at a time of parameters that are on disk is in memory while it is."""
-    torch.empty(nbytes, dtype=torch.uint8)
+def _pages_of_a_bucket(model: nn.Module, on_disk: Collection[int], bucket_bytes: int) -> None:
+    """Allocate what is in memory while parameters on disk are stepped: a bucket of them, or all if that is less."""
+    whole = sum(4 * each.nbytes for each in model.parameters() if each.requires_grad and id(each) in on_disk)
+    torch.empty(min(bucket_bytes, whole), dtype=torch.uint8)  # with gradients and two moments
 
 
 def _quiet(config: Config) -> Config:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from memscale.batches import call_key, named_shapes, resized, roundings
+from memscale.batches import MOST_PLANS, call_key, named_shapes, resized, roundings
 from memscale.config import Config
 from memscale.engine.entries import NOT_CALLED
 from memscale.errors import ProfileError
@@ -36,7 +36,11 @@ def follow_batch(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, An
     if not batches.covers(shapes):
         if executor.awaits_backward:
             return  # that graph is of the plan as it is; the next batch like this one will ask again
-        _plan_anew(executor, sample)
+        if batches.is_full:
+            _say_full(executor, sample)
+        else:
+            with executor.meter.planning():
+                _plan_anew(executor, sample)
     batches.note(key)
 
 
@@ -94,6 +98,19 @@ def below(config: Config, ceiling: int | None) -> Config:
 def _is_for_more(plan: Plan, before: Plan) -> bool:
     """Whether a plan is for a batch that needs more; of an estimate that cannot be said."""
     return plan.prediction_source == "estimated" or plan.baseline_peak_bytes > before.baseline_peak_bytes
+
+
+def _say_full(executor: Executor, sample: Sample) -> None:
+    if executor.batches.said_full:
+        return
+    executor.batches.said_full = True
+    with speaking(executor.config or Config()) as log:
+        log.warning(
+            "a batch of %s is larger than planned for; %d plans were made in this run, which is the most: the "
+            "largest one stays. Give wrap the largest batch as sample_input to plan once.",
+            sample.describe(),
+            MOST_PLANS,
+        )
 
 
 def _say_larger(log: logging.Logger, plan: Plan, sample: Sample) -> None:

@@ -528,6 +528,7 @@ def test_accelerates_precision_is_the_one_that_counts() -> None:
         optimizer.step()
         assert model.seen == [torch.bfloat16]
         assert scaling.factor == 1
+        model._memscale_executor.detach()  # prepared by accelerate, a model is a cycle, and is not dropped at once
     finally:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 

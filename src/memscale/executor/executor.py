@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from memscale.execution_plan import Offloading, Plan, Tier
 from memscale.executor.newborn import Newborn, find_module
 from memscale.executor.record import Record, WeakModule
 from memscale.executor.use_cache import no_cache_hooks
+from memscale.interrupts import interrupts_deferred, raise_pending_interrupt
 from memscale.observe.meter import Meter
 from memscale.observe.metrics import Metrics
 from memscale.observe.report import Report
@@ -33,7 +35,7 @@ from memscale.techniques.checkpointing import hold_place
 from memscale.techniques.forwards import ReplacedForward
 from memscale.techniques.offloading import bring_inputs
 
-__all__ = ["EXECUTOR", "Executor", "Guard", "TrainingBatch", "disk_of", "executor_of"]
+__all__ = ["EXECUTOR", "Executor", "Guard", "TrainingBatch", "disk_of", "executor_of", "refuse_nested"]
 
 logger = logging.getLogger("memscale")
 
@@ -79,6 +81,7 @@ class Executor:
         guard: Who catches out-of-memory errors in a step; nobody, if it is not given.
         metrics: Where its numbers are served while it is attached; nowhere, if it is not given.
         disk: The disk below the model; the one that the Config says, if it is not given.
+        meter: Counts what is done; one of its own, if it is not given.
 
     Attributes:
         batches: What the model's plans were made for so far.
@@ -107,6 +110,7 @@ class Executor:
         guard: Guard | None = None,
         metrics: Metrics | None = None,
         disk: DiskStore | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self._model = WeakModule(model)
         self._device = device
@@ -119,7 +123,7 @@ class Executor:
         self._attached = False
         self._surroundings = Record()
         self._watch = Record()
-        self._meter = Meter()
+        self._meter = meter or Meter()
         self.metrics = metrics
         self._homes = Homes(disk or disk_of(config), self._meter)
         self._homes.host_capacity = None if config is None else config.max_cpu_offload_bytes
@@ -208,22 +212,28 @@ class Executor:
         [Models larger than memory].
 
         Raises:
-            WrapError: The plan does not fit the model, the model is wrapped already, or a tensor on the meta device has
-                no initialisation.
+            WrapError: The plan does not fit the model; the model, a part of it or what it is a part of is wrapped
+                already; or a tensor on the meta device has no initialisation.
             WeightsError: Weights were to come from a file that can't be read.
         """
+        with interrupts_deferred():
+            self._attach()
+
+    def _attach(self) -> None:
         model = self.model
         if EXECUTOR in vars(model):
             raise WrapError(
                 "The model already has an executor. Take that off first with memscale.detach(model), or give "
                 "it another plan with model._memscale_executor.replan(plan)."
             )
+        refuse_nested(model)
         if has_meta_tensors(model):
             self._newborn = Newborn(model, self.device, self._homes, logs=self._logs)
         vars(model)[EXECUTOR] = self
         try:
             self._apply(model)
             self._await_values(model)
+            raise_pending_interrupt()
         except BaseException:
             if self._newborn is not None:
                 self._newborn.undo()  # first: there may be no room for what would be brought back
@@ -233,6 +243,7 @@ class Executor:
             self._newborn = None
         pending_is_done(model)
         self._attached = True
+        _wrapped_models.add(self)
         self._meter.begin(
             self.device, simulated=any(isinstance(each, FakeTensor) for each in model.parameters())
         )
@@ -240,10 +251,14 @@ class Executor:
             self.metrics.begin(self, logs=self._logs)
 
     def detach(self) -> None:
-        """Undo every change, in reverse; does nothing if the plan is not attached."""
-        if self.metrics is not None:
-            self.metrics.end(self)
-        self._take_off()
+        """Undo every change, in reverse; does nothing if the plan is not attached.
+
+        Ctrl-C waits until it is done. After any other interrupt it can be called again, and goes on where it was.
+        """
+        with interrupts_deferred():
+            if self.metrics is not None:
+                self.metrics.end(self)
+            self._take_off()
 
     def make_values(self) -> None:
         """Make the values that the model's tensors still wait for. See Note [Awaited values].
@@ -259,8 +274,12 @@ class Executor:
         if self._attached:
             self.make_values()
             self._meter.end()
+            try:
+                self._undo(self.model)
+            except Exception:
+                self._attached = False
+                raise
             self._attached = False
-            self._undo(self.model)
 
     def replan(self, plan: Plan) -> None:
         """Replace the plan by another; if that fails, the model has the old one.
@@ -272,14 +291,15 @@ class Executor:
             raise WrapError("Only an attached executor can be given another plan: call attach() first.")
         self.make_values()
         model = self.model
-        self._techniques.undo()
-        try:
-            self._attach_techniques(model, plan)
-        except BaseException:
+        with interrupts_deferred():
             self._techniques.undo()
-            self._attach_techniques(model, self._plan)
-            raise
-        self._plan = plan
+            try:
+                self._attach_techniques(model, plan)
+            except BaseException:
+                self._techniques.undo()
+                self._attach_techniques(model, self._plan)
+                raise
+            self._plan = plan
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[nn.Module]:
@@ -294,8 +314,9 @@ class Executor:
         try:
             yield model
         finally:
-            self._homes = homes
-            self.attach()
+            with interrupts_deferred():
+                self._homes = homes
+                self.attach()
 
     def _apply(self, model: nn.Module) -> None:
         for module, hook in no_cache_hooks(model, logs=self._logs):
@@ -384,12 +405,18 @@ class Executor:
         return {id(parameter) for parameter in (*at_home, *on_disk)}
 
     def _undo(self, model: nn.Module) -> None:
-        with contextlib.ExitStack() as stack:  # the last first, and all of them whatever one of them raises
-            stack.callback(self._homes.restore)
-            stack.callback(vars(model).pop, EXECUTOR, None)
-            stack.callback(self._surroundings.undo)
-            stack.callback(self._watch.undo)
-            stack.callback(self._techniques.undo)
+        """Undo all, whatever one of the parts raises; after an interrupt it can be called again."""
+        errors = []
+        for undo in (self._techniques.undo, self._watch.undo, self._surroundings.undo, self._homes.restore):
+            try:
+                undo()
+            except Exception as error:
+                errors.append(error)
+        # Last: by it `memscale.detach` finds what there is to finish.
+        vars(model).pop(EXECUTOR, None)
+        _wrapped_models.discard(self)
+        if errors:
+            raise errors[0]
 
     def _call_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._on_training_batch is None or self._is_calling_back:
@@ -413,6 +440,8 @@ class Executor:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         model = self._model()
+        if self._attached:
+            _wrapped_models.add(self)
         if model is not None:
             for forward in self._techniques.forwards():
                 forward.belongs_to(model)
@@ -425,6 +454,33 @@ def executor_of(model: nn.Module) -> Executor | None:
     """The executor of a wrapped model; None if it is not wrapped."""
     found = vars(model).get(EXECUTOR)
     return found if isinstance(found, Executor) else None
+
+
+_wrapped_models: weakref.WeakSet[Executor] = weakref.WeakSet()
+
+
+def refuse_nested(model: nn.Module) -> None:
+    """Refuse a model of which a part is wrapped, and a part of a wrapped model.
+
+    The parameters of the part would have two executors, each with a plan for them.
+
+    Raises:
+        WrapError: It is one.
+    """
+    for name, module in model.named_modules():
+        if module is not model and executor_of(module) is not None:
+            raise WrapError(
+                f"A part of the {type(model).__name__} is wrapped already: {name!r} ({type(module).__name__}). "
+                f"Take MemScale off it first, with memscale.detach(model.get_submodule({name!r})), and wrap the "
+                "whole model only."
+            )
+    for executor in list(_wrapped_models):
+        around = executor._model()
+        if around is not None and around is not model and any(each is model for each in around.modules()):
+            raise WrapError(
+                f"The {type(model).__name__} is a part of a {type(around).__name__} that is wrapped already. Leave it "
+                "at that, or take MemScale off the whole first, with memscale.detach(model)."
+            )
 
 
 @outside_compiler

@@ -11,6 +11,7 @@ from torch import nn
 
 from memscale.errors import WrapError
 from memscale.execution_plan import LayerPlan, Plan
+from memscale.interrupts import raise_pending_interrupt
 from memscale.offload.awaited import AwaitedValues, Skeleton
 from memscale.offload.homes import HOST, Homes, training_device
 from memscale.offload.loading import has_pending
@@ -63,6 +64,7 @@ class Newborn:
         before = training_device(model)  # where detach leaves all of it: with what of it has been somewhere
 
         def settle(parameter: nn.Parameter) -> None:
+            raise_pending_interrupt()
             where = HOST if id(parameter) in home else device
             self._homes.settle(parameter, where, before=before, on_disk=id(parameter) in below)
 

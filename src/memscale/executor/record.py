@@ -1,5 +1,8 @@
 """The record of what was changed in a model, so that it can be undone.
 
+A change is noted before it is made, and forgotten after it is undone, and to undo one that is not there does
+nothing. So an interrupt at any of them leaves a record by which the rest can be undone.
+
 Modules are referred to weakly, and in `deepcopy` and pickle as ordinary objects: a record keeps no model
 alive, and the record of a copied model is about the copy.
 """
@@ -14,6 +17,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from memscale.interrupts import raise_pending_interrupt
 from memscale.techniques.forwards import OWN, ReplacedForward, is_covered
 
 __all__ = ["Change", "Record", "SetAttribute", "WeakModule"]
@@ -49,7 +53,7 @@ class Change(Protocol):
 
 
 class SetAttribute:
-    """An attribute of a module's own `__dict__` that was set, and what was there before."""
+    """An attribute of a module's own `__dict__` that is set, and what was there before."""
 
     def __init__(self, module: nn.Module, module_name: str, name: str, value: object) -> None:
         attributes = vars(module)
@@ -59,8 +63,13 @@ class SetAttribute:
         self.value = value
         self.had_before = name in attributes
         self.before = attributes.get(name)
-        # Not setattr: a module may have its own, and nn.Module's looks for parameters and submodules.
-        attributes[name] = value
+
+    def make(self) -> None:
+        """Set it."""
+        module = self.module()
+        if module is not None:
+            # Not setattr: a module may have its own, and nn.Module's looks for parameters and submodules.
+            vars(module)[self.name] = self.value
 
     def undo(self) -> None:
         if isinstance(self.value, ReplacedForward):
@@ -69,6 +78,8 @@ class SetAttribute:
         if module is None:
             return
         attributes = vars(module)
+        if (self.name in attributes) == self.had_before and attributes.get(self.name) is self.before:
+            return
         if attributes.get(self.name) is not self.value:
             if self.name == "forward" and is_covered(module):
                 return  # it goes on to what is underneath. See Note [A replaced forward]
@@ -85,13 +96,20 @@ class SetAttribute:
 
 
 class AddedHook:
-    """A hook that was registered."""
+    """A hook that is registered."""
 
-    def __init__(self, handle: RemovableHandle) -> None:
-        self._handle = handle
+    def __init__(self, register: Callable[[], RemovableHandle]) -> None:
+        self._register: Callable[[], RemovableHandle] | None = register
+        self._handle: RemovableHandle | None = None
+
+    def make(self) -> None:
+        """Register it."""
+        if self._register is not None:
+            self._handle, self._register = self._register(), None
 
     def undo(self) -> None:
-        self._handle.remove()
+        if self._handle is not None:
+            self._handle.remove()
 
 
 class Record:
@@ -123,19 +141,23 @@ class Record:
             name: What the module is called, for messages.
         """
         if attribute == "forward":  # see Note [A replaced forward]
-            self._changes.append(SetAttribute(module, name, OWN, value))
+            self._make(SetAttribute(module, name, OWN, value))
             if is_covered(module):
                 return
-        self._changes.append(SetAttribute(module, name, attribute, value))
+        self._make(SetAttribute(module, name, attribute, value))
 
     def add_forward_pre_hook(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         """Register a hook `(module, args, kwargs)` that runs before all that are there."""
-        handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-        self._changes.append(AddedHook(handle))
+        self._make(AddedHook(lambda: module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)))
 
     def add_forward_hook(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         """Register a hook `(module, args, output)` that runs after forward; if that failed, with no output."""
-        self._changes.append(AddedHook(module.register_forward_hook(hook, always_call=True)))
+        self._make(AddedHook(lambda: module.register_forward_hook(hook, always_call=True)))
+
+    def _make(self, change: SetAttribute | AddedHook) -> None:
+        raise_pending_interrupt()
+        self._changes.append(change)
+        change.make()
 
     def add(self, change: Change) -> None:
         """Note a change that was made elsewhere; it must be right for a copy of the model when it is copied."""
@@ -148,12 +170,18 @@ class Record:
                 yield change.value
 
     def undo(self) -> None:
-        """Take all changes back, the last one first; an error in one does not keep the others."""
+        """Take all changes back, the last one first; an error in one does not keep the others.
+
+        After an interrupt it can be called again, and goes on where it was.
+        """
         errors = []
         while self._changes:
+            change = self._changes[-1]
             try:
-                self._changes.pop().undo()
+                change.undo()
             except Exception as error:
                 errors.append(error)
+            if self._changes and self._changes[-1] is change:
+                self._changes.pop()
         if errors:
             raise errors[0]

@@ -10,9 +10,11 @@ collecting garbage, and that may wait for a transfer which counts.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -62,6 +64,8 @@ class Meter:
         self._passes: deque[int] = deque(maxlen=_RECENT)
         self.forward_passes = 0
         self.backward_passes = 0
+        self.plans = 0
+        self.planning_seconds = 0.0
         self.dumps: list[str] = []
         """Files that were written when memory ran out."""
 
@@ -84,6 +88,16 @@ class Meter:
         if self._watch is None or self._last_peak is not NOT_WATCHED:
             return self._last_peak
         return self._watch.read()
+
+    @contextlib.contextmanager
+    def planning(self) -> Iterator[None]:
+        """Count a plan, and the time that it takes to make it."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.plans += 1
+            self.planning_seconds += time.perf_counter() - began
 
     # ------------------------------------------------------------------ counting
 

@@ -89,6 +89,8 @@ class Report:
         recomputed: recomputations, by layer.
         lost: time, by what it was lost to.
         disk_bytes: what is on disk now.
+        plans: how many were made: by wrap, for larger batches, and after memory ran out.
+        planning_seconds: the time that took (measured).
 
     Example:
         >>> Report.of(Plan(()), Meter(), model="Net", device="cpu").recomputations
@@ -109,6 +111,8 @@ class Report:
     recomputed: tuple[Recomputed, ...] = ()
     lost: tuple[Lost, ...] = ()
     disk_bytes: int = 0
+    plans: int = 0
+    planning_seconds: float = 0.0
 
     @classmethod
     def of(
@@ -148,6 +152,8 @@ class Report:
             ),
             lost=tuple(Lost(to, seconds) for to, seconds in sorted(meter.seconds_lost().items())),
             disk_bytes=disk_bytes,
+            plans=meter.plans,
+            planning_seconds=meter.planning_seconds,
         )
 
     @property
@@ -187,6 +193,8 @@ class Report:
             "recomputations": self.recomputations,
             "recompute_flops": self.recompute_flops,
             "disk_bytes": self.disk_bytes,
+            "plans": self.plans or None,
+            "planning_seconds": self.planning_seconds if self.plans else None,
             **{f"seconds_lost/{each.to.replace(' ', '_')}": each.seconds for each in self.lost},
         }
         return {name: value for name, value in values.items() if value is not None}
@@ -234,6 +242,9 @@ class Report:
         observed = None if self.observed_peak_bytes is None else format_bytes(self.observed_peak_bytes)
         yield f"observed peak{kind}", observed, how
         yield "on disk now", format_bytes(self.disk_bytes), "counted"
+        if self.plans:
+            made = f"{self.plans} plan{'s' if self.plans > 1 else ''}"
+            yield f"time to make {made}", f"{self.planning_seconds:.2f} s", "measured"
 
     def __str__(self) -> str:
         return self.explain()

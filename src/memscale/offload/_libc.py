@@ -14,7 +14,7 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["PAGE", "advise", "drop_cache", "map_shared", "punch_hole", "unmap"]
+__all__ = ["PAGE", "advise", "drop_cache", "make_private", "map_shared", "punch_hole", "unmap"]
 
 PAGE = mmap.PAGESIZE
 
@@ -22,6 +22,9 @@ PAGE = mmap.PAGESIZE
 DONT_NEED = 4
 WILL_NEED = 3
 POPULATE_READ = 22  # since Linux 5.14
+
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000 if sys.platform.startswith("linux") else 0
 
 _FALLOC_KEEP_SIZE = 1
 _FALLOC_PUNCH_HOLE = 2
@@ -40,6 +43,7 @@ def _libc() -> Any:
         for name, result, arguments in (
             ("mmap", address, (address, size, integer, integer, integer, offset)),
             ("munmap", integer, (address, size)),
+            ("mprotect", integer, (address, size, integer)),
             ("madvise", integer, (address, size, integer)),
             ("fallocate", integer, (integer, integer, offset, offset)),
             ("sync_file_range", integer, (integer, offset, offset, ctypes.c_uint)),
@@ -62,6 +66,19 @@ def map_shared(fd: int, offset: int, nbytes: int) -> int:
     if address is None or address == _MAP_FAILED:
         raise _error("mmap")
     return int(address)
+
+
+def make_private(address: int, nbytes: int, fd: int, offset: int) -> bool:
+    """Replace a shared mapping by a private one of the same range of the file: writes no longer reach the file.
+
+    Returns:
+        False if that can't be done: then the range can't be written at all any more, and to try ends the process.
+    """
+    flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+    if _libc().mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset) == address:
+        return True
+    _libc().mprotect(address, nbytes, mmap.PROT_READ)
+    return False
 
 
 def unmap(address: int, nbytes: int) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale.eight_bit.states import EightBitStates
+from memscale.interrupts import raise_pending_interrupt
 from memscale.observe.meter import Meter
 from memscale.offload.data import exchange_data
 from memscale.offload.host_masters import as_on_the_device, check_room
@@ -110,6 +111,7 @@ class Homes:
         home = {id(parameter) for parameter in at_home} | below
         several = _storages_of_several(model)
         for parameter in model.parameters():
+            raise_pending_interrupt()
             self._parameters.setdefault(id(parameter), (parameter, parameter.device))
             if id(parameter) in self._on_disk and id(parameter) not in below:
                 self._bring_back(parameter)

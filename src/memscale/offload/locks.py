@@ -51,6 +51,10 @@ class LateLock(Generic[T]):
         self._lock.release()
         self._deal()
 
+    def renew(self) -> None:
+        """Be free, in a child that was forked while a thread of its parent had the lock."""
+        self._lock = threading.Lock()
+
     def leave(self, note: T) -> None:
         """Have `note` handled under the lock: now if it is free, else by its holder."""
         self._notes.append(note)

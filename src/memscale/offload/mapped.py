@@ -12,7 +12,7 @@ swap.
 
 Its memory is freed when the last tensor over it dies. The finalizer hangs on the buffer that the storage
 holds, and not on the storage: `share_memory_()` exchanges the memory of a storage that lives on. Storages
-over a buffer can't be resized. Forked children share the memory, see Note [Fork].
+over a buffer can't be resized. In a forked child the memory is made private, see Note [Fork].
 
 Tensors below a page share slabs, and only whole pages are given back: of a model that is a thousandth part.
 """
@@ -23,6 +23,7 @@ import contextlib
 import ctypes
 import errno
 import math
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,6 +91,8 @@ class MappedArena:
         self._chunks: dict[int, _Chunk] = {}  # by address
         self._slabs: list[_Mapping] = []
         self._lock: LateLock[_Chunk] = LateLock(self._release)
+        self._is_private = False
+        _arenas.add(self)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """A new contiguous CPU tensor in the file; what is in it is undefined.
@@ -131,7 +134,9 @@ class MappedArena:
         Raises:
             TierError: It is not a tensor of this arena.
         """
-        if tensor.numel():
+        if self.space.is_forked:
+            tensor.copy_(values)
+        elif tensor.numel():
             dense = values.detach().resolve_conj().resolve_neg().to(_CPU, tensor.dtype).contiguous()
             write_from(self.space.fd, dense, self._find(tensor).file_offset)
 
@@ -165,8 +170,8 @@ class MappedArena:
         Raises:
             TierError: It is not a tensor of this arena.
         """
-        if is_fake(tensor) or not tensor.numel():
-            return 0
+        if is_fake(tensor) or not tensor.numel() or self.space.is_forked:
+            return 0  # in a fork, what was written would be lost with the pages: see Note [Fork]
         chunk = self._find(tensor)
         start, stop = _pages(tensor, chunk)
         if start >= stop:
@@ -201,6 +206,15 @@ class MappedArena:
         self._engine.run(populate, Lane.READ, _CPU)
 
     # ------------------------------------------------------------------ memory
+
+    def make_private(self) -> None:
+        """Keep what this process writes from the file, in a child that has just been forked. See Note [Fork]."""
+        self._lock.renew()
+        if self._is_private:
+            return  # since an earlier fork: what was written since is not in the file
+        self._is_private = True
+        for mapping in {chunk.mapping for chunk in self._chunks.values()}:
+            _libc.make_private(mapping.address, mapping.extent.nbytes, self.space._fd, mapping.extent.offset)
 
     def _allocate(self, nbytes: int) -> _Chunk:
         with self._lock:
@@ -275,6 +289,18 @@ class MappedArena:
         mark_elsewhere(tensor.untyped_storage())
         weakref.finalize(tensor.untyped_storage(), self.space.free, extent).atexit = False
         return tensor
+
+
+_arenas: weakref.WeakSet[MappedArena] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for arena in list(_arenas):
+        arena.make_private()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _pages(tensor: torch.Tensor, chunk: _Chunk, *, outwards: bool = False) -> tuple[int, int]:

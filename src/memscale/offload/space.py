@@ -16,10 +16,11 @@ All pieces start at a page, and count as whole pages. Where many are small, thei
 
 Note [Fork]
 ~~~~~~~~~~~
-A child made by `fork` has the same file and the same list of what is free, and from then on the two lists are
+A child made by `os.fork` has the same file and the same list of what is free, and from then on the two lists are
 two. It may read what was stored before; to allocate is refused, and what dies in the child is not freed in
-the file, as the parent still has it. Mapped tensors stay shared: what a child writes to one the parent sees,
-unlike all other memory.
+the file, as the parent still has it. Its mappings are made private as soon as it begins to run (copy-on-write): what it
+writes to a mapped tensor is its own, as with all other memory. What it has not written to is read from the
+file, so that it may see what the parent has written since; all of it is copied by `detach`, if it must not change.
 """
 
 from __future__ import annotations
@@ -114,6 +115,11 @@ class DiskSpace:
         return self._used + self._spare.total
 
     @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the one that the file belongs to. See Note [Fork]."""
+        return os.getpid() != self._pid
+
+    @property
     def fd(self) -> int:
         """The descriptor of the file."""
         if self._fd < 0:
@@ -161,7 +167,7 @@ class DiskSpace:
             TierError: The directory is unusable, the space is closed, or this process is a fork.
         """
         length = round_up(nbytes)
-        if os.getpid() != self._pid:
+        if self.is_forked:
             raise TierError(
                 f"This disk tier belongs to process {self._pid}, and {os.getpid()} is a fork of it: make a "
                 "tier of its own there, or start the process by spawn."
@@ -197,7 +203,7 @@ class DiskSpace:
         """Give everything back to the disk. Tensors that are mapped go on working until they die."""
         self._closed = True
         self._spare, self._holes = Gaps(), Gaps()
-        if os.getpid() == self._pid and self._close_file is not None:
+        if not self.is_forked and self._close_file is not None:
             self._close_file()
             self._fd = -1
         if self._private is not None:
@@ -236,6 +242,8 @@ class DiskSpace:
 
     def _punch_spares(self, limit: int) -> None:
         """Give spares back to the disk until there are no more bytes of them than that; under the lock."""
+        if self.is_forked:
+            return  # the parent may have used them since
         while self._punches and self._spare.total > max(0, limit):
             offset, length = self._spare.pop()
             try:
@@ -245,7 +253,7 @@ class DiskSpace:
             (self._holes if self._punches else self._spare).add(offset, length)
 
     def _release(self, extent: Extent) -> None:
-        if os.getpid() != self._pid:
+        if self.is_forked:
             return  # see Note [Fork]
         self._used -= extent.nbytes
         if extent.offset >= 0:

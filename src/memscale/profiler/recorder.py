@@ -20,7 +20,7 @@ from torch.utils import _pytree
 from torch.utils.flop_counter import flop_registry
 
 from memscale.memory import _autograd
-from memscale.memory.tracker import MemoryTracker
+from memscale.memory.tracker import MemoryTracker, parts_of
 from memscale.profiler.profile import OpProfile
 from memscale.recompute._torch_private import LightDispatchMode
 from memscale.recompute.trees import Tree
@@ -317,7 +317,13 @@ def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
 
 
 def _bytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return sum(_nbytes(leaf) for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    return sum(part.nbytes for part in parts_of(tensor))  # a sparse one: its indices and values
 
 
 def _is_view(func: Any) -> bool:

@@ -125,8 +125,8 @@ def hinted_sample(model: nn.Module) -> Sample | None:
         length = min(HINT_LENGTH, int(getattr(text, "max_position_embeddings", HINT_LENGTH) or HINT_LENGTH))
         ids = torch.zeros(HINT_BATCH, length, dtype=torch.long, device="meta")
         kwargs["input_ids"] = ids
-        if "labels" in accepted:
-            kwargs["labels"] = ids
+        if "labels" in accepted and _predicts_tokens(model):
+            kwargs["labels"] = ids  # others have labels of another shape, for all that is known
         if "labels" not in accepted and getattr(config, "is_encoder_decoder", False):
             kwargs["decoder_input_ids"] = ids
     elif main_input == "pixel_values" and hasattr(config, "image_size"):
@@ -137,6 +137,12 @@ def hinted_sample(model: nn.Module) -> Sample | None:
     else:
         return None
     return Sample((), kwargs)
+
+
+def _predicts_tokens(model: nn.Module) -> bool:
+    """Whether a Hugging Face model has a head over its vocabulary, and so a label for each token."""
+    embeddings = getattr(model, "get_output_embeddings", None)
+    return callable(embeddings) and embeddings() is not None
 
 
 def _room(model: nn.Module | None) -> int | None:

@@ -68,7 +68,7 @@ def heavier_plans(executor: Executor, sample: Sample) -> Iterator[Plan]:
 
 def _plan(executor: Executor, sample: Sample, config: Config, hardware: Hardware) -> Plan | None:
     try:
-        with executor.suspended() as model:
+        with executor.meter.planning(), executor.suspended() as model:
             return make_plan(model, sample, config, hardware)
     except ProfileError:
         return None  # it ran once, and out of memory: there is nothing to plan by

@@ -132,6 +132,7 @@ class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__ini
         name = op_name(func)
         if name == "_local_scalar_dense":
             self.guesses += _is_guess(args[0])
+            known.asked += getattr(args[0], "_memscale_known", None) is not None
             return _number(args[0])
         if name == "record_stream" or (name.startswith(MANY) and _changes_values_only(name, args)):
             return None

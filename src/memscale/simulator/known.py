@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+asked = 0  # how often code has been told a value of a batch, in this process
 LARGEST = 1 << 20  # elements; a larger tensor is no mask
 FOLLOWED = {
     "_to_copy",
