@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from torch import nn
+
 from memscale.batches import MOST_PLANS, call_key, named_shapes, resized, roundings
 from memscale.config import Config
 from memscale.engine.entries import NOT_CALLED
@@ -36,6 +38,8 @@ def follow_batch(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, An
     if not batches.covers(shapes):
         if executor.awaits_backward:
             return  # that graph is of the plan as it is; the next batch like this one will ask again
+        if not all(isinstance(each, nn.Parameter) for each in executor.model.parameters()):
+            return  # weights of torch.func.functional_call: a plan must not move them
         if batches.is_full:
             _say_full(executor, sample)
         else:

@@ -231,3 +231,31 @@ def test_parameters_that_share_memory_share_it_on() -> None:
         assert model[1][0].weight.device.type == "cpu"
         assert all(map(torch.equal, weights_after(model, inputs), expected))
         assert model[3][0].weight.data_ptr() == model[0][0].weight.data_ptr()
+
+
+class Attends(nn.Module):
+    """A product with an input that is not contiguous: torch.matmul looks whether its weight requires a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attention(x, x, x)[0]
+
+
+@pytest.mark.parametrize("async_offload", [False, True])
+def test_evaluation_takes_the_kernels_of_the_plain_model(async_offload: bool) -> None:
+    torch.manual_seed(0)
+    with executing() as gpu:
+        model = nn.Sequential(*(Attends() for _ in range(3))).to(gpu.device)
+        x = torch.randn(2, 5, 16).to(gpu.device)
+        with torch.no_grad():
+            expected = model.eval()(x).cpu()
+        memscale.wrap(model.train(), QUIET.replace(async_offload=async_offload), x)
+        assert all(each.device.type == "cpu" for each in model.parameters())
+        with torch.no_grad():
+            got = model.eval()(x).cpu()
+        assert torch.equal(got, expected)
+        model.train()(x).sum().backward()
+        assert all(each.grad is not None for each in model.parameters())

@@ -88,3 +88,17 @@ def test_a_wrapped_model() -> None:
     assert regions[0] > 0
     assert off_by(ours, plain) == 0
     assert all(isinstance(each, nn.Parameter) for each in model.parameters())
+
+
+@pytest.mark.parametrize("device", ["cpu", "virtual GPU"])
+def test_no_plan_is_made_while_the_weights_are_others(device: str) -> None:
+    """The first batch comes with other weights: the plan is made from the first one that comes with the model's own."""
+    with device_of(device) as where:
+        x = batch(where)
+        plain = with_other_leaves(build(where), x)
+        model = memscale.wrap(build(where), lossless("aggressive", use_static_profiling=False))
+        plan = model._memscale_executor.plan
+        assert off_by(with_other_leaves(model, x), plain) == 0
+        assert model._memscale_executor.plan is plan
+        model(x).sum().backward()
+        assert model._memscale_executor.plan is not plan

@@ -474,7 +474,43 @@ def _sensible(case: Case) -> Case:
             for step in loop.steps
         )
         loop = replace(loop, steps=steps, schedule=False)
-    return replace(case, model=model, loop=loop)
+    case = replace(case, model=model, loop=loop)
+    return case if case.device == "cpu" else _one_sum(case)
+
+
+# Pieces that use a parameter several times in one call.
+SEVERAL_USES = {"recurrent", "cell", "twice", "normed"}
+
+
+def _one_sum(case: Case) -> Case:
+    """Without calls of offloaded layers whose gradients are added up in another order than those of the plain model.
+
+    See Note [Home and working copy]: several uses of a parameter in one call, and several calls before one backward.
+    """
+    stacks = tuple(_used_once(stack) for stack in case.model.stacks)
+    steps = case.loop.steps
+    if case.kinds() & SEVERAL_USES:
+        stacks = tuple(replace(stack, calls=1, one_module=False) for stack in stacks)
+        steps = tuple(replace(step, losses="one") if step.losses == "sum" else step for step in steps)
+    return replace(case, model=replace(case.model, stacks=stacks), loop=replace(case.loop, steps=steps))
+
+
+def _used_once(stack: Stack) -> Stack:
+    """The stack, with at most one piece in each block that has a weight in common with others."""
+    found: list[str] = []
+
+    def change(piece: Piece) -> Piece:
+        inner = tuple(change(each) for each in piece.inner)
+        options = piece.options
+        if piece.kind == "shared" or options.get("tied") is not None:
+            found.append(piece.kind)
+            if len(found) > 1 and piece.kind == "shared":
+                return Piece("mlp", {"act": "tanh", "bias": True})
+            if len(found) > 1:
+                options = {**options, "tied": None}
+        return replace(piece, options=options, inner=inner)
+
+    return replace(stack, pieces=tuple(change(piece) for piece in stack.pieces))
 
 
 # Building it ----------------------------------------------------------------------------------------

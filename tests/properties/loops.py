@@ -310,7 +310,9 @@ class Training:
         args, kwargs = self._call(number + 50, 0, step)
         if how != "evaluate in training mode":
             self.model.eval()
-        with torch.inference_mode() if how == "inference" else torch.no_grad():
+        # (The executing device's tensors have views in inference mode only if they were made in it.)
+        inference = how == "inference" and self.device.type == "cpu"
+        with torch.inference_mode() if inference else torch.no_grad():
             self._see_output(how, self.model(*args, **kwargs))
         self.model.train()
 

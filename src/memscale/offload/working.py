@@ -11,6 +11,10 @@ A copy must not outlive the layer's computation. Inside a recomputed region noth
 the layer again and fetches again. Elsewhere autograd would hold the copies that it saved (``nn.Linear`` saves its
 weight); there :class:`Refetch` is saved in their place, and backward fetches them again. All else that is saved goes
 through the hooks that surround the layer, if there are any (``activations.py``).
+
+Two sums are not in the order of the plain model, and may differ in the last bit: the gradient of a parameter that is
+used several times in a call (a recurrent weight) by a layer that is called several times before one backward, which is
+added up by calls; and the norm of ``clip_grad_norm_``, which adds up the gradients of each device apart.
 """
 
 from __future__ import annotations
@@ -102,6 +106,9 @@ class WorkingCopies:
         if key not in self._copies:
             dtype, source = self._dtype_of(parameter), self._source
             copy = self._fetched(parameter, dtype) if source is None else source.copy_of(parameter, dtype)
+            if parameter.requires_grad and not copy.requires_grad and dtype == parameter.dtype:
+                # Gradients are off. Still torch.matmul looks at this flag of a weight to choose between mm and bmm.
+                copy = copy.detach().requires_grad_()
             mark_as_copy(copy, parameter)
             self._copies[key] = copy
             self._homes[copy.untyped_storage()._cdata] = parameter
