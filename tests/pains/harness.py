@@ -17,7 +17,7 @@ from memscale.recompute import region as region_module
 from recompute.harness import LiveBytes
 from wrapping import lossless
 
-AGGRESSIVE = lossless("aggressive")  # tiny models gain too little for BALANCED
+AGGRESSIVE = lossless("aggressive", force_optimize=True)  # tiny models gain too little for BALANCED
 
 
 def plan_of(model: nn.Module) -> Plan:

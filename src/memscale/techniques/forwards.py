@@ -13,7 +13,9 @@ has a forward that refers to the copy. Of the model around it a forward knows on
 
 *When it is in use.* In training: gradients are on, and the module or the model is in training mode. The
 module alone does not decide, as a part that is kept in `eval()` while the rest trains saves as much for
-backward as any. In all other cases the call goes on to what was there before, after a look at two flags.
+backward as any. A model that is in `eval()` when it is wrapped may be trained so: then what gives the same numbers
+(recomputation) is in use whenever gradients are on. In all other cases the call goes on to what was there before, after
+a look at two flags.
 
 *Under torch.compile.* The compiler cannot look through hooks on saved tensors, nor fetch parameters. An override that
 is in use and `is_opaque` runs outside of it (a graph break), and the log says so once a model; others are traced
@@ -84,6 +86,10 @@ class ReplacedForward:
 
     __name__ = "forward"
     is_opaque = True
+
+    # Whether it changes no numbers, and so may be in use in `eval()` as well.
+    same_numbers = False
+    _in_evaluation = False
 
     _model: weakref.ref[nn.Module] | None = None
     _is_released = False
@@ -167,6 +173,8 @@ class ReplacedForward:
     def belongs_to(self, model: nn.Module) -> None:
         """Say which model this is a part of."""
         self._model = weakref.ref(model)
+        if "training" in vars(model):  # a copy that is being made may have nothing yet
+            self._in_evaluation = self.same_numbers and not model.training
 
     def release(self) -> None:
         """Be of no effect from now on."""
@@ -185,7 +193,7 @@ class ReplacedForward:
     def _is_in_use(self, module: nn.Module) -> bool:
         if self._is_released:
             return False
-        if module.training:
+        if module.training or self._in_evaluation:
             return True
         model = None if self._model is None else self._model()
         return model is not None and model.training

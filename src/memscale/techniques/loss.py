@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memscale.observe.meter import Meter
@@ -140,6 +141,8 @@ class HeadForward(ReplacedForward):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
+        if _in_static_graph():
+            return forward(*args, **kwargs)
         hidden = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(hidden, torch.Tensor) or isinstance(hidden, LazyLogits) or not hooks_are_allowed():
             return forward(*args, **kwargs)
@@ -171,6 +174,18 @@ class HeadForward(ReplacedForward):
             yield
         finally:
             self._mapped.end(own)
+
+
+def _in_static_graph() -> bool:
+    """Whether the model runs inside `DistributedDataParallel(static_graph=True)`.
+
+    That puts a node of its own on every tensor that the model returns, to learn from backward when all gradients are
+    there. Lazy logits are no such tensor: gradients would not be averaged.
+
+    Private torch API: `DistributedDataParallel._active_ddp_module` (tried on torch 2.13).
+    """
+    active = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    return active is not None and bool(active.static_graph)
 
 
 def _computed_in(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype | None:
