@@ -300,7 +300,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
                 self._meet(value)
             elif isinstance(value, torch.Tensor):
                 if self._has_parts(value):
-                    self._meet(_parts(value))
+                    self._meet(tensor_parts(value))
                 elif value.untyped_storage()._cdata not in live:
                     self._claim(value, Category.INPUTS)
 
@@ -313,7 +313,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
 
     def _follow(self, tensor: torch.Tensor, func: Any) -> None:
         if self._has_parts(tensor):
-            self._follow_each(_parts(tensor), func)
+            self._follow_each(tensor_parts(tensor), func)
         else:
             self._follow_storage(tensor, func)
 
@@ -362,7 +362,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
 
     def _claim(self, tensor: torch.Tensor, category: Category, module: str = "") -> None:
         if self._has_parts(tensor):
-            for part in _parts(tensor):
+            for part in tensor_parts(tensor):
                 self._claim(part, category, module)
             return
         storage = tensor.untyped_storage()
@@ -523,7 +523,7 @@ def _nothing() -> None:
     pass
 
 
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+def tensor_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The strided tensors that make up a sparse one, or one that is a wrapper around others."""
     if is_traceable_wrapper_subclass(tensor):
         return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]

@@ -20,7 +20,7 @@ from torch.utils import _pytree
 from torch.utils.flop_counter import flop_registry
 
 from memscale.memory import _autograd
-from memscale.memory.tracker import MemoryTracker
+from memscale.memory.tracker import MemoryTracker, tensor_parts
 from memscale.profiler.profile import OpProfile
 from memscale.recompute._torch_private import LightDispatchMode
 from memscale.recompute.trees import Tree
@@ -317,7 +317,12 @@ def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
 
 
 def _bytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return sum(_bytes_of(leaf) for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    # A sparse tensor (an embedding's gradient) has no nbytes: its indices and values have.
+    return tensor.nbytes if tensor.layout is torch.strided else sum(map(_bytes_of, tensor_parts(tensor)))
 
 
 def _is_view(func: Any) -> bool:
