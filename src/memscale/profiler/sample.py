@@ -125,9 +125,9 @@ def hinted_sample(model: nn.Module) -> Sample | None:
         length = min(HINT_LENGTH, int(getattr(text, "max_position_embeddings", HINT_LENGTH) or HINT_LENGTH))
         ids = torch.zeros(HINT_BATCH, length, dtype=torch.long, device="meta")
         kwargs["input_ids"] = ids
-        if "labels" in accepted:
+        if "labels" in accepted and _predicts_tokens(model):
             kwargs["labels"] = ids
-        if "labels" not in accepted and getattr(config, "is_encoder_decoder", False):
+        elif "decoder_input_ids" in accepted and getattr(config, "is_encoder_decoder", False):
             kwargs["decoder_input_ids"] = ids
     elif main_input == "pixel_values" and hasattr(config, "image_size"):
         size = config.image_size
@@ -137,6 +137,15 @@ def hinted_sample(model: nn.Module) -> Sample | None:
     else:
         return None
     return Sample((), kwargs)
+
+
+def _predicts_tokens(model: nn.Module) -> bool:
+    """Return whether a model's labels are token ids, and not classes or the values of a regression.
+
+    Those have other shapes, and their loss would warn of broadcasting, or raise.
+    """
+    output_embeddings = getattr(model, "get_output_embeddings", None)
+    return output_embeddings is not None and output_embeddings() is not None
 
 
 def _room(model: nn.Module | None) -> int | None:
