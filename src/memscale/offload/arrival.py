@@ -71,8 +71,8 @@ class Journey:
 
     def leave(self, gradient: torch.Tensor) -> torch.Tensor:
         """Start; returns the tensor that the gradient lands in, which may be read after :meth:`land`."""
-        if gradient.layout is not torch.strided:
-            return gradient.to(self.home)
+        if gradient.layout is torch.sparse_coo:
+            return self._sent_in_parts(gradient)
         if self._meter is not None:
             self._meter.down("gradients", "host", gradient.nbytes)
         beside = gradient.device.type == "cuda" and not is_fake(gradient)
@@ -101,6 +101,19 @@ class Journey:
         gradient = landing.clone()  # page-locked memory is for what is under way
         self._engine.pool.give(block)
         return gradient
+
+    def _sent_in_parts(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Copy a sparse gradient (that of an embedding with ``sparse=True``): its indices and its values."""
+        indices, values = gradient._indices(), gradient._values()
+        if self._meter is not None:
+            self._meter.down("gradients", "host", indices.nbytes + values.nbytes)
+        return torch.sparse_coo_tensor(
+            indices.to(self.home),
+            values.to(self.home),
+            gradient.shape,
+            check_invariants=False,
+            is_coalesced=gradient.is_coalesced(),
+        )
 
     def _pinned(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """Page-locked memory of the same geometry, if there is any: only there a copy runs by itself."""

@@ -29,6 +29,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memscale.errors import RecomputeError
 from memscale.observe.meter import Meter
+from memscale.offload.arrival import arrived
+from memscale.offload.shared import SharedEngine
 from memscale.precision.weights import autocast_dtype, cast_by_autocast
 from memscale.recompute._torch_private import (
     OUTSIDE_BACKWARD,
@@ -78,6 +80,10 @@ class WorkingCopies:
             for name, parameter in module._parameters.items()
             if parameter is not None and parameter.device != device
         ]
+        # Embeddings with `sparse=True`: the backward of `parameter.to(device)` refuses a sparse gradient.
+        self._sparse = {
+            id(parameter) for module, _, parameter in self._owners if getattr(module, "sparse", False)
+        }
         self._dtype = autocast_dtype(device)
         self._cast = cast_by_autocast(self._owners) if self._dtype is not None else set()
         self._copies: dict[int, torch.Tensor] = {}
@@ -116,6 +122,11 @@ class WorkingCopies:
 
     def _fetched(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         meter = self._meter
+        if id(parameter) in self._sparse:
+            values = brought(parameter.detach(), self._device, dtype)
+            if meter is not None:
+                meter.up("parameters", "host", values.nbytes)
+            return arrived(parameter, values, SharedEngine(None), meter)
         if meter is None:
             return parameter.to(self._device, dtype, non_blocking=True)
         with meter.timing("offloading"):
