@@ -14,7 +14,7 @@ from torch import nn
 
 import memscale
 from memscale import Config
-from memscale.recompute._torch_private import OUTSIDE_BACKWARD, LightDispatchMode, graph_task_id
+from memscale._torch import OUTSIDE_BACKWARD, LightDispatchMode, graph_task_id
 from memscale.recovery.shortage import is_out_of_memory
 from memscale.simulator import executing
 

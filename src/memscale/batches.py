@@ -22,8 +22,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 
+from memscale._torch import pytree
 from memscale.profiler.sample import Sample
 
 __all__ = ["PlannedBatches", "call_key", "named_shapes", "named_tensors", "resized", "roundings"]
@@ -51,9 +51,7 @@ def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
 def _shapes_in(value: Any) -> tuple[Any, ...] | None:
     if type(value) in _PLAIN:
         return None
-    return tuple(
-        leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in _pytree.tree_leaves(value)
-    )
+    return tuple(leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in pytree.tree_leaves(value))
 
 
 def named_shapes(model: nn.Module, sample: Sample) -> Shapes:
@@ -72,9 +70,9 @@ def named_tensors(model: nn.Module, sample: Sample) -> Iterator[tuple[str, torch
         arguments = inspect.signature(model.forward).bind(*sample.args, **sample.kwargs).arguments
     except (TypeError, ValueError):  # forward has no signature, or will refuse this call by itself
         arguments = {"args": sample.args, "kwargs": sample.kwargs}
-    for path, leaf in _pytree.tree_flatten_with_path(dict(arguments))[0]:
+    for path, leaf in pytree.tree_flatten_with_path(dict(arguments))[0]:
         if isinstance(leaf, torch.Tensor):
-            yield _pytree.keystr(path), leaf
+            yield pytree.keystr(path), leaf
 
 
 class PlannedBatches:
@@ -199,4 +197,4 @@ def resized(model: nn.Module, sample: Sample, shapes: Shapes) -> Sample:
         empty = torch.empty(wanted[id(leaf)], dtype=leaf.dtype, device="meta")
         return empty.requires_grad_(leaf.requires_grad)
 
-    return Sample(_pytree.tree_map(change, sample.args), _pytree.tree_map(change, sample.kwargs))
+    return Sample(pytree.tree_map(change, sample.args), pytree.tree_map(change, sample.kwargs))

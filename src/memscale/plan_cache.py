@@ -27,6 +27,12 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
+from memscale._torch import (
+    efficient_attention_is_enabled,
+    flash_attention_is_enabled,
+    math_attention_is_enabled,
+    private_device_name,
+)
 from memscale.config import Config
 from memscale.execution_plan import Plan
 from memscale.hardware import Hardware
@@ -132,14 +138,14 @@ def _hardware_key(hardware: Hardware) -> object:
 
 def _switches() -> object:
     """What of torch's global state decides about kernels and types."""
-    kinds = ("cpu", "cuda", torch._C._get_privateuse1_backend_name())
+    kinds = ("cpu", "cuda", private_device_name())
     autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     return (
         torch.get_default_dtype(),
         tuple(autocast),
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
+        flash_attention_is_enabled(),
+        efficient_attention_is_enabled(),
+        math_attention_is_enabled(),
         torch.backends.mkldnn.enabled,
         torch.are_deterministic_algorithms_enabled(),
         torch.is_grad_enabled(),

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
+from memscale._torch import FAKE_TENSOR_LOGGER, disable_current_modes
 from memscale.config import Config, ConfigFields
 from memscale.engine import decide, plain_point, room_of, unseen_bytes
 from memscale.engine.settings import Batch, settings_for
@@ -125,7 +125,7 @@ def rehearsal(model: nn.Module) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     # Whoever listens to the training loop (a FLOP counter, a profiler) must not hear the rehearsal.
     with (
-        _disable_current_modes(),
+        disable_current_modes(),
         _quiet_fake_tensors(),
         _without_other_processes(model),
         _without_garbage_collection(),
@@ -272,7 +272,7 @@ def _without_garbage_collection() -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet_fake_tensors() -> Iterator[None]:
     """torch logs a traceback for each operation that fails on fake tensors; here the error itself says it."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log = logging.getLogger(FAKE_TENSOR_LOGGER)
     before, log.disabled = log.disabled, True
     try:
         yield

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 
+from memscale._torch import pytree
 from memscale.config import Config
 from memscale.eight_bit import moment_bytes, parameters_in_eight_bits
 from memscale.execution_plan import Plan, PredictionSource
@@ -108,7 +108,7 @@ def measure(
     with untouched(model):
         tracker = _tracker_of(device, place)
         tracker.watch(model)
-        for tensor in _pytree.tree_leaves((batch.args, batch.kwargs, batch.beside)):
+        for tensor in pytree.tree_leaves((batch.args, batch.kwargs, batch.beside)):
             if isinstance(tensor, torch.Tensor):
                 tracker.watch(tensor)
         executor.attach()

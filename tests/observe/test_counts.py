@@ -13,9 +13,9 @@ from torch import nn
 
 import memscale
 from memscale import Config
+from memscale._torch import OUTSIDE_BACKWARD, LightDispatchMode, graph_task_id
 from memscale.execution_plan import Offloading, OptimizerPlan
 from memscale.executor import Executor
-from memscale.recompute._torch_private import OUTSIDE_BACKWARD, LightDispatchMode, graph_task_id
 from observe.models import (
     LAYERS,
     Stack,

@@ -11,8 +11,8 @@ import torch
 
 import memscale
 from memscale import Config, Plan
+from memscale._torch import LightDispatchMode
 from memscale.observe import dump
-from memscale.recompute._torch_private import LightDispatchMode
 from observe.models import Stack, batch, train
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from memscale._torch import LightDispatchMode
 from memscale.execution_plan import LossTiling, Plan
 from memscale.executor import Executor
-from memscale.recompute._torch_private import LightDispatchMode
 
 CLOSE = 1e-6
 # Softmax does not change with a bias of the keys: its gradient is 0, and what there is of it is rounding.

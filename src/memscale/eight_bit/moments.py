@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from memscale._torch import is_traceable_wrapper_subclass
 from memscale.eight_bit.kinds import MOMENTS
 from memscale.eight_bit.quantizer import BLOCK, Quantizer
 from memscale.offload.optimizer_state import MovingState, Origins

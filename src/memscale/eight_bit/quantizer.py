@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from memscale._torch import FakeTensor
 from memscale.errors import MemScaleError
 
 __all__ = ["BLOCK", "Bitsandbytes", "Quantizer", "Unavailable", "find_quantizer", "why_unavailable"]

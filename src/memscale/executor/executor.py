@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from memscale._torch import FakeTensor
 from memscale.batches import PlannedBatches
 from memscale.config import Config
 from memscale.errors import WrapError

@@ -14,7 +14,7 @@ from bisect import bisect_right
 
 from torch import nn
 
-from memscale.memory import _autograd
+from memscale._torch import next_sequence_number, running_sequence_number
 
 MOST_SPANS = 50_000  # module calls whose backward can be named; the oldest are forgotten
 
@@ -64,7 +64,7 @@ class RunningModules:
         """The module that an operation belongs to; empty if that is not known."""
         if self._stack:
             return self._stack[-1][1]
-        number = _autograd.running_sequence_number() if in_backward else None
+        number = running_sequence_number() if in_backward else None
         if number is None:
             return ""
         position = bisect_right(self._numbers, number)
@@ -72,7 +72,7 @@ class RunningModules:
 
     def _mark(self) -> None:
         """See Note [Names in backward]."""
-        number = _autograd.next_sequence_number()
+        number = next_sequence_number()
         if self._numbers and self._numbers[-1] > number:
             return
         self._numbers.append(number)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from memscale._torch import current_dispatch_modes
 from memscale.memory.tracker import MemoryTracker
 
 __all__ = ["Pages"]
@@ -32,7 +32,7 @@ class Pages:
 
     def __init__(self, nbytes: int, *, simulated: bool = False) -> None:
         # Private in torch (tried on 2.13): the modes that are active in this thread, the innermost last.
-        active = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, MemoryTracker)]
+        active = [mode for mode in current_dispatch_modes() if isinstance(mode, MemoryTracker)]
         looking_on = active[-1:] if simulated else active
         self._leave: list[Callable[[], None]] = [
             tracker.hold(nbytes, _HOST, "pages of mapped tensors") for tracker in looking_on

@@ -26,15 +26,18 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    is_traceable_wrapper_subclass,
-)
-from torch.utils._pytree import tree_leaves
 
+from memscale._torch import (
+    OUTSIDE_BACKWARD,
+    TorchDispatchMode,
+    at_end_of_backward,
+    disable_current_modes,
+    graph_task_id,
+    in_backward,
+    is_traceable_wrapper_subclass,
+    tree_leaves,
+)
 from memscale.errors import ProfileError
-from memscale.memory import _autograd
 from memscale.memory.allocator import OutOfDeviceMemory
 from memscale.memory.elsewhere import is_elsewhere
 from memscale.memory.ledger import AllocatorFactory, DeviceMemory, Entry, Ledger
@@ -270,7 +273,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if self._in_backward != (_autograd.graph_task() != _autograd.OUTSIDE_BACKWARD):
+        if self._in_backward != (graph_task_id() != OUTSIDE_BACKWARD):
             self._turn_backward()
         self._meet(args)
         if kwargs:
@@ -432,7 +435,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         else:
             self._in_backward = True
             self._ledger.enter_phase(Phase.BACKWARD)
-            _autograd.at_end_of_backward(self._leave_backward)
+            at_end_of_backward(self._leave_backward)
 
     def _leave_backward(self) -> None:
         if self._in_backward:
@@ -454,7 +457,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         self._undo.append(_on_storage_resize(self._on_resize))
 
     def _before_module(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if not self._running and not _autograd.in_backward():
+        if not self._running and not in_backward():
             self._begin_forward(module, inputs)
         self._running.enter(module)
 
@@ -527,7 +530,7 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The strided tensors that make up a sparse one, or one that is a wrapper around others."""
     if is_traceable_wrapper_subclass(tensor):
         return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    with _disable_current_modes():  # to ask a sparse tensor for its parts is an operation, too
+    with disable_current_modes():  # to ask a sparse tensor for its parts is an operation, too
         if tensor.layout is torch.sparse_coo:
             return [tensor._indices(), tensor._values()]
         if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

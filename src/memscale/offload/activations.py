@@ -40,8 +40,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id, is_traceable_wrapper_subclass
 from memscale.errors import TierFullError
 from memscale.observe.meter import Below, Meter
 from memscale.offload.host import HostTier
@@ -50,7 +50,6 @@ from memscale.offload.shared import SharedEngine
 from memscale.offload.store import DiskStore
 from memscale.offload.tier import Ticket, Tier
 from memscale.offload.working import Refetch, without_history
-from memscale.recompute._torch_private import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id
 
 __all__ = ["LEAST_BYTES", "Activations", "unpack"]
 

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from memscale._torch import hooks_are_allowed
 from memscale.observe.meter import Meter
 from memscale.offload.engine import Lane
 from memscale.offload.layout import is_fake
 from memscale.offload.pinned import Block
 from memscale.offload.shared import SharedEngine
 from memscale.offload.transfer import Transfer
-from memscale.recompute._torch_private import hooks_are_allowed
 
 __all__ = ["Journey", "arrived"]
 

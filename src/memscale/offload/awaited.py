@@ -33,8 +33,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from memscale._torch import disable_current_modes, without_torch_function
 from memscale.offload.data import exchange_data
 from memscale.offload.materialise import materialise, rehearse
 from memscale.offload.materialised import HOST, Materialised, is_on_meta
@@ -77,7 +77,7 @@ class _Awaiting:
         if func not in _HARMLESS:
             for each in _those_in((*needed, *kwargs.values())):
                 vars(each)[_AWAITS].make()
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             result = func(*args, **kwargs)
         if isinstance(given, _Awaiting):
             vars(given)[_AWAITS].was_given(given)
@@ -199,7 +199,7 @@ class AwaitedValues:
             twin, self._twin = self._twin, None  # what follows uses the tensors
             self._end()
             try:
-                real = _disable_current_modes() if is_simulating() else contextlib.nullcontext()
+                real = disable_current_modes() if is_simulating() else contextlib.nullcontext()
                 with real, torch.inference_mode(False), torch.no_grad():
                     self._make(twin)
             except BaseException:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+
+from memscale._torch import FakeTensor, allows_shallow_copy
 
 __all__ = ["exchange_data", "swap_keeping_hooks"]
 
@@ -43,8 +44,4 @@ def swap_keeping_hooks(parameter: nn.Parameter, new: nn.Parameter) -> None:
 def _can_be_set(parameter: nn.Parameter, new: torch.Tensor) -> bool:
     """Whether ``.data =`` can do it, as ``Module.to`` decides it; fake and wrapped tensors are swapped whole."""
     plain = type(new) is torch.Tensor and not isinstance(parameter, FakeTensor)
-    return (
-        plain
-        and type(parameter.data) is torch.Tensor
-        and bool(torch._has_compatible_shallow_copy_type(parameter, new))
-    )
+    return plain and type(parameter.data) is torch.Tensor and allows_shallow_copy(parameter, new)

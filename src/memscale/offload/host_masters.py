@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
-from torch.utils import _foreach_utils
 
+from memscale._torch import takes_foreach
 from memscale.errors import TierFullError
 from memscale.offload.new_state import NewState
 from memscale.offload.optimizer_kinds import arithmetic_of, why_whole
@@ -39,13 +38,11 @@ def as_on_the_device(optimizer: Optimizer, masters: set[int], device: torch.devi
     """
     changed = []
     if arithmetic_of(type(optimizer)) in FOREACH_DIFFERS:
-        devices = set(_foreach_utils._get_foreach_kernels_supported_devices())
         for group in optimizer.param_groups:
             parameters = group["params"]
             if group["foreach"] is None and any(id(each) in masters for each in parameters):
                 kinds = {device.type if id(each) in masters else each.device.type for each in parameters}
-                types = {type(each) for each in parameters}
-                if kinds <= devices and types <= set(torch_optimizer._foreach_supported_types):
+                if takes_foreach(kinds, {type(each) for each in parameters}):
                     changed.append(group)
     try:
         for group in changed:

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from memscale._torch import FakeTensor, is_traceable_wrapper_subclass
 from memscale.errors import TierError
 
 __all__ = ["Flat", "View", "flat_behind", "is_fake", "pack", "rebuild"]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
+from memscale._torch import disable_current_modes
 from memscale.offload.optimizer_kinds import arithmetic_of
 
 __all__ = ["NewState", "step_alone"]
@@ -76,7 +76,7 @@ class NewState:
         parameter = nn.Parameter(small)
         parameter.grad = gradient
         settings = {**group, **{name: value for name, value in _IMPLEMENTATION.items() if name in group}}
-        with _disable_current_modes():
+        with disable_current_modes():
             state = step_alone(owner, self._optimizer, settings, [parameter])
         for name, value in state[parameter].items():
             if isinstance(value, Tensor) and value.dim():

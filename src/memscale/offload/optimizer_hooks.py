@@ -33,11 +33,11 @@ from collections.abc import Callable, Iterator
 from types import CellType, CodeType
 from typing import Any, TypeVar
 
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from memscale._torch import disable_dynamo
 from memscale.offload.optimizer_kinds import arithmetic_of
 
 __all__ = ["Surroundings", "outside_compiler"]
@@ -50,7 +50,7 @@ Around = Callable[..., Any]
 
 def outside_compiler(function: Function) -> Function:
     """For what runs inside a step that the user may have compiled: the compiler leaves it alone."""
-    return _disable_dynamo(function)  # type: ignore[return-value]  # it has the same signature
+    return disable_dynamo(function)  # type: ignore[return-value]  # it has the same signature
 
 
 class Dispatcher:

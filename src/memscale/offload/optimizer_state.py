@@ -22,9 +22,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
 
+from memscale._torch import is_traceable_wrapper_subclass, tree_map_only
 from memscale.observe.state import WatchedState
 
 __all__ = ["PAGE", "MovingState", "Origins", "StatePlace"]

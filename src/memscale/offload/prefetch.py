@@ -25,11 +25,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id
 from memscale.offload.engine import Lane
 from memscale.offload.layout import is_fake
 from memscale.offload.shared import SharedEngine
 from memscale.offload.transfer import Transfer
-from memscale.recompute._torch_private import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id
 
 __all__ = ["Layer", "Prefetcher"]
 

@@ -27,17 +27,17 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memscale.errors import RecomputeError
-from memscale.observe.meter import Meter
-from memscale.offload.arrival import arrived
-from memscale.offload.shared import SharedEngine
-from memscale.precision.weights import autocast_dtype, cast_by_autocast
-from memscale.recompute._torch_private import (
+from memscale._torch import (
     OUTSIDE_BACKWARD,
     graph_task_id,
     hooks_are_allowed,
     surrounding_hooks,
 )
+from memscale.errors import RecomputeError
+from memscale.observe.meter import Meter
+from memscale.offload.arrival import arrived
+from memscale.offload.shared import SharedEngine
+from memscale.precision.weights import autocast_dtype, cast_by_autocast
 from memscale.recompute.conditions import mark_as_copy
 
 

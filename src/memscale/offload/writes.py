@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memscale.recompute._torch_private import LightDispatchMode, written_tensors
+from memscale._torch import LightDispatchMode, written_tensors
 
 __all__ = ["Writes"]
 

@@ -13,8 +13,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
+from memscale._torch import OUTSIDE_BACKWARD, graph_task_id
 from memscale.precision.graph import leaves_of
-from memscale.recompute._torch_private import OUTSIDE_BACKWARD, graph_task_id
 
 __all__ = ["Scaled", "begin", "end"]
 

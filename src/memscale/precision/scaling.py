@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
+from memscale._torch import FakeTensor, largest_magnitudes
 from memscale.offload.optimizer_closure import closure_of, evaluated
 from memscale.offload.optimizer_groups import members_of
 from memscale.offload.optimizer_hooks import Surroundings
@@ -215,7 +215,7 @@ def _is_finite(optimizer: Optimizer) -> bool:
             by_device.setdefault(gradient.device, []).append(gradient.detach())
     for gradients in by_device.values():
         # The largest of each, which is a number for each: no copy of anything.
-        norms = torch._foreach_norm(gradients, float("inf"))
+        norms = largest_magnitudes(gradients)
         if not torch.stack([norm.float() for norm in norms]).isfinite().all():
             return False
     return True

@@ -16,13 +16,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 from torch.utils.flop_counter import flop_registry
 
-from memscale.memory import _autograd
+from memscale._torch import (
+    LightDispatchMode,
+    in_backward,
+    next_sequence_number,
+    pytree,
+    running_sequence_number,
+)
 from memscale.memory.tracker import MemoryTracker, parts_of
 from memscale.profiler.profile import OpProfile
-from memscale.recompute._torch_private import LightDispatchMode
 from memscale.recompute.trees import Tree
 
 
@@ -178,7 +182,7 @@ class Recorder:
     # ------------------------------------------------------------------ blocks
 
     def enter(self, name: str, inputs: Any) -> None:
-        if _autograd.in_backward():
+        if in_backward():
             return  # the model recomputes this block by itself
         record = self.step.blocks[name]
         if record.order < 0:
@@ -199,7 +203,7 @@ class Recorder:
         self._span()
 
     def leave(self, name: str, output: Any) -> None:
-        if _autograd.in_backward() or not self._running:
+        if in_backward() or not self._running:
             return
         self._running.pop()
         self._counts.pop()
@@ -216,12 +220,12 @@ class Recorder:
 
     def _span(self) -> None:
         name = self._running[-1] if self._running else None
-        self._spans.append((_autograd.next_sequence_number(), name))
+        self._spans.append((next_sequence_number(), name))
 
     # ------------------------------------------------------------------ operations
 
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        backward = _autograd.in_backward()
+        backward = in_backward()
         if not _is_view(func):
             self._saw_reads(args, kwargs, backward)
         name = self._block_in_backward() if backward else (self._running[-1] if self._running else None)
@@ -263,7 +267,7 @@ class Recorder:
         """
         if backward and not torch.is_grad_enabled():
             return
-        for leaf in _pytree.tree_leaves((args, kwargs)):
+        for leaf in pytree.tree_leaves((args, kwargs)):
             if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
                 continue
             owners = self._owners.get(leaf.untyped_storage()._cdata, ())
@@ -275,7 +279,7 @@ class Recorder:
                 self.step.blocks[name].read_outside.update(read)
 
     def _block_in_backward(self) -> str | None:
-        number = _autograd.running_sequence_number()
+        number = running_sequence_number()
         if number is None:
             return None
         position = bisect_right(self._spans, number, key=lambda span: span[0])
@@ -336,7 +340,7 @@ def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
 
 
 def _bytes(tree: Any) -> int:
-    return sum(_nbytes(leaf) for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return sum(_nbytes(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

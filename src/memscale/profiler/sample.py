@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 
+from memscale._torch import pytree
 from memscale.errors import ProfileError
 
 HINT_LENGTH = 512
@@ -43,7 +43,7 @@ class Sample:
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors of the batch."""
-        leaves = _pytree.tree_leaves((self.args, self.kwargs))
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def on(self, device: torch.device) -> Sample:
@@ -52,7 +52,7 @@ class Sample:
         def moved(leaf: object) -> object:
             return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
-        return self.mapped(lambda tree: _pytree.tree_map(moved, tree))
+        return self.mapped(lambda tree: pytree.tree_map(moved, tree))
 
     def mapped(self, change: Callable[[Any], Any]) -> Sample:
         """The same call with other tensors."""
@@ -77,7 +77,7 @@ class Sample:
 
     def shapes(self) -> tuple[Any, ...]:
         """What two batches must share to be planned alike."""
-        leaves = _pytree.tree_leaves((self.args, self.kwargs))
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
         return tuple(
             (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, torch.Tensor) else None
             for leaf in leaves
@@ -174,10 +174,10 @@ def _attributes(batch: Any) -> dict[str, Any]:
 
 
 def _has_tensor(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in _pytree.tree_leaves(value))
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
 
 
 def _shape(value: Any) -> str:
-    tensors = [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     texts = [f"{str(leaf.dtype)[6:]}{list(leaf.shape)}" for leaf in tensors]
     return texts[0] if len(texts) == 1 else "(" + ", ".join(texts) + ")" if texts else ""

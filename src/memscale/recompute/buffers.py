@@ -36,8 +36,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from memscale._torch import same_version
 from memscale.errors import RecomputeError
-from memscale.recompute._torch_private import same_version
 from memscale.recompute.attributes import Attributes
 
 __all__ = ["Buffers"]

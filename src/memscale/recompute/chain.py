@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memscale.recompute._torch_private import Hooks
+from memscale._torch import Hooks
 from memscale.recompute.inputs import Slot, version_of
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from memscale._torch import Hooks
 from memscale.errors import RecomputeError
-from memscale.recompute._torch_private import Hooks
 from memscale.recompute.trees import Tree
 
 __all__ = ["Inputs", "Slot", "version_of"]

@@ -37,14 +37,14 @@ from typing import Any
 
 import torch
 
-from memscale.errors import ConfigError, ConfigTypeError, shown
-from memscale.recompute._torch_private import (
+from memscale._torch import (
     LightDispatchMode,
     alias_below_autograd,
     backward_keeps_graph,
     storage_key,
     written_tensors,
 )
+from memscale.errors import ConfigError, ConfigTypeError, shown
 from memscale.recompute.inputs import version_of
 from memscale.recompute.rng import TorchRngState
 from memscale.recompute.trees import Tree

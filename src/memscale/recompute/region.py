@@ -41,9 +41,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from memscale._torch import graph_task_id, hooks_are_allowed, surrounding_hooks
 from memscale.errors import RecomputeError
 from memscale.recompute import rerun
-from memscale.recompute._torch_private import graph_task_id, hooks_are_allowed, surrounding_hooks
 from memscale.recompute.buffers import Buffers
 from memscale.recompute.chain import Link, Segment, Surroundings, links_to, no_links, remember
 from memscale.recompute.conditions import Conditions, ModuleFlags, submodules

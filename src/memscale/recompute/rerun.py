@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward
 from memscale.errors import RecomputeError
-from memscale.recompute._torch_private import OUTSIDE_BACKWARD, at_end_of_backward
 from memscale.recompute.chain import order_to_run
 from memscale.recompute.saved import CAUSES, Holder
 from memscale.recompute.trees import Tree

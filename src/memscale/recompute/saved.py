@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from memscale._torch import running_node_name
 from memscale.errors import RecomputeError
-from memscale.recompute._torch_private import running_node_name
 from memscale.recompute.inputs import version_of
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from memscale._torch import pytree
 
 __all__ = ["Tree"]
 

@@ -21,8 +21,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from memscale._torch import disabled_torch_function, graph_task_id
 from memscale.profiler.sample import Sample
-from memscale.recompute._torch_private import graph_task_id
 from memscale.recompute.buffers import Buffers
 from memscale.recompute.conditions import Conditions, ModuleFlags, submodules
 from memscale.recompute.trees import Tree
@@ -127,7 +127,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     function = type(tensor).__torch_function__
     return function in (
         torch.Tensor.__torch_function__,
-        torch._C._disabled_torch_function_impl,
+        disabled_torch_function,
     ) or isinstance(tensor, nn.Parameter)
 
 

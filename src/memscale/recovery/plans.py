@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from memscale._torch import disable_current_modes
 from memscale.config import Config, OptimizationMode
 from memscale.errors import ProfileError
 from memscale.execution_plan import Plan, Tier
@@ -146,7 +146,7 @@ def _simulated_peak(executor: Executor, sample: Sample) -> Snapshot | None:
         hardware = detect(executor.device, offload_dir=config.offload_dir)
         with (
             executor.suspended() as model,
-            _disable_current_modes(),
+            disable_current_modes(),
             Place.of(hardware.device).simulate() as simulation,
         ):
             twin = simulation.copy_of(model).train(model.training)

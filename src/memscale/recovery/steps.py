@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree
 
+from memscale._torch import LightDispatchMode, a_dispatch_mode_is_active, pytree
 from memscale.config import Config
 from memscale.executor import executor_of
 from memscale.executor.record import WeakModule
@@ -37,7 +37,6 @@ from memscale.offload.optimizer_closure import evaluated
 from memscale.offload.optimizer_groups import Member, SplitStep, members_of
 from memscale.offload.optimizer_hooks import Surroundings
 from memscale.offload.optimizer_kinds import has_own_step, why_whole
-from memscale.recompute._torch_private import LightDispatchMode, a_dispatch_mode_is_active
 from memscale.recovery.plans import explain
 from memscale.recovery.shortage import add_note, free_memory, is_out_of_memory
 from memscale.report.log import speaking
@@ -293,7 +292,7 @@ class _Writes(LightDispatchMode):
                 if each.alias_info is not None and each.alias_info.is_write
             ]
             self.seen = any(
-                each.dim() or id(each) in self._parameters for each in _pytree.tree_leaves(written)
+                each.dim() or id(each) in self._parameters for each in pytree.tree_leaves(written)
             )
         return result
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
+from memscale._torch import efficient_attention_is_enabled, flash_attention_is_enabled
 from memscale.simulator.patches import operators
 
 aten = torch.ops.aten
@@ -36,7 +37,7 @@ def choose_kernel(
     half, width = query.dtype in HALF, query.size(-1)
     square = query.size(-2) == key.size(-2)
     if (
-        torch._C._get_flash_sdp_enabled()
+        flash_attention_is_enabled()
         and half
         and capability >= AMPERE
         and mask is None
@@ -48,7 +49,7 @@ def choose_kernel(
     # Tensor cores read 16 bytes at a time; before Ampere they are not used for 32 bits.
     alignment = 8 if half else 4 if capability >= AMPERE else 1
     if (
-        torch._C._get_mem_efficient_sdp_enabled()
+        efficient_attention_is_enabled()
         and query.dtype is not torch.float64
         and (query.dtype is not torch.bfloat16 or capability >= AMPERE)
         and not grouped

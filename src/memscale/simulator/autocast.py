@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
+from memscale._torch import DispatchKey, DispatchKeySet, exclude_dispatch_keys, tree_leaves, tree_map
 from memscale.simulator.backend import NAME
 from memscale.simulator.patches import attribute, operators
 
@@ -82,10 +82,10 @@ def _operator(name: str) -> Any | None:
 
 def _kernel(operator: Any, policy: str, casts: _Casts) -> Callable[..., Any]:
     takes_dtype = any(argument.name == "dtype" for argument in operator._schema.arguments)
-    off = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, KEY))
+    off = DispatchKeySet(getattr(DispatchKey, KEY))
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(off):
+        with exclude_dispatch_keys(off):
             if policy == "by dtype argument":
                 if takes_dtype and kwargs.get("dtype") is None and any(map(_castable, args)):
                     kwargs = {**kwargs, "dtype": torch.float32}

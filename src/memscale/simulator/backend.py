@@ -1,7 +1,6 @@
 """The device name ``vgpu``: torch's PrivateUse1 slot, answered from Python.
 
-Private torch API: ``torch.utils.backend_registration._setup_privateuseone_for_python_backend`` (tried on
-torch 2.13). Without it there is no second device on a machine without an accelerator. torch has one such slot
+torch has one such slot
 per process and no way to clear it again: after the first use the name ``vgpu`` stays known, but outside a
 ``simulate`` or ``executing`` block the device says that it is not available and has no memory.
 """
@@ -14,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
-from torch.utils import backend_registration
 
+from memscale._torch import PrivateDeviceHooks, set_up_private_device
 from memscale.errors import SimulationError
 from memscale.memory.tracker import MemoryTracker
 from memscale.simulator.guard import Guard
@@ -187,7 +186,7 @@ class _DeviceModule:
         )
 
 
-class _Hooks(torch._C._acc.PrivateUse1Hooks):
+class _Hooks(PrivateDeviceHooks):
     def is_available(self) -> bool:
         return _active is not None
 
@@ -208,9 +207,7 @@ def register() -> None:
         return
     module = _DeviceModule()
     try:
-        backend_registration._setup_privateuseone_for_python_backend(
-            NAME, module, hook=_Hooks(), device_guard=Guard()
-        )
+        set_up_private_device(NAME, module, hook=_Hooks(), device_guard=Guard())
     except RuntimeError as error:
         raise SimulationError(
             f"torch's one slot for a device of our own (PrivateUse1) is taken by another package: {error}. "

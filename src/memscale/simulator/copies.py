@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree
 
+from memscale._torch import FakeTensor, pytree
 from memscale.errors import SimulationError
 from memscale.simulator import known
 
@@ -59,7 +58,7 @@ def fake_tree(tree: Any, device: torch.device) -> Any:
         known.remember(fake, leaf)
         return fake
 
-    return _pytree.tree_map(twin, tree)
+    return pytree.tree_map(twin, tree)
 
 
 def _tensors_of(model: nn.Module, without: Collection[int]) -> list[torch.Tensor]:
@@ -75,7 +74,7 @@ def _tensors_of(model: nn.Module, without: Collection[int]) -> list[torch.Tensor
             kind = type(value)
             if name in _REGISTERED or kind in _ATOMS or (kind in _CONTAINERS and not value):
                 continue  # nearly all: to look into each is felt in deep models
-            for leaf in _pytree.tree_leaves(value):
+            for leaf in pytree.tree_leaves(value):
                 if isinstance(leaf, torch.Tensor):
                     found[id(leaf)] = leaf
     return list(found.values())

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 
+from memscale._torch import disabled_torch_function, make_wrapper_subclass, map_location_in_use, pytree
 from memscale.memory.allocator import CachingAllocator
 from memscale.simulator import attention, autocast, backend, cuda_names, fused, kernels, patches
 from memscale.simulator.copies import PLAIN_KINDS
@@ -43,11 +43,11 @@ class ExecutingTensor(torch.Tensor):
 
     host: torch.Tensor
     __slots__ = ()  # tensors with slots of their own cannot be swapped by Module.to
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(cls, host: torch.Tensor) -> ExecutingTensor:
-        tensor: ExecutingTensor = torch.Tensor._make_wrapper_subclass(
+        tensor: ExecutingTensor = make_wrapper_subclass(
             cls,
             host.size(),
             strides=host.stride(),
@@ -118,7 +118,7 @@ def _with_flags(tensor: torch.Tensor, parameter: bool, requires_grad: bool) -> t
 
 def _rebuild(host: torch.Tensor, parameter: bool, requires_grad: bool) -> torch.Tensor:
     # torch.load keeps the place it was asked to load to (private, torch 2.13); elsewhere it is None.
-    to = torch.serialization._serialization_tls.map_location
+    to = map_location_in_use()
     if isinstance(to, (str, torch.device)) and torch.device(to).type == "cpu":
         return _with_flags(host, parameter, requires_grad)
     return _with_flags(ExecutingTensor(host), parameter, requires_grad)
@@ -166,7 +166,7 @@ def _execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     device = kwargs.get("device")
     to_host = device is not None and torch.device(device).type == "cpu"
-    host_args, host_kwargs = _pytree.tree_map(unwrap, (args, kwargs))
+    host_args, host_kwargs = pytree.tree_map(unwrap, (args, kwargs))
     if foreign and wrappers and name not in CROSS_DEVICE:
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but found at least two devices, "
@@ -183,7 +183,7 @@ def _execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             result = kernel(*host_args, **host_kwargs)
     if to_host:
         return result
-    return _pytree.tree_map(lambda leaf: _wrap(leaf, wrappers, func._schema.is_mutable), result)
+    return pytree.tree_map(lambda leaf: _wrap(leaf, wrappers, func._schema.is_mutable), result)
 
 
 def _copied(host: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Fake tensors for the simulator: shapes and lifetimes without data.
 
-Private torch API: ``torch._subclasses.fake_tensor`` (tried on torch 2.13); it is what ``torch.compile``
+It stands on torch's fake tensors (`memscale._torch`), which are what ``torch.compile``
 traces with. Without it a step could not be run without computing it.
 """
 
@@ -12,9 +12,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
+from memscale._torch import (
+    FakeTensor,
+    current_fake_mode,
+    dispatch_stack_length,
+    leave_fake_mode,
+    return_to_fake_mode,
+    tree_leaves,
+)
 from memscale.errors import SimulationError
 from memscale.simulator import known
 from memscale.simulator.kernels import gru_cell, gru_cell_backward
@@ -25,7 +31,6 @@ from memscale.simulator.workspace import lstm_workspace_bytes
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 LSTM = 2  # oneDNN's number for it
 
@@ -111,7 +116,7 @@ class FakeMode(RememberingMode):  # type: ignore[no-untyped-call]  # its `__init
 
 def is_simulating() -> bool:
     """Are tensors made here and now fake?"""
-    return torch._C._get_dispatch_mode(_FAKE) is not None
+    return current_fake_mode() is not None
 
 
 class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
@@ -150,14 +155,14 @@ class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__ini
         own = SHAPES.get(op_name(func))
         if own is not None:
             return own(*args, **kwargs)
-        if torch._C._len_torch_dispatch_stack() == 1:  # nobody stands between this mode and the fake one
-            mode = torch._C._get_dispatch_mode(_FAKE)
+        if dispatch_stack_length() == 1:  # nobody stands between this mode and the fake one
+            mode = current_fake_mode()
             if isinstance(mode, RememberingMode):
-                torch._C._unset_dispatch_mode(_FAKE)
+                leave_fake_mode()
                 try:
                     result = mode.recall(func, args, kwargs)
                 finally:
-                    torch._C._set_dispatch_mode(mode)
+                    return_to_fake_mode(mode)
                 if result is not FORGOTTEN:
                     return result
         return super()._run(func, args, kwargs)

@@ -9,9 +9,8 @@ again where the user called ``backward``. An error in a hook, in the unpacking o
 operation is then what it is on any other device: backward stops there, with the gradients as they are at that
 moment.
 
-Private torch API: ``torch._C._acc.DeviceGuard`` and ``torch.autograd.graph._engine_run_backward`` (tried on
-torch 2.13), and of CPython that ``ctypes`` raises an error that is set. Without them such an error would end
-the process.
+It relies on a detail of CPython: ``ctypes`` raises an error that is set. Without it such an error would end the
+process.
 """
 
 from __future__ import annotations
@@ -24,15 +23,16 @@ from typing import Any
 import torch
 from torch.autograd import graph
 
+from memscale._torch import PRIVATE_DEVICE_TYPE, PrivateDeviceGuard
 from memscale.simulator.patches import attribute
 
-_DEVICE_TYPE = torch._C._autograd.DeviceType.PrivateUse1
+_DEVICE_TYPE = PRIVATE_DEVICE_TYPE
 _raise_what_is_set = ctypes.pythonapi.PyErr_Occurred
 _raise_what_is_set.restype = ctypes.c_void_p
 _put_aside: list[BaseException] = []
 
 
-class Guard(torch._C._acc.DeviceGuard):
+class Guard(PrivateDeviceGuard):
     """The guard of a device that has nothing to guard."""
 
     def type_(self) -> Any:

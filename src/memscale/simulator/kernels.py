@@ -14,6 +14,8 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from memscale._torch import with_autograd_below_dispatch
+
 aten = torch.ops.aten
 
 # A dropout mask is drawn again in backward from the random state that forward began with. The operation hands
@@ -63,15 +65,6 @@ def _attend(
         return functional.scaled_dot_product_attention(query, key, value, bias, dropout, causal, scale=scale)
 
 
-def _above_autograd() -> Any:
-    """Operations inside record a graph again; within a tensor's dispatch torch has switched that off."""
-    keys = torch._C.DispatchKey
-    autograd = torch._C.DispatchKeySet(keys.AutogradCPU) | torch._C.DispatchKeySet(keys.ADInplaceOrView)
-    return torch._C._ForceDispatchKeyGuard(
-        torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set() - autograd
-    )
-
-
 def _attention_gradients(
     gradient: torch.Tensor,
     inputs: tuple[torch.Tensor | None, ...],
@@ -85,7 +78,7 @@ def _attention_gradients(
     if dropout > 0:
         torch.set_rng_state(_random_states[state])
     try:
-        with torch.enable_grad(), _above_autograd():
+        with torch.enable_grad(), with_autograd_below_dispatch():
             leaves = [
                 None if each is None else each.detach().requires_grad_(want)
                 for each, want in zip(inputs, wanted, strict=True)

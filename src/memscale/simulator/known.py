@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from memscale._torch import FakeTensor, disable_current_modes
 
 asked = 0  # how often code has been told a value of a batch, in this process
 LARGEST = 1 << 20  # elements; a larger tensor is no mask
@@ -50,7 +50,7 @@ def follow(result: Any, func: Any, name: str, args: tuple[Any, ...], kwargs: dic
     if name not in FOLLOWED or any(isinstance(each, torch.Tensor) for each in args[1:]):
         return
     options = {key: value for key, value in (kwargs or {}).items() if key == "dtype"}
-    with _disable_current_modes():
+    with disable_current_modes():
         values = known.to(**options) if name == "_to_copy" else func(known, *args[1:], **options)
         result._memscale_known = values
         if values.numel() == 1:

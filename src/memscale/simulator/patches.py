@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
-from torch.optim import optimizer as torch_optimizer
-from torch.utils import _foreach_utils
+
+from memscale._torch import foreach_type_lists
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def operators(key: str) -> Iterator[Callable[[Any, Callable[..., Any]], None]]:
 @contextlib.contextmanager
 def foreach_by_default(kind: type[torch.Tensor]) -> Iterator[None]:
     """Optimizers take their ``foreach`` path for this kind of tensor, as they do for CUDA tensors."""
-    lists = (torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
+    lists = foreach_type_lists
     for kinds in lists:
         kinds.append(kind)
     try:

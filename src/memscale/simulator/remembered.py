@@ -24,7 +24,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from memscale._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    default_device,
+    dispatch_keys_of,
+    make_subclass,
+    throw_on_data_pointer,
+    warn_on_data_pointer,
+)
 
 __all__ = ["FORGOTTEN", "RememberingMode"]
 
@@ -41,9 +50,6 @@ _ASKED_EACH_TIME = {
     torch.Tag.inplace_view,
 }
 _MOST = 2**14  # results, of some hundred bytes each
-
-_keys_of = torch._C._dispatch_keys
-_make_subclass = torch.Tensor._make_subclass
 
 
 class _Unknown(Exception):
@@ -141,7 +147,7 @@ class RememberingMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `
             tuple([described(value) for value in args]),
             tuple([(name, described(value)) for name, value in kwargs.items()]) if kwargs else (),
             torch.get_default_dtype(),
-            torch._C._get_default_device(),
+            default_device(),
             torch.is_inference_mode_enabled(),
         )
 
@@ -159,7 +165,7 @@ class RememberingMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `
                 value.dtype,
                 value.fake_device,
                 value.requires_grad,
-                _keys_of(value).raw_repr(),  # conjugated, negated, made for inference ...
+                dispatch_keys_of(value).raw_repr(),  # conjugated, negated, made for inference ...
                 value.untyped_storage().nbytes(),
             )
         if kind in _BY_VALUE:
@@ -233,13 +239,13 @@ class RememberingMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `
         else:
             elements = torch.empty(0, dtype=dtype, device=_META)
             elements.set_(args[view_of].untyped_storage(), offset, shape, stride)
-        tensor: FakeTensor = _make_subclass(
+        tensor: FakeTensor = make_subclass(
             FakeTensor, elements, requires_grad, dispatch_device=True, device_for_backend_keys=device
         )
         if self._allow_unsafe_data_ptr_access:
-            torch._C._set_warn_deprecated_on_mutable_data_ptr(tensor)
+            warn_on_data_pointer(tensor)
         else:
-            torch._C._set_throw_on_mutable_data_ptr(tensor)
+            throw_on_data_pointer(tensor)
         attributes = self._attributes.get(device)
         if attributes is None:
             attributes = dict(vars(FakeTensor(self, elements, device)))

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from memscale._torch import Generator, private_device_name
+
 
 def _device() -> torch.device:
-    return torch.device(torch._C._get_privateuse1_backend_name(), 0)
+    return torch.device(private_device_name(), 0)
 
 
 class VirtualStream(torch.Stream):
@@ -39,7 +41,7 @@ class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
     """Every generator counts as one, also those made before the block began."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, torch._C.Generator)
+        return isinstance(instance, Generator)
 
 
 class VirtualGenerator(torch.Generator, metaclass=_AnyGenerator):

@@ -20,8 +20,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from torch._subclasses.fake_tensor import FakeTensor
-
+from memscale._torch import FakeTensor
 from memscale.execution_plan import Plan
 from memscale.memory.process import fix_malloc_threshold, restore_malloc_threshold
 from memscale.offload.locks import LateLock

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from memscale._torch import graph_task_id, hooks_are_allowed, is_traceable_wrapper_subclass
 from memscale.observe.meter import Meter
 from memscale.offload.mapped_parameters import MappedParameters
 from memscale.profiler.blocks import find_blocks
-from memscale.recompute._torch_private import graph_task_id, hooks_are_allowed
 from memscale.recompute.conditions import parameter_behind
 from memscale.techniques.base import Scene
 from memscale.techniques.forwards import ReplacedForward

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from memscale._torch import OUTSIDE_BACKWARD, graph_task_id
 from memscale.offload.mapped_parameters import MappedParameters
-from memscale.recompute._torch_private import OUTSIDE_BACKWARD, graph_task_id
 from memscale.recompute.trees import Tree
 from memscale.techniques.forwards import ReplacedForward
 from memscale.tiling.lazy import LazyLogits

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
+from memscale._torch import tree_map
 from memscale.execution_plan import Tier
 from memscale.observe.meter import Meter
 from memscale.offload.arrival import arrived

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memscale._torch import hooks_are_allowed
 from memscale.execution_plan import Tiling
-from memscale.recompute._torch_private import hooks_are_allowed
 from memscale.techniques.base import Site
 from memscale.techniques.forwards import ReplacedForward
 from memscale.tiling import run_in_tiles

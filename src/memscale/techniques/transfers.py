@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memscale._torch import hooks_are_allowed, surrounding_hooks
 from memscale.execution_plan import LayerPlan
 from memscale.offload.activations import Activations
 from memscale.offload.prefetch import Prefetcher
 from memscale.offload.shared import SharedEngine, async_settings
-from memscale.recompute._torch_private import hooks_are_allowed, surrounding_hooks
 from memscale.recompute.trees import Tree
 from memscale.techniques.base import Scene
 from memscale.techniques.checkpointing import SlicedForward

@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from memscale._torch import make_wrapper_subclass
 from memscale.errors import RecomputeError
 from memscale.recompute.inputs import version_of
 from memscale.tiling.first_order import first_order_only
@@ -197,9 +198,10 @@ class _Made(torch.autograd.Function):
         tokens = list(hidden.shape[:-1])
         dim = recipe.vocabulary_dim % (len(tokens) + 1)
         shape = [*tokens[:dim], recipe.head.vocabulary, *tokens[dim:]]
-        return torch.Tensor._make_wrapper_subclass(
+        logits: torch.Tensor = make_wrapper_subclass(
             LazyLogits, shape, dtype=recipe.dtype, device=hidden.device
         )
+        return logits
 
     @staticmethod
     @first_order_only

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+
+from memscale._torch import tree_leaves, tree_map, without_torch_function
 
 __all__ = ["Function", "LazyTensor", "follows"]
 
@@ -106,7 +107,7 @@ class LazyTensor(torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, LazyTensor) and not first.is_whole:
             if func in _looks:
-                with torch._C.DisableTorchFunctionSubclass():
+                with without_torch_function():
                     return func(*args, **kwargs)
             follower, signature = type(first).followed.get(func, (None, None))
             if follower is not None and signature is not None and _takes(signature, args, kwargs):
@@ -124,7 +125,7 @@ class LazyTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it on the instance
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             args, kwargs = tree_map(_true_values, (tuple(args), kwargs or {}))
         return func(*args, **kwargs)
 

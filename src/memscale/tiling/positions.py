@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memscale.recompute._torch_private import (
+from memscale._torch import (
     backward_keeps_graph,
     graph_task_id,
     hooks_are_allowed,

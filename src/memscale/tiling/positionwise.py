@@ -26,10 +26,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
-from memscale.recompute._torch_private import LightDispatchMode
+from memscale._torch import LightDispatchMode, disable_current_modes, tree_leaves
 from memscale.recompute.conditions import submodules
 from memscale.recompute.rng import HostRngState
 
@@ -121,7 +119,7 @@ def show_position_wise(
         memscale.tiling.positionwise.NotPositionWise: _softmax over positions
     """
     # Whoever simulates or measures is not to see this, nor to change what is found.
-    with torch.no_grad(), _disable_current_modes(), _without_data(module):
+    with torch.no_grad(), disable_current_modes(), _without_data(module):
         x = torch.empty(P, Q, width, dtype=dtype, device="meta")
         random = HostRngState()
         try:

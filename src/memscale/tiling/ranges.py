@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
+from memscale._torch import FakeTensor
 
 __all__ = ["tiles_of"]
 

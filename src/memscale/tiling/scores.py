@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from memscale._torch import without_torch_function
 from memscale.tiling.first_order import first_order_only
 from memscale.tiling.lazy_tensor import Function, LazyTensor, follows
 from memscale.tiling.query_tiles import run_in_query_tiles
@@ -56,7 +57,7 @@ class TiledAttention(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _PRODUCTS and len(args) == 2 and not kwargs:
-            with torch._C.DisableTorchFunction():
+            with without_torch_function(of_modes=True):
                 is_batch = all(_is_batch_of_matrices(each) for each in args)
                 self.products += is_batch
                 is_large = is_batch and _is_larger_than_its_factors(args[0], args[1], self._rows)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memscale._torch import parse_to
 from memscale.tiling.follow import vocabulary_is_last
 from memscale.tiling.head import Step
 from memscale.tiling.lazy import LazyLogits
@@ -56,7 +57,7 @@ def _to(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
         args = (args[0].device, args[0].dtype, *args[1:])
     if len(args) > 3 or kwargs.keys() - {"device", "dtype", "non_blocking"}:
         return NotImplemented
-    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype = parse_to(*args, **kwargs)
     if device is not None and not _is_on(logits, device):
         return NotImplemented
     return _in_type(logits, dtype or logits.dtype)
