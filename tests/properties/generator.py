@@ -489,10 +489,21 @@ def _one_sum(case: Case) -> Case:
     """
     stacks = tuple(_used_once(stack) for stack in case.model.stacks)
     steps = case.loop.steps
+    if any(stack.calls > 1 or stack.one_module or _has_common_weight(stack) for stack in stacks):
+        # Autocast casts a weight once for all calls, and so adds up their gradients in 16 bits.
+        steps = tuple(replace(step, autocast=False) for step in steps)
     if case.kinds() & SEVERAL_USES:
         stacks = tuple(replace(stack, calls=1, one_module=False) for stack in stacks)
         steps = tuple(replace(step, losses="one") if step.losses == "sum" else step for step in steps)
     return replace(case, model=replace(case.model, stacks=stacks), loop=replace(case.loop, steps=steps))
+
+
+def _has_common_weight(stack: Stack) -> bool:
+    def has(piece: Piece) -> bool:
+        is_common = piece.kind == "shared" or piece.options.get("tied") is not None
+        return is_common or any(map(has, piece.inner))
+
+    return any(map(has, stack.pieces))
 
 
 def _used_once(stack: Stack) -> Stack:
