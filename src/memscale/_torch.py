@@ -306,3 +306,9 @@ else:  # without them (torch before 2.10) there is no second device on a machine
 def map_location_in_use() -> Any:
     """Return the `map_location` of the `torch.load` that is running in this thread."""
     return cast(Any, torch.serialization)._serialization_tls.map_location
+
+
+# -- distributed training
+
+DDP_STATIC_GRAPH_REDUCED = "_static_graph_delay_allreduce_enqueued"
+"""Flag of DistributedDataParallel(static_graph=True): its first reduction is under way."""

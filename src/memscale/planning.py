@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from memscale._torch import FAKE_TENSOR_LOGGER, disable_current_modes
+from memscale._torch import DDP_STATIC_GRAPH_REDUCED, FAKE_TENSOR_LOGGER, disable_current_modes
 from memscale.config import Config, ConfigFields
 from memscale.engine import decide, plain_point, room_of, unseen_bytes
 from memscale.engine.settings import Batch, settings_for
@@ -237,12 +237,16 @@ def fits(plan: Plan, hardware: Hardware, config: Config) -> bool:
 @contextlib.contextmanager
 def _without_other_processes(model: nn.Module) -> Iterator[None]:
     """A model that trains in several processes speaks to none of them: they may not rehearse anything now."""
-    flags = ("require_backward_grad_sync", "require_forward_param_sync")
+    flags = {
+        "require_backward_grad_sync": False,
+        "require_forward_param_sync": False,
+        DDP_STATIC_GRAPH_REDUCED: True,  # else backward begins the first reduction of a static graph
+    }
     parallel = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
-    before = [(each, name, getattr(each, name)) for each in parallel for name in flags]
+    before = [(each, name, getattr(each, name)) for each in parallel for name in flags if hasattr(each, name)]
     try:
         for each, name, _ in before:
-            setattr(each, name, False)
+            setattr(each, name, flags[name])
         yield
     finally:
         for each, name, value in before:
