@@ -11,9 +11,9 @@ collector comes by. In `deepcopy` and pickle the reference is an ordinary one, s
 has a forward that refers to the copy. Of the model around it a forward knows only while its executor says so
 (`belongs_to`): a copy of one block must not drag the whole model along.
 
-*When it is in use.* In training: gradients are on, and the module or the model is in training mode. The
-module alone does not decide, as a part that is kept in `eval()` while the rest trains saves as much for
-backward as any. In all other cases the call goes on to what was there before, after a look at two flags.
+*When it is in use.* Whenever gradients are on, in `train()` and in `eval()` mode alike: a model that is trained
+with its batch norm and dropout off saves as much for backward as any. With gradients off the call goes on to what
+was there before.
 
 *When it is covered.* Others may put their own forward over ours (accelerate does, for autocast). As with a bound
 method they take `forward.__func__`, which is a function of the module and nothing else: it finds the module's
@@ -94,7 +94,7 @@ class ReplacedForward:
         module = self.module
         forward = self._forward_of(module)
         # The compiler plans its own memory, and cannot look through hooks on saved tensors.
-        if torch.is_grad_enabled() and self._is_in_use(module) and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not self._is_released and not torch.compiler.is_compiling():
             return self.run(module, forward, args, kwargs)
         return forward(*args, **kwargs)
 
@@ -145,14 +145,6 @@ class ReplacedForward:
             return self._before
         forward: Callable[..., Any] = type(module).forward.__get__(module)
         return forward
-
-    def _is_in_use(self, module: nn.Module) -> bool:
-        if self._is_released:
-            return False
-        if module.training:
-            return True
-        model = None if self._model is None else self._model()
-        return model is not None and model.training
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_module": self._module(), "_model": None}
