@@ -235,11 +235,21 @@ def test_a_copy_follows_its_own_batches(copied: Any, planned: list[str]) -> None
     assert len(planned) == 2
 
 
-def test_evaluation_is_not_planned_for(planned: list[str]) -> None:
+def test_passes_without_gradients_are_not_planned_for(planned: list[str]) -> None:
     model = build()
     memscale.wrap(model, QUIET, (words(64), words(64)))
-    with torch.no_grad():
-        model(words(100))
-    model.eval()
+    for mode in (True, False):
+        model.train(mode)
+        with torch.no_grad():
+            model(words(100))
+    model.requires_grad_(False)
     model(words(100))
     assert not planned
+
+
+def test_a_model_that_trains_in_eval_mode_is_planned_for(planned: list[str]) -> None:
+    model = build()
+    memscale.wrap(model, QUIET, (words(64), words(64)))
+    model.eval()
+    model(words(100))
+    assert len(planned) == 1

@@ -277,11 +277,9 @@ def test_without_a_sample_the_first_training_batch_makes_the_plan_once(plans_mad
 
 def test_evaluation_does_not_count_as_a_batch(plans_made: list[str]) -> None:
     model = memscale.wrap(build(), AGGRESSIVE)
-    model.eval()
-    model(X)
-    model.train()
     with torch.no_grad():
-        model(X)
+        model.eval()(X)
+        model.train()(X)
     assert not plans_made
     model(X)
     assert plans_made == ["float32[4, 6, 8]"]

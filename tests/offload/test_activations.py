@@ -198,12 +198,12 @@ def test_where_gradients_are_off_nothing_goes_down() -> None:
     with executing() as gpu:
         model = model.to(gpu.device)
         with attached(model, plan_for(model)) as executor:
-            with torch.no_grad():
-                model(x.to(gpu.device))
-            assert activations_of(executor).bytes_sent == 0
-            model.eval()
-            model(x.to(gpu.device))
-            assert activations_of(executor).bytes_sent == 0
+            for training in (True, False):
+                with torch.no_grad():
+                    model.train(training)(x.to(gpu.device))
+                assert activations_of(executor).bytes_sent == 0
+            model(x.to(gpu.device))  # in eval mode, in which it may be trained as well
+            assert activations_of(executor).bytes_sent > 0
 
 
 # What is stored -----------------------------------------------------------------------------------

@@ -247,17 +247,23 @@ def test_hooks_of_a_block_run_once_and_those_inside_with_each_run() -> None:
 # When it is in use -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["eval", "no_grad", "inference", "eval with gradients"])
-def test_only_training_makes_regions(regions, mode: str) -> None:
-    model = Stack()
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_passes_without_gradients_make_no_regions(regions, context: Any, training: bool) -> None:
+    model = Stack().train(training)
     attach(model, plan_of("layers.0", "layers.1"))
-    if mode.startswith("eval"):
-        model.eval()
-    context = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(mode, torch.enable_grad)
     with context():
         model(X)
     assert not regions
     assert [layer.runs for layer in model.layers] == [1, 1]
+
+
+def test_a_model_that_trains_in_eval_mode_is_checkpointed(regions) -> None:
+    model = Stack().eval()
+    attach(model, plan_of("layers.0", "layers.1"))
+    model(X).sum().backward()
+    assert len(regions) == 2
+    assert [layer.runs for layer in model.layers] == [2, 2]
 
 
 def test_a_part_kept_in_eval_mode_is_checkpointed_while_the_model_trains(regions) -> None:

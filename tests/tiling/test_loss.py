@@ -185,10 +185,9 @@ def test_a_model_returns_its_logits_to_those_who_ask(llama: nn.Module) -> None:
 def test_evaluation_has_plain_logits(llama: nn.Module) -> None:
     family = FAMILIES["llama"]
     tile_loss(llama, ROWS)
-    with torch.no_grad():
-        assert type(llama(**family.batch()).logits) is Tensor
-    llama.eval()
-    assert type(llama(**family.batch()).logits) is Tensor
+    for training in (True, False):
+        with torch.no_grad():
+            assert type(llama.train(training)(**family.batch()).logits) is Tensor
 
 
 def test_without_labels_nothing_is_lost(llama: nn.Module) -> None:

@@ -461,6 +461,13 @@ def executor_of(model: nn.Module) -> Executor | None:
     return found if isinstance(found, Executor) else None
 
 
+def _is_training(model: nn.Module) -> bool:
+    """Return whether a call of the model may be followed by backward; it may be trained in `eval()` mode, too."""
+    return torch.is_grad_enabled() and (
+        model.training or any(each.requires_grad for each in model.parameters())
+    )
+
+
 _wrapped_models: weakref.WeakSet[Executor] = weakref.WeakSet()
 
 
@@ -492,7 +499,7 @@ def refuse_nested(model: nn.Module) -> None:
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
     # A function, which finds the executor by the model, and so is right for a copy of the model too.
     executor = executor_of(model)
-    if executor is None or kwargs is None or not (model.training and torch.is_grad_enabled()):
+    if executor is None or kwargs is None or not _is_training(model):
         return
     looked_up = vars(model).get("forward")
     executor._call_back(args, kwargs)

@@ -5,8 +5,9 @@ Note [use_cache]
 Such a model has `config.use_cache`, mostly on, and a forward that takes `use_cache` and looks into the config
 if it is not given. A cache is of no use in training, holds memory, and breaks recomputation, which would
 write to it twice. So each module with such a config and such a forward gets a hook, which in training says
-`use_cache=False` for a caller who does not say anything. The config itself is never written to: it is at all
-times what its user set, also in the middle of a forward, after an interrupt, and in `save_pretrained`.
+`use_cache=False` for a caller who does not say anything. In `eval()` mode a call with gradients on is training if it
+has labels; without them it may be the first of a loop that generates. The config itself is never written to: it is
+at all times what its user set, also in the middle of a forward, after an interrupt, and in `save_pretrained`.
 
 A caller who passes `use_cache=True` or a cache of their own (as prefix tuning does, for the model to read)
 gets what they ask for. Layers that are given a cache are not recomputed in that call (`is_cache`), and once
@@ -46,7 +47,9 @@ class NoCache:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         # None: an earlier hook of the same call has taken this one off, which torch notices by half.
-        if kwargs is None or not (module.training and torch.is_grad_enabled()):
+        if kwargs is None or not torch.is_grad_enabled():
+            return None
+        if not module.training and kwargs.get("labels") is None:
             return None
         position = self._position
         if position is not None and len(args) <= position:

@@ -95,8 +95,6 @@ class Slice:
 class CheckpointedForward(ReplacedForward):
     """The forward of a block that is recomputed in backward."""
 
-    same_numbers = True
-
     def __init__(self, module: nn.Module, region: _Region) -> None:
         super().__init__(module)
         self._region = region
@@ -119,8 +117,6 @@ class SlicedForward(ReplacedForward):
     Slices are counted in places, not in modules: whatever stands there when it is called is run in order, so
     that the result is that of `nn.Sequential` also after its user has changed it.
     """
-
-    same_numbers = True
 
     def __init__(self, module: nn.Module, slices: Sequence[Slice]) -> None:
         super().__init__(module)

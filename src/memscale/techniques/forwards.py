@@ -11,11 +11,9 @@ collector comes by. In `deepcopy` and pickle the reference is an ordinary one, s
 has a forward that refers to the copy. Of the model around it a forward knows only while its executor says so
 (`belongs_to`): a copy of one block must not drag the whole model along.
 
-*When it is in use.* In training: gradients are on, and the module or the model is in training mode. The
-module alone does not decide, as a part that is kept in `eval()` while the rest trains saves as much for
-backward as any. A model that is in `eval()` when it is wrapped may be trained so: then what gives the same numbers
-(recomputation) is in use whenever gradients are on. In all other cases the call goes on to what was there before, after
-a look at two flags.
+*When it is in use.* Whenever gradients are on, in `train()` and in `eval()` mode alike: a model that is trained
+with its batch norm and dropout off saves as much for backward as any. With gradients off the call goes on to what
+was there before.
 
 *Under torch.compile.* The compiler cannot look through hooks on saved tensors, nor fetch parameters. An override that
 is in use and `is_opaque` runs outside of it (a graph break), and the log says so once a model; others are traced
@@ -87,10 +85,6 @@ class ReplacedForward:
     __name__ = "forward"
     is_opaque = True
 
-    # Whether it changes no numbers, and so may be in use in `eval()` as well.
-    same_numbers = False
-    _in_evaluation = False
-
     _model: weakref.ref[nn.Module] | None = None
     _is_released = False
     _successor: Callable[..., Any] | None = None
@@ -114,7 +108,7 @@ class ReplacedForward:
             successor, self._successor = self._successor, None
             return successor(*args, **kwargs)
         module = self.module
-        if torch.is_grad_enabled() and self._is_in_use(module) and not torch.compiler.is_exporting():
+        if torch.is_grad_enabled() and not self._is_released and not torch.compiler.is_exporting():
             if not torch.compiler.is_compiling():
                 return self.run(module, self._forward_of(module), args, kwargs)
             if self.is_opaque:
@@ -173,8 +167,6 @@ class ReplacedForward:
     def belongs_to(self, model: nn.Module) -> None:
         """Say which model this is a part of."""
         self._model = weakref.ref(model)
-        if "training" in vars(model):  # a copy that is being made may have nothing yet
-            self._in_evaluation = self.same_numbers and not model.training
 
     def release(self) -> None:
         """Be of no effect from now on."""
@@ -189,14 +181,6 @@ class ReplacedForward:
             return self._before
         forward: Callable[..., Any] = type(module).forward.__get__(module)
         return forward
-
-    def _is_in_use(self, module: nn.Module) -> bool:
-        if self._is_released:
-            return False
-        if module.training or self._in_evaluation:
-            return True
-        model = None if self._model is None else self._model()
-        return model is not None and model.training
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_module": self._module(), "_model": None}
