@@ -335,7 +335,7 @@ def test_a_model_without_weights_is_planned_by_its_hints() -> None:
     pytest.importorskip("transformers")
     family = FAMILIES["bert"]
     with torch.device("meta"):
-        model = family.make()
+        model = family.make(family.scale)
     memscale.wrap(model, AGGRESSIVE)
     plan = model._memscale_executor.plan
     assert plan.prediction_source == "simulated"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import memscale
-from families import FAMILIES
+from families import FAMILIES, TINY
 from memscale import Config
 from memscale.errors import WrapError
 from memscale.execution_plan import LayerPlan, Offloading, Plan
@@ -254,7 +254,7 @@ def test_nothing_is_left_of_a_model_that_nobody_used() -> None:
 def wrapped(name: str) -> nn.Module:
     family = FAMILIES[name]
     with torch.device("meta"):
-        model = family.make()
+        model = family.make(family.scale)
     torch.manual_seed(3)
     batch = family.batch()
     torch.manual_seed(3)
@@ -268,7 +268,7 @@ def test_families_have_the_values_of_plain_ones(name: str) -> None:
     model = wrapped(name)
     assert awaits(model)
     torch.manual_seed(3)
-    expected = FAMILIES[name].make()
+    expected = FAMILIES[name].make(TINY)
     got = dict((*model.named_parameters(), *model.named_buffers()))
     for key, value in (*expected.named_parameters(), *expected.named_buffers()):
         assert torch.equal(got[key], value), key

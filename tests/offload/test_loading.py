@@ -48,7 +48,7 @@ def family_of(name: str) -> Family:
 
 def on_meta(family: Family) -> nn.Module:
     with torch.device("meta"):
-        return family.make().train()
+        return family.make(family.scale).train()
 
 
 def saved(model: nn.Module, path: Path) -> Path:

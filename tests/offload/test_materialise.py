@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import memscale
-from families import FAMILIES, Family
+from families import FAMILIES, TINY, Family
 from memscale import Config, MemoryTracker
 from memscale.errors import TierFullError, WrapError
 from memscale.execution_plan import LayerPlan, Offloading, Plan
@@ -56,7 +56,7 @@ def on_meta(family: Family, seed: int = 0) -> nn.Module:
     """As `Family.build`, but without memory."""
     torch.manual_seed(seed)
     with torch.device("meta"):
-        return family.make().train()
+        return family.make(family.scale).train()
 
 
 def meta_stack(layers: int = 4, width: int = 64) -> Stack:
@@ -98,7 +98,7 @@ def test_numbers_are_those_of_the_plain_model(name: str) -> None:
 def test_random_numbers_go_on_as_after_plain_building() -> None:
     family = family_of("gpt2")
     torch.manual_seed(0)
-    family.make()
+    family.make(family.scale)
     expected = torch.rand(3)
     materialise(on_meta(family), nowhere)
     assert torch.equal(torch.rand(3), expected)
@@ -226,7 +226,7 @@ def test_models_of_users_that_say_how() -> None:
 
 def test_inside_of_a_block_for_the_meta_device() -> None:
     with torch.device("meta"):
-        model = family_of("llama").make()
+        model = family_of("llama").make(TINY)
         materialise(model, nowhere)
     assert devices(model) == {"cpu"}
 
@@ -237,7 +237,7 @@ def test_after_accelerates_empty_weights() -> None:
     plain = family.build()
     torch.manual_seed(0)
     with accelerate.init_empty_weights():
-        model = family.make()
+        model = family.make(family.scale)
     assert all(each.is_meta for each in model.parameters())
     torch.manual_seed(0)
     materialise(model, nowhere)

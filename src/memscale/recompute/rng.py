@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import pickle
 import random
 import sys
 from collections.abc import Iterable
@@ -55,7 +54,7 @@ class HostRngState:
         if random.getstate() != self._python:
             return True
         numpy = _numpy_state()
-        return self._numpy is not numpy and pickle.dumps(self._numpy) != pickle.dumps(numpy)
+        return self._numpy is not numpy and _comparable(self._numpy) != _comparable(numpy)
 
     def restore(self) -> None:
         random.setstate(self._python)
@@ -101,6 +100,15 @@ def _numpy_state() -> dict[str, Any] | None:
     state: dict[str, Any] = module.get_state(legacy=False)
     _latest_numpy = (memory, state) if memory else None
     return state
+
+
+def _comparable(state: dict[str, Any] | None) -> object:
+    if state is None:
+        return None
+    inner = {
+        name: value if isinstance(value, int) else value.tobytes() for name, value in state["state"].items()
+    }
+    return state["bit_generator"], inner, state["has_gauss"], state["gauss"]
 
 
 def _module_with_rng(device_type: str) -> Any:
