@@ -1,8 +1,8 @@
 # Two commands for a newcomer: `make demo` and `make test`. Each sets up .venv first, once.
 #
 #   PYTHON=python3.12        the interpreter .venv is made with (default: python3)
-#   TORCH="torch==2.9.0"     another torch than the default (tools/setup.sh says which one that is)
-#   VENV=.venv-2.9           another environment beside the first one
+#   TORCH="torch==2.14.1"     another torch than the default (tools/setup.sh says which one that is)
+#   VENV=.venv-2.14           another environment beside the first one
 #   JOBS=4                   test processes at a time
 #   PYTEST_ARGS="-k frozen"  more arguments for pytest; a path replaces the whole suite
 #   CASES=1000 SEED=0        how many random models `make soak` trains, and from which seed on
