@@ -5,7 +5,10 @@ With `torch.utils.checkpoint` the count goes up twice a step, and what is comput
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -15,7 +18,12 @@ from torch import nn
 import memscale
 from memscale import Config
 from memscale.executor import Executor
+from memscale.simulator import executing
 from wrapping import lossless
+
+
+class Dice(random.Random):
+    """A generator of the user's own class."""
 
 
 class Layer(nn.Module):
@@ -27,12 +35,17 @@ class Layer(nn.Module):
         self.kind = kind
         self.calls = 0
         self.factor: float | None = None
+        self.unrelated = random.SystemRandom()  # has no state to read
         if kind == "torch":
             self.source = torch.Generator().manual_seed(3)
         elif kind == "python":
             self.source = random.Random(3)
         elif kind == "numpy":
             self.source = np.random.default_rng(3)
+        elif kind == "numpy_legacy":
+            self.source = np.random.RandomState(3)
+        elif kind == "subclass":
+            self.source = Dice(3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -51,14 +64,16 @@ class Layer(nn.Module):
         return x + torch.tanh(self.linear(x) * factor)
 
 
-KINDS = ("count", "first", "new", "torch", "python", "numpy")
+KINDS = ("count", "first", "new", "torch", "python", "numpy", "numpy_legacy", "subclass")
 CHECKPOINTING = lossless("aggressive", enable_offloading=False, force_optimize=True)
 
 
-def train(kind: str, config: Config | None, sample: bool = True) -> list[torch.Tensor | int]:
+def train(
+    kind: str, config: Config | None, sample: bool = True, device: torch.device | str = "cpu"
+) -> list[torch.Tensor | int]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer(kind) for _ in range(4)), nn.Linear(8, 2))
-    batch = torch.randn(6, 8)
+    model = nn.Sequential(*(Layer(kind) for _ in range(4)), nn.Linear(8, 2)).to(device)
+    batch = torch.randn(6, 8).to(device)
     if config is not None:
         memscale.wrap(model, config, batch if sample else None)
         if sample:
@@ -72,8 +87,8 @@ def train(kind: str, config: Config | None, sample: bool = True) -> list[torch.T
         loss.backward()
         optimizer.step()
         seen += [
-            loss.detach(),
-            *(parameter.grad for parameter in model.parameters() if parameter.grad is not None),
+            loss.detach().cpu(),
+            *(each.grad.cpu() for each in model.parameters() if each.grad is not None),
         ]
         seen += [layer.calls for layer in model if isinstance(layer, Layer)]
     if config is not None:
@@ -104,3 +119,25 @@ def test_a_profile_by_a_real_run_leaves_attributes_as_they_were(kind: str) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plan_from_the_first_batch_leaves_attributes_as_they_were(kind: str) -> None:
     assert_same(train(kind, CHECKPOINTING, sample=False), train(kind, None))
+
+
+def test_a_generator_made_on_a_simulated_gpu_is_found_as_forward_did() -> None:
+    """There `torch.Generator` is another class."""
+    with executing("1GiB", seed=0) as gpu:
+        assert_same(train("torch", CHECKPOINTING, device=gpu.device), train("torch", None, device=gpu.device))
+
+
+def test_a_first_plan_on_a_simulated_gpu_leaves_later_ones_on_cpu_alone() -> None:
+    """Most of MemScale is imported in the first `wrap`, where `torch.Generator` was another class."""
+    script = """if True:
+        from memscale.simulator import executing
+        with executing("1GiB", seed=0) as gpu:
+            from pains.test_forward_counts_its_calls import CHECKPOINTING, assert_same, train
+            train("count", CHECKPOINTING, device=gpu.device)
+        assert_same(train("torch", CHECKPOINTING, sample=False), train("torch", None))
+    """
+    subprocess.run(
+        [sys.executable, "-c", script],
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )

@@ -16,16 +16,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import nn
+
+from memscale._torch import Generator
 
 __all__ = ["Attributes"]
 
 _PLAIN = frozenset({int, float, bool, str, complex, type(None)})
-_GENERATORS = frozenset({torch.Generator, random.Random})  # and NumPy's, by its interface: it may be missing
 _NOT_LOOKED_AT = frozenset(
     {"_memscale_executor", "_memscale_forward", "forward", "training"}
 )  # others take care of these
@@ -51,8 +52,7 @@ class Attributes:
             kind = type(value)
             if kind in _PLAIN:
                 plain[name] = value
-            elif kind in _GENERATORS or (kind.__name__ == "Generator" and hasattr(value, "bit_generator")):
-                generator = _Generator(value)
+            elif (generator := _generator(value)) is not None:
                 self._generators.append((generator, generator.read()))
         self._plain.append(plain)
         self._names.append((own, frozenset(own)))
@@ -99,19 +99,30 @@ class Attributes:
         return now
 
 
-class _Generator:
-    """A random generator of torch, Python or NumPy, with one interface."""
+class _Generator(NamedTuple):
+    """How to read and write the state of a random generator."""
 
-    __slots__ = ("read", "write")
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
 
-    def __init__(self, generator: Any) -> None:
-        self.read: Callable[[], Any]
-        self.write: Callable[[Any], object]
-        if isinstance(generator, torch.Generator):
-            self.read, self.write = generator.get_state, generator.set_state
-        elif isinstance(generator, random.Random):
-            self.read, self.write = generator.getstate, generator.setstate
-        else:
-            bits = generator.bit_generator
-            self.read = lambda: bits.state
-            self.write = functools.partial(setattr, bits, "state")
+
+def _generator(value: object) -> _Generator | None:
+    """Return the random generator of torch, Python or NumPy that an attribute is; None if it is anything else.
+
+    The class is asked for by its private name: `torch.Generator` is another class while a GPU is simulated, where this
+    module may be imported first.
+    """
+    if isinstance(value, Generator):
+        return _Generator(value.get_state, value.set_state)
+    if isinstance(value, random.Random) and not isinstance(
+        value, random.SystemRandom
+    ):  # the system's has no state
+        return _Generator(value.getstate, value.setstate)
+    if (numpy := sys.modules.get("numpy.random")) is None:  # not imported: nobody has one
+        return None
+    if isinstance(value, numpy.Generator):
+        bits = value.bit_generator
+        return _Generator(lambda: bits.state, functools.partial(setattr, bits, "state"))
+    if isinstance(value, numpy.RandomState):
+        return _Generator(value.get_state, value.set_state)
+    return None
