@@ -155,6 +155,8 @@ def _switches() -> object:
 def _model_key(model: nn.Module) -> object:
     if module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks:
         raise _NoKey
+    if any(isinstance(each, torch.jit.ScriptModule) for each in model.modules()):
+        raise _NoKey
     describer = _Describer(model)
     return tuple(
         (

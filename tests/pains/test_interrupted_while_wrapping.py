@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,6 +27,14 @@ from memscale.replanning import follow_batch
 from pains.every_technique import PLANS, TILED, batch, build, device_of
 
 SOURCE = str(Path(memscale.__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def python_handles_interrupts() -> Iterator[None]:
+    """A shell starts background jobs with SIGINT ignored, and Python leaves it at that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def everything() -> Plan:

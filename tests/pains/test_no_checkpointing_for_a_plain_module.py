@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import memscale
-from families import FAMILIES, Family
+from families import FAMILIES, Family, Scale
 from pains.harness import AGGRESSIVE, assert_has_techniques, assert_same_step, step, wrapped
 
 PLAIN = [name for name, family in FAMILIES.items() if not family.transformers]
@@ -52,13 +52,13 @@ class Attributes(nn.Module):
 
 
 def test_layers_that_are_in_no_container() -> None:
-    def images(generator: torch.Generator, batch: int, length: int) -> tuple[torch.Tensor, ...]:
+    def images(scale: Scale, generator: torch.Generator, batch: int, length: int) -> tuple[torch.Tensor, ...]:
         return (torch.randn(batch, length, 32, generator=generator), torch.zeros(batch, dtype=torch.long))
 
     def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch[0]).mean(1), batch[1])
 
-    family = Family("attributes", Attributes, images, 3, loss, transformers=False)
+    family = Family("attributes", lambda scale: Attributes(), images, 3, loss, transformers=False)
     model = memscale.wrap(family.build(), AGGRESSIVE, family.batch()[0])
     assert_has_techniques(model, "checkpointing")
     assert_same_step(step(family, model), step(family, family.build()))

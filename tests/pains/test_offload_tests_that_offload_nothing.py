@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memscale
-from families import FAMILIES, Batch, Family
+from families import FAMILIES, Batch, Family, Scale
 from memscale.simulator import executing
 from pains.harness import AGGRESSIVE, assert_has_techniques, plan_of
 
@@ -87,12 +87,12 @@ def test_bytes_are_at_home_and_move(name: str) -> None:
 
 
 def test_tensors_of_a_few_bytes_move_too() -> None:
-    def inputs(generator: torch.Generator, batch: int, length: int) -> Batch:
+    def inputs(scale: Scale, generator: torch.Generator, batch: int, length: int) -> Batch:
         return (torch.randn(batch, 4, generator=generator), torch.zeros(batch, 4))
 
     family = Family(
         "few bytes",
-        lambda: nn.Sequential(
+        lambda scale: nn.Sequential(
             *(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)) for _ in range(6))
         ),
         inputs,

@@ -439,7 +439,9 @@ def _verdict(points: list[Point], hardware: Hardware, config: Config, margin: in
     capacity, budget = _capacity_and_budget(hardware, config)
     own = OWN_BYTES if hardware.device.kind == "cpu" else 0
     verdict = choose(points, config.mode, budget, capacity, own, margin)
-    if config.force_optimize and not any(choice.recompute for choice in verdict.point.candidate.choices):
+    if config.force_optimize and not any(
+        choice.recompute or choice.home for choice in verdict.point.candidate.choices
+    ):
         forced = [p for p in points if any(choice.recompute for choice in p.candidate.choices)]
         if forced:
             least = min(forced, key=lambda point: (point.peak_bytes, point.seconds))
