@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -194,3 +195,26 @@ def test_after_backward_the_input_is_gone_though_the_loss_is_there() -> None:
     gc.collect()
     assert gone() is None
     assert loss.grad_fn is not None
+
+
+class Joined(torch.autograd.Function):
+    """One node for several tensors, through which an undefined gradient reaches each that has none."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return gradients
+
+
+def test_a_layer_whose_output_is_not_used_has_no_gradient() -> None:
+    layer, x = mlp()
+    used, _ = Joined.apply(2 * x, tiled(layer, x))
+    used.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+    assert all(parameter.grad is None for parameter in layer.parameters())
+    assert layer.runs == -(-TOKENS // ROWS)  # forward's: nothing was recomputed

@@ -131,12 +131,13 @@ class _AtHome(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, journey: Journey, dtype: torch.dtype) -> torch.Tensor:
         ctx.journey = journey
+        ctx.set_materialize_grads(False)
         # Only its shape and type matter: of another type, autograd would convert the gradient before it is there.
         return torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.journey.land(gradient), None, None
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        return None if gradient is None else ctx.journey.land(gradient), None, None
 
 
 class _OnDevice(torch.autograd.Function):
@@ -147,11 +148,16 @@ class _OnDevice(torch.autograd.Function):
         ctx: Any, at_home: torch.Tensor, journey: Journey, values: list[torch.Tensor]
     ) -> torch.Tensor:
         ctx.journey = journey
+        ctx.set_materialize_grads(False)
         return values.pop()  # in a list: a tensor that goes through as an input comes out as a view of it
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         journey: Journey = ctx.journey
+        if (
+            gradient is None
+        ):  # an output of the model that the loss does not use: no gradient, rather than zeros
+            return None, None, None
         if torch.is_grad_enabled():
             return gradient.to(journey.home), None, None
         return journey.leave(gradient), None, None

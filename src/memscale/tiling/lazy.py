@@ -193,6 +193,7 @@ class _Made(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe
     ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.recipe = recipe
         ctx.save_for_backward(hidden, weight, bias)
         tokens = list(hidden.shape[:-1])

@@ -153,6 +153,7 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, flat: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.call = call
         # Without history, or autocast would keep casts of them that have none.
         with call.slots.holding([each.detach() for each in tensors]):

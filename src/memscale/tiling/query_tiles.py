@@ -61,6 +61,7 @@ class _Call:
 class _QueryTiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.save_for_backward(*tensors)
         out: Any = None

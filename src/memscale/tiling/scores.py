@@ -186,6 +186,7 @@ class _Made(torch.autograd.Function):
         dtype: torch.dtype,
         *operands: Tensor,
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.functions = _functions(steps)
         ctx.save_for_backward(query, key, *operands)
         shape = [*query.shape[:-1], key.shape[-1]]

@@ -109,6 +109,7 @@ class _Now(torch.autograd.Function):
         job: Job,
         is_total: bool,
     ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         total: Any = None
         gradients = Gradients(job.head, hidden, ctx.needs_input_grad)
         factor = job.factor
@@ -148,6 +149,7 @@ class _Later(torch.autograd.Function):
         job: Job,
         is_total: bool,
     ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.job, ctx.is_total = job, is_total
         ctx.conditions = Conditions(ModuleFlags(()), [hidden.device.type])
         ctx.save_for_backward(hidden, weight, bias)
