@@ -401,7 +401,7 @@ def test_a_scripted_module_is_left_alone(caplog: pytest.LogCaptureFixture) -> No
     model(X).sum().backward()
 
 
-def test_a_compiled_model_gives_the_same_and_is_not_recomputed(regions) -> None:
+def test_a_compiled_model_gives_the_same_and_is_recomputed(regions) -> None:
     model = Stack()
     for layer in model.layers:
         layer.dropout.p = 0.0
@@ -409,7 +409,7 @@ def test_a_compiled_model_gives_the_same_and_is_not_recomputed(regions) -> None:
     attach(model, plan_of("layers.0", "layers.1"))
     compiled = torch.compile(model, backend="eager")
     assert_equal(gradients(model, lambda m: compiled(X).pow(2).sum()), plain)
-    assert not regions
+    assert len(regions) == 2  # they run outside of the compiler
 
 
 # Slices of nn.Sequential -------------------------------------------------------------------------
