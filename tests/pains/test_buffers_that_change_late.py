@@ -45,7 +45,9 @@ def test_training_goes_on_with_the_numbers_of_the_plain_model() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*(Averaging() for _ in range(3)), nn.Linear(16, 1))
         if wrapped:
-            memscale.wrap(model, lossless("aggressive", enable_offloading=False), torch.ones(4, 16))
+            memscale.wrap(
+                model, lossless("aggressive", enable_offloading=False, force_optimize=True), torch.ones(4, 16)
+            )
         with counted_regions() as regions:
             seen.append(train(model))
         assert (regions[0] > 0) == wrapped

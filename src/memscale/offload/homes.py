@@ -73,6 +73,9 @@ class Homes:
         self.moments = EightBitStates(meter)
         self._parameters: dict[int, tuple[nn.Parameter, torch.device]] = {}
         self._on_disk: dict[int, nn.Parameter] = {}
+        self._for_disk: set[int] = (
+            set()
+        )  # those, and the ones too small for a page, which stay in host memory
         self._buffers: list[tuple[nn.Module, str, torch.device]] = []
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._surroundings: Surroundings | None = None
@@ -109,7 +112,7 @@ class Homes:
             TierError: The directory for it can't be used.
         """
         self.device = device
-        below = {id(parameter) for parameter in on_disk}
+        below = self._for_disk = {id(parameter) for parameter in on_disk}
         home = {id(parameter) for parameter in at_home} | below
         several = _storages_of_several(model)
         for parameter in model.parameters():
@@ -201,7 +204,8 @@ class Homes:
             if self._surroundings is not None and self.device not in (None, HOST):
                 self._surroundings.install(type(optimizer))
                 if self.host_capacity is not None:
-                    check_room(optimizer, self._masters(), self.host_capacity)
+                    masters = [each for each in self._masters() if id(each) not in self._for_disk]
+                    check_room(optimizer, masters, self.host_capacity)
 
     def _around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Stands in the place of the arithmetic of a class of torch.optim."""
