@@ -45,7 +45,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.parametrize("case", [" True", "inside True", "inside False", "around False"])
+@pytest.mark.parametrize("case", [" True", "inside True", "inside False", "around True", "around False"])
 def test_ranks_stay_together(case: str, ranks: list[dict[str, Any]]) -> None:
     (first, _), (second, _) = (rank[case] for rank in ranks)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

@@ -66,7 +66,13 @@ def main(folder: Path, rank: int) -> None:
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, timeout=limit)
     found = {
         f"{wrapped} {static}": train(rank, wrapped=wrapped, static=static)
-        for wrapped, static in (("", True), ("inside", True), ("inside", False), ("around", False))
+        for wrapped, static in (
+            ("", True),
+            ("inside", True),
+            ("inside", False),
+            ("around", True),
+            ("around", False),
+        )
     }
     torch.save(found, folder / f"{rank}.pt")
     dist.barrier()
