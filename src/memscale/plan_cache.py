@@ -6,7 +6,7 @@ A plan follows from a model's structure and not from its weights, so that a seco
 with a batch of the same shapes, has the same plan. The key has every module's class, its forward function, its
 training flag and all of its attributes; every parameter and buffer by its shape, type, place, flags and ties; the
 batch's tensors likewise, and its other values; the Config; what the optimizer needs; the hardware, free disk
-space in steps; and the switches of torch that decide about kernels.
+space by powers of two; and the switches of torch that decide about kernels.
 
 In doubt there is no key, and the plan is made anew: where an attribute is not plain data (a generator, a closure, an
 object without attributes of its own), or somebody has put a hook on the model. Values of integer tensors in the batch
@@ -43,7 +43,6 @@ __all__ = ["PlanCache", "plan_key"]
 
 MOST_PLANS = 64
 LARGEST_ATTRIBUTE = 10_000  # parts of one attribute: a longer list is data, not a setting
-DISK_STEP = 2**30  # free disk space is told apart in steps of this
 
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, range, enum.Enum),
@@ -131,7 +130,7 @@ def _values_of(sample: Sample | None) -> object:
 
 
 def _hardware_key(hardware: Hardware) -> object:
-    disk = replace(hardware.disk, free_bytes=hardware.disk.free_bytes // DISK_STEP)
+    disk = replace(hardware.disk, free_bytes=hardware.disk.free_bytes.bit_length())
     host = replace(hardware.host, available_ram_bytes=0)  # plans go by its size, not by what is free
     return replace(hardware, device=replace(hardware.device, free_bytes=0), host=host, disk=disk)
 
