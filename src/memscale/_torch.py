@@ -1,6 +1,6 @@
 """Every private torch API that MemScale uses, in one place.
 
-Tried on torch 2.10 and 2.13 (CPU). Each docstring or comment says what it is for and what happens on a torch
+Tried on torch 2.13 (CPU). Each docstring or comment says what it is for and what happens on a torch
 that lacks it. No other module imports a name of torch that begins with an underscore.
 """
 

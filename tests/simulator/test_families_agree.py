@@ -3,6 +3,7 @@
 What is expected of each family is in ``agreement.py``, reasons included.
 """
 
+import importlib.metadata
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,10 @@ def test_peaks_and_losses(family):
     elif expected.losses == "close":
         assert losses != cpu_losses, "equal now: no exception any more"
         assert losses == pytest.approx(cpu_losses, rel=1e-5)
-    # "other": versions of transformers differ in whether they draw for a layer drop of 0.
+    else:
+        # Before 5.23 transformers draws on the host for a layer drop of 0, too.
+        version = tuple(map(int, importlib.metadata.version("transformers").split(".")[:2]))
+        assert (losses != cpu_losses) == (version < (5, 23))
 
     if expected.device_bytes is None:
         with pytest.raises(DynamicOutputShapeException), simulate("24GiB") as simulation:
