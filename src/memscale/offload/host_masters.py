@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from memscale._torch import takes_foreach
 from memscale.errors import TierFullError
 from memscale.offload.new_state import NewState
+from memscale.offload.optimizer_buckets import bytes_of_gradient
 from memscale.offload.optimizer_kinds import arithmetic_of, why_whole
 from memscale.offload.optimizer_slices import as_left
 from memscale.units import format_bytes
@@ -73,7 +74,7 @@ def check_room(optimizer: Optimizer, masters: Sequence[Tensor], capacity: int) -
     if not new:
         return
     used = sum(
-        each.nbytes + (each.nbytes if id(each) in ids else _bytes_of_gradient(each.grad)) for each in masters
+        each.nbytes + (each.nbytes if id(each) in ids else bytes_of_gradient(each.grad)) for each in masters
     )
     used += sum(_state_bytes(optimizer.state.get(each)) for each in masters)
     if used + new > capacity:
@@ -83,10 +84,6 @@ def check_room(optimizer: Optimizer, masters: Sequence[Tensor], capacity: int) -
             f"is {format_bytes(capacity)}. Raise Config(max_cpu_offload_gb=...), or give the optimizer to "
             "memscale.wrap(model, optimizer=optimizer), so that the plan reckons with its state."
         )
-
-
-def _bytes_of_gradient(gradient: Tensor | None) -> int:
-    return 0 if gradient is None or gradient.layout is not torch.strided else gradient.nbytes
 
 
 def _state_bytes(state: Any) -> int:

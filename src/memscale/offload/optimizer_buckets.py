@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from memscale.offload.optimizer_groups import Member
 from memscale.offload.optimizer_state import MovingState
 
-__all__ = ["Buckets"]
+__all__ = ["Buckets", "bytes_of_gradient"]
 
 _AS_FOR_ADAM = 4  # the parameter, its gradient and two moments
 
@@ -74,7 +74,7 @@ class Buckets:
             if ratio is None:
                 return None
             state = round(ratio * parameter.nbytes)
-        return parameter.nbytes + _bytes_of_gradient(parameter.grad) + state
+        return parameter.nbytes + bytes_of_gradient(parameter.grad) + state
 
     def _state_bytes(self, member: Member) -> int:
         return self._state.bytes_of(self._optimizer.state.get(member.parameter), member.parameter)
@@ -84,7 +84,8 @@ def _kind(member: Member) -> tuple[int, int]:
     return member.group, member.parameter.dim()
 
 
-def _bytes_of_gradient(gradient: Tensor | None) -> int:
+def bytes_of_gradient(gradient: Tensor | None) -> int:
+    """Return what a gradient takes; of a sparse one, its indices and values."""
     if gradient is None:
         return 0
     if gradient.layout is torch.sparse_coo:
