@@ -30,7 +30,7 @@ from memscale.benchmarks.results import write_atomically
 from memscale.config import AsyncOffloadConfig, Config
 from memscale.execution_plan import LayerPlan, Offloading, Plan
 from memscale.executor import Executor
-from memscale.offload import _libc, disk
+from memscale.tiers import _libc, disk
 from memscale.units import format_bytes
 
 __all__ = ["Measured", "main", "measure"]

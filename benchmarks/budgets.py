@@ -30,15 +30,15 @@ from memscale.benchmarks.commands import check_writable, command_line
 from memscale.benchmarks.registry import find_model, quiet_transformers
 from memscale.benchmarks.results import write_atomically
 from memscale.config import Config
-from memscale.engine import plan_of, points_of, room_of
-from memscale.engine.choices import by_hand
-from memscale.engine.rules import Point, Verdict
 from memscale.errors import MemScaleError
 from memscale.execution_plan import Plan
 from memscale.executor import Executor
 from memscale.hardware import Hardware, virtual_hardware
-from memscale.planning import Look, fits, look_at, rehearsal
-from memscale.prediction import Step, predict
+from memscale.planner import plan_of, points_of, room_of
+from memscale.planner.choices import by_hand
+from memscale.planner.make_plan import Look, fits, look_at, rehearsal
+from memscale.planner.predict import Step, predict
+from memscale.planner.rules import Point, Verdict
 from memscale.profiler import Place, Sample, sample_of
 from memscale.profiler.build import backward_targets, loss_of
 from memscale.units import format_bytes, parse_bytes

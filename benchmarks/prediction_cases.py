@@ -27,8 +27,8 @@ from memscale.benchmarks.run import MODES
 from memscale.execution_plan import Plan
 from memscale.executor import executor_of
 from memscale.memory.tracker import MemoryTracker
-from memscale.simulator import executing
-from tests.families import SMALL_FAMILIES, Batch, Family
+from memscale.testing import executing
+from tests.support.families import SMALL_FAMILIES, Batch, Family
 
 __all__ = ["BOUNDS", "DEVICES", "Device", "PredictionCase", "PredictionRow", "run_cases"]
 

@@ -1,7 +1,7 @@
 """`python -m benchmarks.predictions`: predicted peaks against observed ones, family by family.
 
-Every family of `tests/families.py` is wrapped and trained in every mode: on the executing virtual GPU with two batches,
-on the CPU with the larger of them. Exits with 1 if a prediction is off by more than its bound.
+Every family of `tests/support/families.py` is wrapped and trained in every mode: on the executing virtual GPU with two
+batches, on the CPU with the larger of them. Exits with 1 if a prediction is off by more than its bound.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from memscale.benchmarks.commands import check_writable, command_line
 from memscale.benchmarks.results import write_atomically
 from memscale.benchmarks.run import MODES
 from memscale.errors import MemScaleError
-from tests.families import SMALL_FAMILIES
+from tests.support.families import SMALL_FAMILIES
 
 __all__ = ["main", "markdown"]
 

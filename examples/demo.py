@@ -29,10 +29,10 @@ from dataclasses import dataclass
 import torch
 
 import memscale
+from memscale._util.terminal import Column, Terminal, bar, table, timeline
 from memscale.errors import MemScaleError
 from memscale.memory.record import Category, Phase, Snapshot, Timeline
 from memscale.memory.tracker import MemoryTracker
-from memscale.report.terminal import Column, Terminal, bar, table, timeline
 from memscale.simulator import simulate
 from memscale.units import format_bytes
 

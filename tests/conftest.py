@@ -48,7 +48,7 @@ def seeds() -> None:
 @pytest.fixture(autouse=True)
 def no_plans() -> None:
     """No test finds the plan of another."""
-    planning = sys.modules.get("memscale.planning")
+    planning = sys.modules.get("memscale.planner.make_plan")
     if planning is not None:
         planning.plans_made.clear()
 

@@ -22,7 +22,7 @@ from memscale.errors import (
     WrapError,
     WrapTypeError,
 )
-from wrapping import Stack
+from support.wrapping import Stack
 
 X = torch.ones(3, 8)
 CONFIG = Config(mode="aggressive", force_optimize=True, enable_logging=False)

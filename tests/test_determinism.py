@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import memscale
-from families import FAMILIES
 from memscale import Config, Plan
+from support.families import FAMILIES
 
 CASES = ("tied", "cnn")
 MODES = ("balanced", "aggressive")
@@ -24,7 +24,7 @@ SCRIPT = """
 import sys
 
 import memscale
-from families import FAMILIES
+from support.families import FAMILIES
 from memscale import Config
 
 for name in sys.argv[1].split(","):

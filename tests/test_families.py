@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from families import FAMILIES, Family
+from support.families import FAMILIES, Family
 
 
 @pytest.fixture(params=FAMILIES.values(), ids=FAMILIES.keys())
@@ -76,5 +76,5 @@ def test_batch_takes_size_length_and_device(family):
 
 
 def test_importing_the_families_does_not_import_transformers():
-    code = "import families, sys; assert 'transformers' not in sys.modules"
+    code = "import support.families, sys; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)

@@ -21,7 +21,7 @@ from memscale import Config, Plan
 from memscale.errors import ConfigError, WrapError
 from memscale.hardware import detect
 from memscale.units import format_bytes
-from wrapping import Stack
+from support.wrapping import Stack
 
 X = torch.ones(64, 8)
 LOUD = Config(mode="aggressive", force_optimize=True)
@@ -194,7 +194,7 @@ import torch
 
 import memscale
 from memscale import Config
-from wrapping import Stack
+from support.wrapping import Stack
 
 silent = sys.argv[1] == "silent"
 memscale.wrap(Stack(), Config(mode="aggressive", force_optimize=True, enable_logging=not silent), torch.ones(64, 8))

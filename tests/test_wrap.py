@@ -16,12 +16,13 @@ from torch import nn
 
 import memscale
 from executor.test_reversal import assert_as_before, pictures
-from families import FAMILIES
-from memscale import Plan, profiler, replanning
+from memscale import Plan, profiler
 from memscale.errors import MemScaleError, ProfileError, WrapError, WrapTypeError
 from memscale.executor import Executor
-from memscale.simulator import executing
-from wrapping import QUIET, Layer, Stack, lossless
+from memscale.planner import replan as replanning
+from memscale.testing import executing
+from support.families import FAMILIES
+from support.wrapping import QUIET, Layer, Stack, lossless
 
 AGGRESSIVE = lossless("aggressive")
 X = torch.ones(4, 6, 8)

@@ -8,10 +8,10 @@ from torch import nn
 
 import memscale
 from memscale.hardware import detect, virtual_hardware
-from memscale.planning import DEEP
-from memscale.prediction import _simulated
+from memscale.planner.make_plan import DEEP
+from memscale.planner.predict import _simulated
 from memscale.profiler import Place, sample_of
-from wrapping import Stack, lossless
+from support.wrapping import Stack, lossless
 
 QUIET = lossless("aggressive", enable_offloading=False)
 LAYERS = DEEP + 4

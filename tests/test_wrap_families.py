@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import memscale
-from families import FAMILIES, Family
 from memscale import Config, MemoryTracker, Plan
 from memscale.executor import Executor
 from memscale.recovery import StepGuard
-from memscale.simulator import executing
-from techniques.harness import assert_same, train
-from wrapping import Memory, Work, lossless, memory_of, tensors, work_of
+from memscale.testing import executing
+from support.checkpointed import assert_same, train
+from support.families import FAMILIES, Family
+from support.wrapping import Memory, Work, lossless, memory_of, tensors, work_of
 
 # Forced, as tiny models have little to gain.
 CHECKPOINTING = lossless("aggressive", force_optimize=True, enable_offloading=False)

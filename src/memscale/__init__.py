@@ -15,19 +15,19 @@ from memscale.version import __version__
 
 if TYPE_CHECKING:
     from memscale.api import detach, find_batch_size, optimize, plan, wrap
-    from memscale.batch_sizes import BatchSizes
     from memscale.config import AsyncOffloadConfig, Config, OptimizationMode
     from memscale.errors import MemScaleError
     from memscale.execution_plan import Plan
     from memscale.memory.tracker import MemoryTracker
-    from memscale.observe.scalars import log_scalars
     from memscale.offload.loading import load_safetensors
+    from memscale.planner.batch_size import BatchSizes
+    from memscale.report.scalars import log_scalars
     from memscale.simulator import simulate
 
 # Where each public name lives. They are imported on first use, so that `import memscale` costs next to nothing.
 _HOMES = {
     "AsyncOffloadConfig": "memscale.config",
-    "BatchSizes": "memscale.batch_sizes",
+    "BatchSizes": "memscale.planner.batch_size",
     "Config": "memscale.config",
     "MemScaleError": "memscale.errors",
     "MemoryTracker": "memscale.memory.tracker",
@@ -36,7 +36,7 @@ _HOMES = {
     "detach": "memscale.api",
     "find_batch_size": "memscale.api",
     "load_safetensors": "memscale.offload.loading",
-    "log_scalars": "memscale.observe.scalars",
+    "log_scalars": "memscale.report.scalars",
     "optimize": "memscale.api",
     "plan": "memscale.api",
     "simulate": "memscale.simulator",

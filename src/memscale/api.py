@@ -11,24 +11,24 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale.batch_sizes import BatchSizes, batch_sizes
-from memscale.batches import named_shapes
+from memscale._util.interrupts import interrupts_deferred, raise_pending_interrupt
 from memscale.config import AsyncOffloadConfig, Config
-from memscale.engine import room_of
 from memscale.errors import DoesNotFitError, ProfileError, WrapError, WrapTypeError, shown
 from memscale.execution_plan import Plan
 from memscale.executor import EXECUTOR, Executor, copy_early, disk_of, executor_of, refuse_nested
 from memscale.hardware import Hardware, detect, virtual_hardware
-from memscale.interrupts import interrupts_deferred, raise_pending_interrupt
 from memscale.observe.meter import Meter
-from memscale.observe.metrics import Metrics
 from memscale.offload.homes import training_device
-from memscale.optimizer_needs import OptimizerNeeds, needs_of
-from memscale.planning import fits, make_plan
+from memscale.optimizer.needs import OptimizerNeeds, needs_of
+from memscale.planner import room_of
+from memscale.planner.batch_size import BatchSizes, batch_sizes
+from memscale.planner.make_plan import fits, make_plan
+from memscale.planner.replan import follow_batch
 from memscale.profiler import Place, hinted_sample, sample_of
+from memscale.profiler.batches import named_shapes
 from memscale.recovery import StepGuard
-from memscale.replanning import follow_batch
 from memscale.report.log import logger, speaking
+from memscale.report.metrics import Metrics
 from memscale.report.wrapped import say_plan
 from memscale.units import format_bytes
 

@@ -22,7 +22,7 @@ from memscale.errors import PlanError, shown
 from memscale.units import format_bytes
 
 if TYPE_CHECKING:
-    from memscale.report import Terminal
+    from memscale._util.terminal import Terminal
 
 __all__ = [
     "ALLOWANCES",
@@ -317,8 +317,8 @@ class Plan:
             trades: Show the trades that the engine chose from as well.
             terminal: What to write for; by default what `Terminal.detect` finds.
         """
-        from memscale.report import Terminal, table
-        from memscale.report.text import clean, wrap
+        from memscale._util.terminal import Terminal, table
+        from memscale._util.text import clean, wrap
 
         screen = terminal or Terminal.detect()
         about = [self.device, f"mode {self.mode}", self.batch, f"numbers are {self.prediction_source}"]

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import async_disk
 from benchmarks.async_disk import main, measure
-from memscale.offload import disk
+from memscale.tiers import disk
 
 
 def test_both_ways_move_the_same_and_come_to_the_same(tmp_path) -> None:

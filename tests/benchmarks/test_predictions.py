@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import predictions
 from benchmarks.prediction_cases import BOUNDS, Device, PredictionCase, PredictionRow, run_cases
-from memscale import prediction
-from tests.families import SMALL_FAMILIES
+from memscale.planner import predict as prediction
+from tests.support.families import SMALL_FAMILIES
 
 pytest.importorskip("transformers")
 

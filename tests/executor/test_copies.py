@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from families import FAMILIES, Family
+from memscale.checkpointing import region as region_module
 from memscale.executor import Executor
-from memscale.recompute import region as region_module
-from memscale.techniques.forwards import ReplacedForward
-from techniques.harness import checkpoint_plan, wrapped
+from memscale.techniques.forward import ReplacedForward
+from support.checkpointed import checkpoint_plan, wrapped
+from support.families import FAMILIES, Family
 
 Copy = Callable[[nn.Module], nn.Module]
 
@@ -147,7 +147,7 @@ def test_a_saved_model_loads_in_another_process(tmp_path: Path) -> None:
     torch.save(model, tmp_path / "model.pt")
     script = (
         "import sys, torch; model = torch.load(sys.argv[1], weights_only=False)\n"
-        "from memscale.recompute import region\n"
+        "from memscale.checkpointing import region\n"
         "runs = []; run = region.Region.run_forward\n"
         "region.Region.run_forward = lambda self, *args: (runs.append(1), run(self, *args))[1]\n"
         "model(torch.ones(1, 4)).sum().backward()\n"

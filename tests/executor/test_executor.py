@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from families import FAMILIES
+from memscale.checkpointing import region as region_module
 from memscale.config import Config
 from memscale.errors import WrapError
 from memscale.execution_plan import LayerPlan, Plan
 from memscale.executor import Executor, executor_of
 from memscale.profiler.blocks import find_blocks
-from memscale.recompute import region as region_module
-from techniques.harness import checkpoint_plan, wrapped
+from support.checkpointed import checkpoint_plan, wrapped
+from support.families import FAMILIES
 
 X = torch.linspace(-1, 1, 24).reshape(3, 8)
 

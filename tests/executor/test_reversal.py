@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from families import FAMILIES, Family
 from memscale.errors import WrapError
 from memscale.execution_plan import LayerPlan, Plan
 from memscale.executor import Executor
-from memscale.techniques import TECHNIQUES, Site
-from techniques.harness import checkpoint_plan, wrapped
+from memscale.executor.registry import TECHNIQUES, Site
+from support.checkpointed import checkpoint_plan, wrapped
+from support.families import FAMILIES, Family
 
 
 @pytest.fixture(params=FAMILIES.values(), ids=FAMILIES.keys(), scope="module")

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from families import FAMILIES
+from memscale.checkpointing import region as region_module
 from memscale.config import Config
 from memscale.executor import Executor
 from memscale.executor.use_cache import NoCache, no_cache_hooks
-from memscale.recompute import region as region_module
-from techniques.harness import checkpoint_plan, wrapped
+from support.checkpointed import checkpoint_plan, wrapped
+from support.families import FAMILIES
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,7 +14,7 @@ import memscale
 from memscale import MemoryTracker
 from memscale.execution_plan import Precision
 from memscale.memory.record import Category
-from wrapping import lossless
+from support.wrapping import lossless
 
 transformers = pytest.importorskip("transformers")
 

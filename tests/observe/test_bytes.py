@@ -10,9 +10,9 @@ import torch
 from memscale import Config
 from memscale.execution_plan import Offloading, OptimizerPlan, Plan
 from memscale.executor import Executor
-from memscale.observe.report import Moved
-from memscale.simulator import executing
-from observe.models import (
+from memscale.report.report import Moved
+from memscale.testing import executing
+from support.observed import (
     LAYERS,
     PAGE,
     ROWS,

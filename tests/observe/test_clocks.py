@@ -14,8 +14,8 @@ from memscale.observe import peaks
 from memscale.observe.clocks import CudaClock, HostClock, NoClock, clock_for
 from memscale.observe.meter import Meter
 from memscale.observe.peaks import PeakWatch
-from memscale.simulator import executing
-from observe.models import Stack, attached, batch, plan
+from memscale.testing import executing
+from support.observed import Stack, attached, batch, plan
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from memscale import Config
 from memscale._torch import OUTSIDE_BACKWARD, LightDispatchMode, graph_task_id
 from memscale.execution_plan import Offloading, OptimizerPlan
 from memscale.executor import Executor
-from observe.models import (
+from support.observed import (
     LAYERS,
     Stack,
     attached,

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import memscale
-from families import FAMILIES
 from memscale.execution_plan import Checkpointing, Plan
 from memscale.executor import Executor
-from observe.models import (
+from support.families import FAMILIES
+from support.observed import (
     LAYERS,
     ROWS,
     WIDTH,
@@ -24,7 +24,7 @@ from observe.models import (
     plan,
     train,
 )
-from wrapping import lossless, work_of
+from support.wrapping import lossless, work_of
 
 PAGE = 4096
 STEPS = 3

@@ -13,15 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from families import FAMILIES
 from memscale import Config
 from memscale.execution_plan import LayerPlan, Offloading, Plan
 from memscale.executor import Executor
 from memscale.offload.activations import LEAST_BYTES, Activations
-from memscale.offload.shared import SharedEngine
-from memscale.simulator import executing, simulate
-from offload.below import QUIET, activations_of, attached, large_batch, plan_of, train
-from wrapping import Layer
+from memscale.simulator import simulate
+from memscale.testing import executing
+from memscale.tiers.shared import SharedEngine
+from support.families import FAMILIES
+from support.offloaded import QUIET, activations_of, attached, large_batch, plan_of, train
+from support.wrapping import Layer
 
 KIB = 2**10
 MIB = 2**20

@@ -18,20 +18,21 @@ import torch
 from torch import nn
 
 import memscale
-from families import FAMILIES
 from memscale import AsyncOffloadConfig, Config
 from memscale.errors import ConfigError, TierError, TransferError
 from memscale.execution_plan import Checkpointing, LayerPlan, Offloading, Plan
 from memscale.offload.activations import Activations
 from memscale.offload.arrival import Journey
-from memscale.offload.engine import Lane
-from memscale.offload.pinned import PinnedPool
 from memscale.offload.prefetch import Prefetcher
-from memscale.offload.shared import ENVIRONMENT, SharedEngine, async_settings
-from memscale.simulator import executing, simulate
-from offload.below import activations_of, attached, large_batch, plan_of, prefetcher_of, train
-from offload.test_streams import CUDA, LOG, Pretend, cuda  # noqa: F401  # a fixture
-from wrapping import Layer
+from memscale.simulator import simulate
+from memscale.testing import executing
+from memscale.tiers.engine import Lane
+from memscale.tiers.pinned import PinnedPool
+from memscale.tiers.shared import ENVIRONMENT, SharedEngine, async_settings
+from support.families import FAMILIES
+from support.offloaded import activations_of, attached, large_batch, plan_of, prefetcher_of, train
+from support.wrapping import Layer
+from tiers.test_streams import CUDA, LOG, Pretend, cuda  # noqa: F401  # a fixture
 
 ASYNC = Config(enable_logging=False, async_offload=True)
 DEPTH_1 = ASYNC.replace(async_config=AsyncOffloadConfig(prefetch_depth=1))

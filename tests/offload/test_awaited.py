@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 import memscale
-from families import FAMILIES, TINY
 from memscale import Config
 from memscale.errors import WrapError
 from memscale.execution_plan import LayerPlan, Offloading, Plan
 from memscale.executor import Executor
 from memscale.offload import awaited, own_initialisation
 from memscale.offload.awaited import AwaitedBuffer, AwaitedParameter
+from support.families import FAMILIES, TINY
 
 QUIET = Config(enable_logging=False)
 

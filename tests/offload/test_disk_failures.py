@@ -20,8 +20,8 @@ from torch import nn
 from memscale import Config
 from memscale.errors import TierError, TierFullError
 from memscale.executor import Executor
-from offload.disk_harness import adamw, disk_plan, on_disk
-from wrapping import Stack
+from support.disk import adamw, disk_plan, on_disk
+from support.wrapping import Stack
 
 GB = 10**9
 
@@ -212,7 +212,7 @@ CHILD = """
 import sys, time, torch
 from pathlib import Path
 from memscale.executor import Executor
-from offload.disk_harness import adamw, disk_plan
+from support.disk import adamw, disk_plan
 from offload.test_disk_failures import build, settings
 
 model = build()

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import nn
 
-from families import FAMILIES, Family
 from memscale import Config
 from memscale.execution_plan import LayerPlan, Offloading, Plan
 from memscale.executor import Executor
-from memscale.offload._libc import PAGE
 from memscale.offload.mapped_parameters import MappedParameters
-from memscale.simulator import executing
-from offload.disk_harness import QUIET, adamw, assert_same, disk_plan, on_disk, resident_bytes, train
-from wrapping import Stack
+from memscale.testing import executing
+from memscale.tiers._libc import PAGE
+from support.disk import QUIET, adamw, assert_same, disk_plan, on_disk, resident_bytes, train
+from support.families import FAMILIES, Family
+from support.wrapping import Stack
 
 NAMES = ["gpt2", "bert", "llama", "t5", "vit", "whisper", "mixtral", "resnet", "cnn", "unet", "tied", "lora"]
 NAMES += ["frozen_embeddings", "shared_block", "kwargs_only", "transformer_encoder", "lstm"]

@@ -24,8 +24,8 @@ def train_within(room_mib: int, on_disk: bool) -> dict[str, object]:
 
     from memscale.executor import Executor
     from memscale.memory.process import peak_rss_bytes, reset_peak_rss, rss_bytes
-    from offload.disk_harness import QUIET, adamw, disk_plan
-    from wrapping import Stack
+    from support.disk import QUIET, adamw, disk_plan
+    from support.wrapping import Stack
 
     torch.manual_seed(0)
     torch.set_num_threads(1)

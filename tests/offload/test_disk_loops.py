@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from memscale.executor import Executor
-from offload.disk_harness import QUIET, adamw, assert_same, disk_plan, on_disk, result
-from wrapping import Stack
+from support.disk import QUIET, adamw, assert_same, disk_plan, on_disk, result
+from support.wrapping import Stack
 
 Loop = Callable[[nn.Module], Any]
 
@@ -275,7 +275,7 @@ def test_optimizer_built_before_or_after(when: str) -> None:
 RESUME = """
 import json, sys
 import torch
-from offload.disk_harness import adamw, on_disk
+from support.disk import adamw, on_disk
 from offload.test_disk_loops import build, steps_from
 from contextlib import nullcontext
 

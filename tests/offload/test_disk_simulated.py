@@ -8,10 +8,10 @@ from torch import nn
 
 from memscale.executor import Executor
 from memscale.memory.tracker import MemoryTracker
-from memscale.offload._libc import PAGE
 from memscale.simulator import simulate
-from offload.disk_harness import QUIET, disk_plan, on_disk
-from wrapping import Stack
+from memscale.tiers._libc import PAGE
+from support.disk import QUIET, disk_plan, on_disk
+from support.wrapping import Stack
 
 BATCH = 256
 

@@ -15,12 +15,13 @@ from torch import nn
 import memscale
 from memscale import Config
 from memscale.errors import TierError, TierFullError
-from memscale.offload import early, store
+from memscale.offload import early
 from memscale.offload.early import EarlyCopies
-from memscale.offload.mapped import MappedArena
-from memscale.offload.space import DiskSpace
-from memscale.offload.store import DiskStore
-from wrapping import Stack
+from memscale.tiers import store
+from memscale.tiers.mapped import MappedArena
+from memscale.tiers.space import DiskSpace
+from memscale.tiers.store import DiskStore
+from support.wrapping import Stack
 
 SIZES = [1024, 1025, 4096, 5000, 70_001]
 
@@ -309,7 +310,7 @@ def test_a_wrap_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     begun: list[bool] = []
     start = EarlyCopies.start
     monkeypatch.setattr(EarlyCopies, "start", lambda self: begun.append(True) or start(self))
-    monkeypatch.setattr("memscale.planning.predict", fails)
+    monkeypatch.setattr("memscale.planner.make_plan.predict", fails)
     model = build()
     before = [parameter.data_ptr() for parameter in model.parameters()]
     with pytest.raises(KeyboardInterrupt):
@@ -343,7 +344,7 @@ def test_a_wrap_that_cannot_say_what_it_did_leaves_the_model(
 def test_a_plan_that_leaves_weights_in_memory_drops_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from memscale.engine import decide
+    from memscale.planner import decide
 
     def without(*args: Any, **kwargs: Any) -> Any:
         plan = decide(*args, **kwargs)
@@ -353,7 +354,7 @@ def test_a_plan_that_leaves_weights_in_memory_drops_them(
     begun: list[bool] = []
     start = EarlyCopies.start
     monkeypatch.setattr(EarlyCopies, "start", lambda self: begun.append(True) or start(self))
-    monkeypatch.setattr("memscale.planning.decide", without)
+    monkeypatch.setattr("memscale.planner.make_plan.decide", without)
     model = memscale.wrap(build(), settings(tmp_path), BATCH)
     assert begun
     executor = model._memscale_executor

@@ -8,10 +8,10 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import memscale
-from families import FAMILIES, Family
 from memscale import Config
-from memscale.simulator import executing
-from wrapping import lossless
+from memscale.testing import executing
+from support.families import FAMILIES, Family
+from support.wrapping import lossless
 
 STEPS = 3
 QUIET = lossless("aggressive")  # tiny models gain too little for BALANCED

@@ -9,8 +9,8 @@ from torch import nn
 from memscale import Config
 from memscale.execution_plan import LayerPlan, Offloading, Plan
 from memscale.executor import Executor
-from memscale.simulator import executing
-from wrapping import Layer
+from memscale.testing import executing
+from support.wrapping import Layer
 
 QUIET = Config(enable_logging=False)
 

@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 import memscale
-from families import FAMILIES, Family
 from memscale import MemoryTracker
 from memscale.errors import WeightsError, WrapTypeError
 from memscale.execution_plan import Plan
 from memscale.executor import Executor
-from memscale.offload._libc import PAGE
 from memscale.offload.safetensors_files import tensors_in
-from offload.disk_harness import QUIET, assert_same, disk_plan, on_disk, resident_bytes, train
-from wrapping import Stack, call
+from memscale.tiers._libc import PAGE
+from support.disk import QUIET, assert_same, disk_plan, on_disk, resident_bytes, train
+from support.families import FAMILIES, Family
+from support.wrapping import Stack, call
 
 safetensors = pytest.importorskip("safetensors.torch")
 

@@ -14,18 +14,18 @@ import torch
 from torch import nn
 
 import memscale
-from families import FAMILIES, TINY, Family
 from memscale import Config, MemoryTracker
 from memscale.errors import TierFullError, WrapError
 from memscale.execution_plan import LayerPlan, Offloading, Plan
 from memscale.executor import EXECUTOR, Executor
 from memscale.memory.process import measure_in_fresh_process, reset_peak_rss, rss_bytes
-from memscale.offload._libc import PAGE
 from memscale.offload.materialise import materialise
-from memscale.simulator import executing
+from memscale.testing import executing
+from memscale.tiers._libc import PAGE
 from memscale.units import format_bytes
-from offload.disk_harness import QUIET, assert_same, disk_plan, on_disk, resident_bytes, train
-from wrapping import Layer, Stack
+from support.disk import QUIET, assert_same, disk_plan, on_disk, resident_bytes, train
+from support.families import FAMILIES, TINY, Family
+from support.wrapping import Layer, Stack
 
 # Whose numbers are those of the plain model. The others draw in an order or in a way that can't be repeated:
 # see Note [Own initialisation].

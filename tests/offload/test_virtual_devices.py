@@ -5,13 +5,14 @@ import torch
 
 from memscale.config import AsyncOffloadConfig
 from memscale.errors import TierError, TierFullError
-from memscale.offload.disk import DiskTier
-from memscale.offload.engine import AsyncEngine
-from memscale.offload.host import HostTier
-from memscale.offload.mapped import MappedArena
-from memscale.offload.space import DiskSpace
-from memscale.simulator import executing, simulate
-from offload.tensors_for_tiers import bits
+from memscale.simulator import simulate
+from memscale.testing import executing
+from memscale.tiers.disk import DiskTier
+from memscale.tiers.engine import AsyncEngine
+from memscale.tiers.host import HostTier
+from memscale.tiers.mapped import MappedArena
+from memscale.tiers.space import DiskSpace
+from support.tensors import bits
 
 MIB = 2**20
 

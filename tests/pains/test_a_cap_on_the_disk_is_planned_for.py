@@ -8,7 +8,7 @@ from torch import optim
 
 import memscale
 from memscale.executor import executor_of
-from wrapping import Stack
+from support.wrapping import Stack
 
 KINDS = {
     "adamw": lambda p: optim.AdamW(p),

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import memscale
-from memscale.techniques.forwards import OWN
-from pains.harness import AGGRESSIVE, assert_has_techniques, counted_regions, plan_of
+from memscale.techniques.forward import OWN
+from support.steps import AGGRESSIVE, assert_has_techniques, counted_regions, plan_of
 
 accelerate = pytest.importorskip("accelerate")
 

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import memscale
-from families import FAMILIES
-from memscale import Config, Plan, planning
-from wrapping import Stack
+from memscale import Config, Plan
+from memscale.planner import make_plan as planning
+from support.families import FAMILIES
+from support.wrapping import Stack
 
 QUIET = {"enable_logging": False}
 FEW = ("cnn", "kwargs_only", "shared_block", "lstm", "transformer_encoder")

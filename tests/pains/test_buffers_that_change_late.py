@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import memscale
-from pains.harness import counted_regions
-from wrapping import lossless
+from support.steps import counted_regions
+from support.wrapping import lossless
 
 SIZE = 32 * 1024  # 128 KiB
 WARM_UP = 2

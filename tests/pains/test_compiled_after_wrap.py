@@ -17,7 +17,7 @@ from torch import nn
 
 import memscale
 from memscale import Config
-from pains.harness import AGGRESSIVE, assert_has_techniques, counted_regions
+from support.steps import AGGRESSIVE, assert_has_techniques, counted_regions
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pains.two_processes import CASES, PROCESSES
+from support.two_processes import CASES, PROCESSES
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,7 +37,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, "-m", "pains.two_processes", str(folder)]
+    command = [sys.executable, "-m", "support.two_processes", str(folder)]
     processes = [
         subprocess.Popen(
             [*command, str(rank)],

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 import memscale
 from memscale import Config
 from memscale.errors import RecomputeError
-from pains.every_technique import BF16, PLANS, TILED, batch, build, device_of, off_by, on
-from pains.harness import counted_regions
-from wrapping import lossless
+from support.every_technique import BF16, PLANS, TILED, batch, build, device_of, off_by, on
+from support.steps import counted_regions
+from support.wrapping import lossless
 
 
 def penalty(model: nn.Module, x: Tensor) -> list[Tensor]:

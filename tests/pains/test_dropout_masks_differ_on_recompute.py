@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from families import FAMILIES, Family
-from pains.harness import assert_same_step, step, wrapped
+from support.families import FAMILIES, Family
+from support.steps import assert_same_step, step, wrapped
 
 NAMES = ["gpt2", "bert", "t5", "vit", "whisper", "lora", "tied", "shared_block", "unet"]
 

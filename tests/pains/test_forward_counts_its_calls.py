@@ -18,8 +18,8 @@ from torch import nn
 import memscale
 from memscale import Config
 from memscale.executor import Executor
-from memscale.simulator import executing
-from wrapping import lossless
+from memscale.testing import executing
+from support.wrapping import lossless
 
 
 class Dice(random.Random):
@@ -130,7 +130,7 @@ def test_a_generator_made_on_a_simulated_gpu_is_found_as_forward_did() -> None:
 def test_a_first_plan_on_a_simulated_gpu_leaves_later_ones_on_cpu_alone() -> None:
     """Most of MemScale is imported in the first `wrap`, where `torch.Generator` was another class."""
     script = """if True:
-        from memscale.simulator import executing
+        from memscale.testing import executing
         with executing("1GiB", seed=0) as gpu:
             from pains.test_forward_counts_its_calls import CHECKPOINTING, assert_same, train
             train("count", CHECKPOINTING, device=gpu.device)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from families import FAMILIES
-from pains.harness import assert_same_step, step, wrapped
+from support.families import FAMILIES
+from support.steps import assert_same_step, step, wrapped
 
 NAMES = ["frozen_embeddings", "lora"]
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import memscale
-from pains.every_technique import BF16, PLANS, TILED, batch, build, device_of, off_by, on
-from pains.harness import counted_regions
-from wrapping import lossless
+from support.every_technique import BF16, PLANS, TILED, batch, build, device_of, off_by, on
+from support.steps import counted_regions
+from support.wrapping import lossless
 
 
 def with_other_leaves(

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import memscale
-from families import FAMILIES, Family
-from memscale.simulator import executing
-from pains.harness import AGGRESSIVE, assert_has_techniques, step
+from memscale.testing import executing
+from support.families import FAMILIES, Family
+from support.steps import AGGRESSIVE, assert_has_techniques, step
 
 
 class Opened(list[tuple[Any, Any]]):

@@ -16,15 +16,15 @@ from torch import nn
 import memscale
 from executor.test_reversal import assert_as_before, pictures
 from memscale import Config, Plan
+from memscale._util.interrupts import interrupts_deferred, raise_pending_interrupt
 from memscale.errors import WrapError
 from memscale.execution_plan import OptimizerPlan, Precision
 from memscale.executor import Executor
 from memscale.executor import executor as executor_module
-from memscale.interrupts import interrupts_deferred, raise_pending_interrupt
 from memscale.offload.homes import Homes
+from memscale.planner.replan import follow_batch
 from memscale.recovery import StepGuard
-from memscale.replanning import follow_batch
-from pains.every_technique import PLANS, TILED, batch, build, device_of
+from support.every_technique import PLANS, TILED, batch, build, device_of
 
 SOURCE = str(Path(memscale.__file__).parent)
 

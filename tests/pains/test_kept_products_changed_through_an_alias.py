@@ -14,14 +14,14 @@ from torch import nn
 
 import memscale
 from memscale import Plan
+from memscale.checkpointing import KeepPolicy, run_region
 from memscale.execution_plan import Checkpointing, LayerPlan
 from memscale.executor import Executor
 from memscale.offload.activations import Activations
-from memscale.offload.shared import SharedEngine
-from memscale.recompute import KeepPolicy, run_region
-from memscale.simulator import executing
-from pains.harness import counted_regions
-from wrapping import lossless
+from memscale.testing import executing
+from memscale.tiers.shared import SharedEngine
+from support.steps import counted_regions
+from support.wrapping import lossless
 
 PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
 WIDTH = 16

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import memscale
-from families import FAMILIES, Family, Scale
-from pains.harness import AGGRESSIVE, assert_has_techniques, assert_same_step, step, wrapped
+from support.families import FAMILIES, Family, Scale
+from support.steps import AGGRESSIVE, assert_has_techniques, assert_same_step, step, wrapped
 
 PLAIN = [name for name, family in FAMILIES.items() if not family.transformers]
 FROM_A_LIBRARY = [name for name, family in FAMILIES.items() if family.transformers]

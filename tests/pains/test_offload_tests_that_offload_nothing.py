@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memscale
-from families import FAMILIES, Batch, Family, Scale
-from memscale.simulator import executing
-from pains.harness import AGGRESSIVE, assert_has_techniques, plan_of
+from memscale.testing import executing
+from support.families import FAMILIES, Batch, Family, Scale
+from support.steps import AGGRESSIVE, assert_has_techniques, plan_of
 
 NAMES = ["gpt2", "bert", "t5", "tied", "lora", "transformer_encoder"]
 

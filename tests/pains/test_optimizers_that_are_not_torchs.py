@@ -11,7 +11,7 @@ from torch import optim
 
 import memscale
 from memscale.executor import executor_of
-from wrapping import Stack
+from support.wrapping import Stack
 
 
 class ByTheNormOfAll(optim.Optimizer):

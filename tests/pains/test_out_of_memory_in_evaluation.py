@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import memscale
-from families import FAMILIES, Family
-from memscale.simulator import executing
-from memscale.simulator.executing import ExecutingDevice
-from pains.harness import (
+from memscale.testing import executing
+from memscale.testing.executing import ExecutingDevice
+from support.families import FAMILIES, Family
+from support.regions import LiveBytes
+from support.steps import (
     AGGRESSIVE,
     assert_has_techniques,
     assert_same_step,
@@ -21,7 +22,6 @@ from pains.harness import (
     step,
     wrapped,
 )
-from recompute.harness import LiveBytes
 
 NAMES = ["gpt2", "t5", "mixtral", "resnet", "transformer_encoder", "lstm", "cnn", "tied", "kwargs_only"]
 

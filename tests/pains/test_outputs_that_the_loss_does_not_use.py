@@ -10,8 +10,8 @@ from torch import nn
 
 import memscale
 from memscale import Config
-from memscale.simulator import executing
-from wrapping import lossless
+from memscale.testing import executing
+from support.wrapping import lossless
 
 OFFLOADING = lossless("aggressive", enable_checkpointing=False, async_offload=True)
 

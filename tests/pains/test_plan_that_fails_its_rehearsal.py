@@ -11,8 +11,8 @@ from torch.nn import functional
 
 import memscale
 from memscale import Config, Plan
-from memscale.simulator import executing
-from wrapping import Layer, lossless
+from memscale.testing import executing
+from support.wrapping import Layer, lossless
 
 AGGRESSIVE = lossless("aggressive")
 

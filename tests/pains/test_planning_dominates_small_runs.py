@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 import memscale
-from memscale import Config, planning, replanning
-from memscale.batches import MOST_PLANS
-from wrapping import QUIET, Layer
+from memscale import Config
+from memscale.planner import make_plan as planning
+from memscale.planner import replan as replanning
+from memscale.profiler.batches import MOST_PLANS
+from support.wrapping import QUIET, Layer
 
 X = torch.ones(4, 6, 8)
 

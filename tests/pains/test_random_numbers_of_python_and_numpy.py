@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import memscale
-from memscale.recompute import KeepPolicy, run_region
+from memscale.checkpointing import KeepPolicy, run_region
 from memscale.tiling.positionwise import NotPositionWise, show_position_wise
-from pains.harness import counted_regions
-from wrapping import lossless
+from support.steps import counted_regions
+from support.wrapping import lossless
 
 WIDTH = 16
 DRAWS: dict[str, Callable[[], float]] = {
@@ -164,7 +164,7 @@ def test_a_layer_that_draws_is_not_tiled() -> None:
 
 def test_numpy_is_not_imported_for_it() -> None:
     code = (
-        "import sys, torch; from torch import nn; from memscale.recompute import run_region\n"
+        "import sys, torch; from torch import nn; from memscale.checkpointing import run_region\n"
         "layer = nn.Linear(2, 2)\n"
         "run_region(layer, (torch.ones(2),), {}, modules=[layer]).sum().backward()\n"
         "assert 'numpy.random' not in sys.modules"

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import memscale
-from families import FAMILIES, Family
-from pains.harness import AGGRESSIVE, assert_has_techniques, assert_same_step, step, wrapped
+from support.families import FAMILIES, Family
+from support.steps import AGGRESSIVE, assert_has_techniques, assert_same_step, step, wrapped
 
 bfloat16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 NAMES = ["gpt2", "llama", "mixtral", "t5", "frozen_embeddings", "lora", "tied", "unet"]

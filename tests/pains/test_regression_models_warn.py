@@ -12,7 +12,7 @@ from torch import nn
 import memscale
 from memscale import Config
 from memscale.profiler import hinted_sample
-from pains.harness import plan_of
+from support.steps import plan_of
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import memscale
 from memscale.errors import WrapError
-from pains.harness import AGGRESSIVE, assert_has_techniques, counted_regions
+from support.steps import AGGRESSIVE, assert_has_techniques, counted_regions
 
 
 def build() -> nn.Sequential:

@@ -15,9 +15,9 @@ from torch import nn
 
 import memscale
 from memscale import Config
-from memscale.simulator import executing
-from pains.harness import plan_of
-from wrapping import lossless
+from memscale.testing import executing
+from support.steps import plan_of
+from support.wrapping import lossless
 
 ROWS, WIDTH, STEPS = 2000, 32, 3
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pains.tiled_processes import STEPS
+from support.tiled_processes import STEPS
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="this torch is built without gloo"
@@ -24,7 +24,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("tiled")
     paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", "pains.tiled_processes", str(folder)]
+    command = [sys.executable, "-m", "support.tiled_processes", str(folder)]
     processes = [
         subprocess.Popen(
             [*command, str(rank)],

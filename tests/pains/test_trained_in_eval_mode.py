@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import memscale
-from families import FAMILIES
-from pains.harness import AGGRESSIVE, assert_same_step, counted_regions, plan_of, step
-from recompute.harness import LiveBytes
-from wrapping import Stack, lossless
+from support.families import FAMILIES
+from support.regions import LiveBytes
+from support.steps import AGGRESSIVE, assert_same_step, counted_regions, plan_of, step
+from support.wrapping import Stack, lossless
 
 
 @pytest.mark.parametrize("name", ["gpt2", "tied", "frozen_embeddings"])

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import memscale
-from families import FAMILIES
-from pains.harness import AGGRESSIVE, assert_has_techniques, step, wrapped
+from support.families import FAMILIES
+from support.steps import AGGRESSIVE, assert_has_techniques, step, wrapped
 
 transformers = pytest.importorskip("transformers")
 

@@ -22,9 +22,9 @@ import memscale
 from memscale import Config
 from memscale.execution_plan import LayerPlan, Offloading, Plan
 from memscale.executor import Executor
-from memscale.simulator import executing
-from offload.disk_harness import QUIET
-from pains.harness import AGGRESSIVE, plan_of
+from memscale.testing import executing
+from support.disk import QUIET
+from support.steps import AGGRESSIVE, plan_of
 
 WIDTH, VOCABULARY, DEPTH = 32, 64, 6
 

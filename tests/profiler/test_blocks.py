@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from families import FAMILIES
-from families import Block as Layer
 from memscale.profiler import blocks as blocks_module
 from memscale.profiler.blocks import Block, find_blocks, leftover_parameters, stacks
+from support.families import FAMILIES
+from support.families import Block as Layer
 
 
 def described(model: nn.Module) -> list[str]:
@@ -631,7 +631,7 @@ def test_blocks_are_the_same_in_a_process_with_another_hash_seed():
     chosen = ("gpt2", "transformer_encoder", "unet", "cnn", "kwargs_only", "lstm")
     here = [find_blocks(build(name)) for name in chosen]
     code = (
-        "from families import FAMILIES\n"
+        "from support.families import FAMILIES\n"
         "from memscale.profiler.blocks import find_blocks\n"
         f"print([find_blocks(FAMILIES[name].build()) for name in {chosen}])\n"
     )

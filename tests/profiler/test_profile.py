@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from executor.test_reversal import assert_as_before, pictures
-from families import FAMILIES, Family
 from memscale.errors import ProfileError
 from memscale.profiler import ModelProfile, Place, Sample, profile_model, sample_of
 from memscale.profiler.empirical import profile_empirical
-from wrapping import Layer, Stack
+from support.families import FAMILIES, Family
+from support.wrapping import Layer, Stack
 
 CPU, GPU = Place("cpu"), Place("vgpu")
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import memscale
 from memscale import Config, MemScaleError
-from memscale.simulator import executing
+from memscale.testing import executing
 from properties.generator import Case, Piece, Stack
 from properties.loops import Seen, Training
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memscale._util.text import cell_width, clean, wrap
 from memscale.report import Column, Terminal, bar, table, timeline
-from memscale.report.text import cell_width, clean, wrap
 from memscale.units import format_bytes
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")

@@ -18,7 +18,8 @@ from memscale.errors import ConfigError, ConfigTypeError, HardwareError, Simulat
 from memscale.hardware import find_gpu
 from memscale.memory.record import Category
 from memscale.memory.tracker import MemoryTracker
-from memscale.simulator import executing, simulate
+from memscale.simulator import simulate
+from memscale.testing import executing
 
 MIB, GIB = 2**20, 2**30
 BLOCKS = pytest.mark.parametrize("block", [simulate, executing])

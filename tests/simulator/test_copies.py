@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from families import FAMILIES
 from memscale.errors import SimulationError
 from memscale.simulator import simulate
+from support.families import FAMILIES
 
 
 class Model(nn.Module):

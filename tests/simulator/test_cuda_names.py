@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from memscale.simulator import executing, simulate
+from memscale.simulator import simulate
+from memscale.testing import executing
 
 MIB, GIB = 2**20, 2**30
 

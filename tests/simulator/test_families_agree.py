@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
-from families import FAMILIES
 from memscale.memory.tracker import MemoryTracker
-from memscale.simulator import executing, simulate
-from simulator.agreement import EXCEPTIONS, agreement, table
+from memscale.simulator import simulate
+from memscale.testing import executing
+from support.agreement import EXCEPTIONS, agreement, table
+from support.families import FAMILIES
 
 STEPS = 3
 

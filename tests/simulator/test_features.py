@@ -11,9 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from memscale.memory.record import Category
-from memscale.simulator import executing, simulate
+from memscale.simulator import simulate
 from memscale.simulator.attention import choose_kernel
 from memscale.simulator.workspace import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER
+from memscale.testing import executing
 
 MIB = 2**20
 WIDTH, BATCH, DEPTH = 256, 1024, 4

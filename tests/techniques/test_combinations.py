@@ -23,7 +23,7 @@ from memscale.execution_plan import (
     Tiling,
 )
 from memscale.executor import Executor
-from memscale.simulator import executing
+from memscale.testing import executing
 
 transformers = pytest.importorskip("transformers")
 

@@ -7,8 +7,8 @@ import functools
 import pytest
 import torch
 
-from families import FAMILIES, Family
-from techniques.harness import DEAR, Work, assert_same, blocks_of, train, work_of, wrapped
+from support.checkpointed import DEAR, Work, assert_same, blocks_of, train, work_of, wrapped
+from support.families import FAMILIES, Family
 
 CHAINED = pytest.mark.parametrize("chained", [False, True], ids=["alone", "chained"])
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from families import FAMILIES, Family
-from memscale.simulator import executing
-from techniques.harness import DEAR, assert_same, train, wrapped
+from memscale.testing import executing
+from support.checkpointed import DEAR, assert_same, train, wrapped
+from support.families import FAMILIES, Family
 
 # Families whose attention is the same kernel on both devices, or that have none.
 NAMES = ("gpt2", "t5", "resnet", "cnn", "kwargs_only", "shared_block")

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from memscale.errors import RecomputeError
 from memscale.tiling import Head, LazyLogits, lazy_logits
-from tiling.harness import Tensors, assert_close
+from support.tiles import Tensors, assert_close
 
 # A tile of logits is larger than the weight and than all hidden states, and a fifth of all logits.
 BATCH, LENGTH, WIDTH, WORDS, ROWS = 3, 11, 4, 53, 7

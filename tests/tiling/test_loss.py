@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from executor.test_reversal import assert_as_before, pictures
-from families import FAMILIES, HIDDEN, VOCAB, Family
 from memscale.execution_plan import Checkpointing, LayerPlan, LossTiling, Offloading, Plan
 from memscale.executor import Executor
 from memscale.profiler.blocks import find_blocks
-from memscale.simulator import executing, simulate
-from memscale.techniques.loss import HeadForward, find_head
+from memscale.simulator import simulate
+from memscale.testing import executing
 from memscale.tiling import LazyLogits
-from tiling.harness import Tensors, assert_close, gradients, tile_loss
+from memscale.tiling.loss_technique import HeadForward, find_head
+from support.families import FAMILIES, HIDDEN, VOCAB, Family
+from support.tiles import Tensors, assert_close, gradients, tile_loss
 
 ROWS = 5
 # A causal, a masked and a sequence-to-sequence language model, one with a frozen tied head, one with adapters, and

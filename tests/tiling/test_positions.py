@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from memscale.checkpointing import run_region
 from memscale.errors import RecomputeError
-from memscale.recompute import run_region
 from memscale.tiling import run_in_tiles
-from tiling.harness import Tensors, assert_close
+from support.tiles import Tensors, assert_close
 
 BATCH, LENGTH, WIDTH, WIDE, ROWS = 2, 9, 4, 32, 5
 TOKENS = BATCH * LENGTH

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memscale.simulator import executing, simulate
+from memscale.simulator import simulate
+from memscale.testing import executing
 from memscale.tiling.positionwise import NotPositionWise, PositionWise, show_position_wise
 
 WIDTH = 8

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from families import FAMILIES
 from memscale.execution_plan import LayerPlan, LossTiling, Plan, Tiling
 from memscale.executor import Executor
-from memscale.prediction import predict
+from memscale.planner.predict import predict
 from memscale.profiler.blocks import find_blocks
 from memscale.profiler.place import Place
 from memscale.profiler.sample import Sample
-from memscale.simulator import executing
-from wrapping import QUIET, memory_of
+from memscale.testing import executing
+from support.families import FAMILIES
+from support.wrapping import QUIET, memory_of
 
 BATCH, LENGTH, ROWS = 8, 40, 16  # twenty tiles, of which a simulation runs three
 

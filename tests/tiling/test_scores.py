@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memscale.tiling.scores import LazyScores, TiledAttention
-from tiling.harness import Tensors, assert_close
+from support.tiles import Tensors, assert_close
 
 BATCH, HEADS, LENGTH, KEYS, WIDTH, ROWS = 2, 3, 13, 17, 4, 5
 # Adding to scores is causal attention; keys are more than queries, as with a prefix.

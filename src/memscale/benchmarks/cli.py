@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
+from memscale._util.terminal import Column, table
 from memscale.benchmarks.cells import cells, device_name
 from memscale.benchmarks.commands import check_writable, command_line
 from memscale.benchmarks.registry import DEFAULT_MODELS, MODELS
 from memscale.benchmarks.results import Results, Row
 from memscale.benchmarks.run import MODES, run_suite
 from memscale.errors import ConfigError, ConfigTypeError, HardwareError, MemScaleError
-from memscale.report.terminal import Column, table
 from memscale.units import format_bytes
 
 __all__ = ["main"]

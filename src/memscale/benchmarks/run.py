@@ -31,7 +31,7 @@ from memscale.executor import Executor, executor_of
 from memscale.hardware import GpuSpec, find_gpu, read_host, virtual_hardware
 from memscale.memory.process import measure_in_fresh_process, rss_bytes
 from memscale.memory.tracker import MemoryTracker
-from memscale.planning import make_plan
+from memscale.planner.make_plan import make_plan
 from memscale.profiler import sample_of
 from memscale.simulator import Simulation, simulate
 from memscale.units import format_bytes, parse_bytes

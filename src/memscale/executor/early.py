@@ -7,7 +7,7 @@ from torch import nn
 from memscale.execution_plan import Plan
 from memscale.executor.newborn import find_module
 from memscale.offload.mapped_parameters import can_be_mapped
-from memscale.offload.store import DiskStore
+from memscale.tiers.store import DiskStore
 
 __all__ = ["copy_early"]
 

@@ -13,30 +13,30 @@ import torch
 from torch import nn
 
 from memscale._torch import FakeTensor
-from memscale.batches import PlannedBatches
+from memscale._util.interrupts import interrupts_deferred, raise_pending_interrupt
+from memscale.checkpointing.technique import hold_place
 from memscale.config import Config
 from memscale.errors import WrapError
 from memscale.execution_plan import Offloading, Plan, Tier
 from memscale.executor.newborn import Newborn, find_module
-from memscale.executor.record import Record, WeakModule
+from memscale.executor.registry import TECHNIQUES, WHOLE, Scene, Site
 from memscale.executor.use_cache import no_cache_hooks
-from memscale.interrupts import interrupts_deferred, raise_pending_interrupt
 from memscale.observe.meter import Meter
-from memscale.observe.metrics import Metrics
-from memscale.observe.report import Report
 from memscale.offload.awaited import AwaitedValues
 from memscale.offload.homes import Homes, training_device
 from memscale.offload.loading import pending_is_done
 from memscale.offload.materialised import has_meta_tensors
-from memscale.offload.optimizer_hooks import outside_compiler
-from memscale.offload.store import DiskStore
-from memscale.techniques import TECHNIQUES, WHOLE, Scene, Site
-from memscale.techniques.checkpointing import hold_place
-from memscale.techniques.forwards import ReplacedForward
-from memscale.techniques.offloading import bring_inputs
+from memscale.offload.technique import bring_inputs
+from memscale.optimizer.hooks import outside_compiler
+from memscale.profiler.batches import PlannedBatches
+from memscale.report.metrics import Metrics
+from memscale.report.report import Report
+from memscale.techniques.forward import ReplacedForward
+from memscale.techniques.undo_log import Record, WeakModule
+from memscale.tiers.store import DiskStore
 
 if TYPE_CHECKING:
-    from memscale.optimizer_needs import OptimizerNeeds
+    from memscale.optimizer.needs import OptimizerNeeds
 
 __all__ = ["EXECUTOR", "Executor", "Guard", "TrainingBatch", "disk_of", "executor_of", "refuse_nested"]
 

@@ -9,15 +9,15 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import nn
 
+from memscale._util.interrupts import raise_pending_interrupt
 from memscale.errors import WrapError
 from memscale.execution_plan import LayerPlan, Plan
-from memscale.interrupts import raise_pending_interrupt
 from memscale.offload.awaited import AwaitedValues, Skeleton
+from memscale.offload.freed_memory import freed_memory_returns
 from memscale.offload.homes import HOST, Homes, training_device
 from memscale.offload.loading import has_pending
 from memscale.offload.materialise import materialise, place
 from memscale.offload.materialised import Materialised, tie_on_meta
-from memscale.techniques.freed_memory import freed_memory_returns
 from memscale.units import format_bytes
 
 __all__ = ["Newborn", "find_module"]

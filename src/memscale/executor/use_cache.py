@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.techniques.checkpointing import is_cache
+from memscale.checkpointing.technique import is_cache
 
 __all__ = ["NoCache", "no_cache_hooks"]
 

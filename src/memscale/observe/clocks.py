@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from memscale.offload.locks import LateLock
+from memscale._util.locks import LateLock
 
 __all__ = ["Clock", "CudaClock", "HostClock", "NoClock", "clock_for"]
 

@@ -20,9 +20,9 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from memscale._util.locks import LateLock
 from memscale.observe.clocks import Clock, HostClock, clock_for
 from memscale.observe.peaks import NOT_WATCHED, ObservedPeak, PeakWatch
-from memscale.offload.locks import LateLock
 
 __all__ = ["Below", "Cost", "Meter", "What"]
 

@@ -44,12 +44,12 @@ from torch.nn.parameter import is_lazy
 from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id, is_traceable_wrapper_subclass
 from memscale.errors import TierFullError
 from memscale.observe.meter import Below, Meter
-from memscale.offload.host import HostTier
-from memscale.offload.layout import View, rebuild
-from memscale.offload.shared import SharedEngine
-from memscale.offload.store import DiskStore
-from memscale.offload.tier import Ticket, Tier
 from memscale.offload.working import Refetch, without_history
+from memscale.tiers.host import HostTier
+from memscale.tiers.layout import View, rebuild
+from memscale.tiers.shared import SharedEngine
+from memscale.tiers.store import DiskStore
+from memscale.tiers.tier import Ticket, Tier
 
 __all__ = ["LEAST_BYTES", "Activations", "unpack"]
 

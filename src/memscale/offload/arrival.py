@@ -21,11 +21,11 @@ from torch import nn
 
 from memscale._torch import hooks_are_allowed
 from memscale.observe.meter import Meter
-from memscale.offload.engine import Lane
-from memscale.offload.layout import is_fake
-from memscale.offload.pinned import Block
-from memscale.offload.shared import SharedEngine
-from memscale.offload.transfer import Transfer
+from memscale.tiers.engine import Lane
+from memscale.tiers.layout import is_fake
+from memscale.tiers.pinned import Block
+from memscale.tiers.shared import SharedEngine
+from memscale.tiers.transfer import Transfer
 
 __all__ = ["Journey", "arrived"]
 

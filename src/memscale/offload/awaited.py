@@ -36,11 +36,11 @@ from torch import nn
 
 from memscale._torch import disable_current_modes, without_torch_function
 from memscale.offload.data import exchange_data
+from memscale.offload.freed_memory import freed_memory_returns
 from memscale.offload.materialise import materialise, rehearse
 from memscale.offload.materialised import HOST, Materialised, is_on_meta
-from memscale.offload.store import DiskStore
 from memscale.simulator.fake import is_simulating
-from memscale.techniques.freed_memory import freed_memory_returns
+from memscale.tiers.store import DiskStore
 
 __all__ = ["AwaitedValues", "Skeleton"]
 

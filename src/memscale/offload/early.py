@@ -31,8 +31,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memscale.offload.mapped import MappedArena
-from memscale.offload.space import round_up
+from memscale.tiers.mapped import MappedArena
+from memscale.tiers.space import round_up
 
 __all__ = ["EarlyCopies"]
 
@@ -80,7 +80,7 @@ class EarlyCopies:
         OSError: The file system has no direct I/O.
 
     Example:
-        >>> from memscale.offload.space import DiskSpace
+        >>> from memscale.tiers.space import DiskSpace
         >>> x = torch.arange(1024.0)
         >>> with DiskSpace(capacity=2**20) as space:
         ...     copies = EarlyCopies(MappedArena(space))

@@ -16,17 +16,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale.eight_bit.states import EightBitStates
-from memscale.interrupts import raise_pending_interrupt
+from memscale._util.interrupts import raise_pending_interrupt
 from memscale.observe.meter import Meter
 from memscale.offload.data import exchange_data
-from memscale.offload.host_masters import as_on_the_device, check_room
-from memscale.offload.layout import is_fake
 from memscale.offload.mapped_parameters import MappedParameters
-from memscale.offload.optimizer_hooks import Surroundings
-from memscale.offload.state_homes import StateHomes
-from memscale.offload.store import DiskStore
+from memscale.optimizer.eight_bit.states import EightBitStates
+from memscale.optimizer.hooks import Surroundings
+from memscale.optimizer.host_masters import as_on_the_device, check_room
+from memscale.optimizer.state_homes import StateHomes
 from memscale.simulator.copies import PLAIN_KINDS
+from memscale.tiers.layout import is_fake
+from memscale.tiers.store import DiskStore
 
 __all__ = ["HOST", "Homes", "training_device"]
 

@@ -14,7 +14,7 @@ from torch import nn
 from memscale.errors import WeightsError, WrapTypeError, shown
 from memscale.offload.materialised import Materialised, is_on_meta, tie_on_meta
 from memscale.offload.safetensors_files import StoredTensor, find_files, tensors_in
-from memscale.offload.store import DiskStore
+from memscale.tiers.store import DiskStore
 
 __all__ = ["LoadedKeys", "fill_pending", "has_pending", "load_safetensors", "pending_is_done"]
 

@@ -34,10 +34,10 @@ from torch.utils.hooks import RemovableHandle
 from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id
 from memscale.memory.pages import Pages
 from memscale.observe.meter import Meter
-from memscale.offload._libc import PAGE
 from memscale.offload.data import exchange_data
-from memscale.offload.layout import is_fake
-from memscale.offload.store import DiskStore
+from memscale.tiers._libc import PAGE
+from memscale.tiers.layout import is_fake
+from memscale.tiers.store import DiskStore
 
 __all__ = ["MappedParameters", "can_be_mapped"]
 

@@ -26,10 +26,10 @@ import torch
 from torch import nn
 
 from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id
-from memscale.offload.engine import Lane
-from memscale.offload.layout import is_fake
-from memscale.offload.shared import SharedEngine
-from memscale.offload.transfer import Transfer
+from memscale.tiers.engine import Lane
+from memscale.tiers.layout import is_fake
+from memscale.tiers.shared import SharedEngine
+from memscale.tiers.transfer import Transfer
 
 __all__ = ["Layer", "Prefetcher"]
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from memscale.errors import WeightsError, shown
-from memscale.offload.disk import read_into
+from memscale.tiers.disk import read_into
 
 __all__ = ["StoredTensor", "find_files", "tensors_in"]
 

@@ -34,12 +34,12 @@ from memscale._torch import (
     hooks_are_allowed,
     surrounding_hooks,
 )
+from memscale.checkpointing.conditions import mark_as_copy
 from memscale.errors import RecomputeError
 from memscale.observe.meter import Meter
 from memscale.offload.arrival import arrived
-from memscale.offload.shared import SharedEngine
-from memscale.precision.weights import autocast_dtype, cast_by_autocast
-from memscale.recompute.conditions import mark_as_copy
+from memscale.offload.autocast_weights import autocast_dtype, cast_by_autocast
+from memscale.tiers.shared import SharedEngine
 
 
 class Source(Protocol):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from memscale.recompute.trees import Tree
+from memscale._util.trees import Tree
 
 __all__ = ["in_full"]
 

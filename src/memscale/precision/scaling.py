@@ -33,10 +33,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._torch import FakeTensor, largest_magnitudes
-from memscale.offload.optimizer_closure import closure_of, evaluated
-from memscale.offload.optimizer_groups import members_of
-from memscale.offload.optimizer_hooks import Surroundings
-from memscale.offload.optimizer_kinds import has_own_step
+from memscale.optimizer.closure import closure_of, evaluated
+from memscale.optimizer.groups import members_of
+from memscale.optimizer.hooks import Surroundings
+from memscale.optimizer.kinds import has_own_step
 from memscale.precision import backward
 from memscale.precision.loss_scale import LossScale
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from memscale._util.trees import Tree
 from memscale.memory.allocator import CachingAllocator
 from memscale.profiler.blocks import Block
 from memscale.profiler.profile import BlockProfile, ModelProfile, ProfileSource, Unseen
 from memscale.profiler.recorder import BlockRecord, Recorder, StepRecord
 from memscale.profiler.sample import Sample
-from memscale.recompute.trees import Tree
 
 
 def run_step(

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from memscale._util.attributes import Attributes
+from memscale._util.rng import RngState
 from memscale.errors import ProfileError
 from memscale.memory.allocator import CachingAllocator
 from memscale.memory.tracker import MemoryTracker
@@ -24,8 +26,6 @@ from memscale.profiler.cache import without_cache
 from memscale.profiler.profile import ModelProfile
 from memscale.profiler.recorder import Recorder
 from memscale.profiler.sample import Sample
-from memscale.recompute.attributes import Attributes
-from memscale.recompute.rng import RngState
 
 
 def profile_empirical(model: nn.Module, sample: Sample, *, reason: str) -> ModelProfile:

@@ -25,9 +25,9 @@ from memscale._torch import (
     pytree,
     running_sequence_number,
 )
+from memscale._util.trees import Tree
 from memscale.memory.tracker import MemoryTracker, parts_of
 from memscale.profiler.profile import OpProfile
-from memscale.recompute.trees import Tree
 
 
 @dataclass

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from memscale._torch import disabled_torch_function, graph_task_id
+from memscale._util.trees import Tree
+from memscale.checkpointing.buffers import Buffers
+from memscale.checkpointing.conditions import Conditions, ModuleFlags, submodules
 from memscale.profiler.sample import Sample
-from memscale.recompute.buffers import Buffers
-from memscale.recompute.conditions import Conditions, ModuleFlags, submodules
-from memscale.recompute.trees import Tree
 
 __all__ = ["Call", "call_of"]
 

@@ -19,7 +19,7 @@ from memscale.executor import Executor, executor_of
 from memscale.recovery.calls import Call
 from memscale.recovery.plans import explain, heavier_plans, say_recovered
 from memscale.recovery.shortage import add_note, free_memory, is_out_of_memory
-from memscale.techniques.forwards import OWN, ReplacedForward
+from memscale.techniques.forward import OWN, ReplacedForward
 
 if TYPE_CHECKING:
     from memscale.recovery.guard import StepGuard

@@ -15,7 +15,7 @@ from memscale.recovery.forward import RecoveringForward
 from memscale.recovery.steps import CaughtSteps
 
 if TYPE_CHECKING:
-    from memscale.executor.record import Record
+    from memscale.techniques.undo_log import Record
 
 __all__ = ["StepGuard"]
 

@@ -14,11 +14,11 @@ from memscale.execution_plan import Plan, Tier
 from memscale.executor import Executor
 from memscale.hardware import Hardware, detect
 from memscale.memory.record import Snapshot
-from memscale.observe.dump import dump_out_of_memory
-from memscale.planning import make_plan
+from memscale.planner.make_plan import make_plan
 from memscale.profiler import Place, Sample
 from memscale.profiler.build import backward_targets, loss_of
 from memscale.recovery.shortage import is_out_of_memory
+from memscale.report.dump import dump_out_of_memory
 from memscale.report.log import speaking
 from memscale.units import format_bytes
 

@@ -1,5 +1,5 @@
 """What a person reads: tables and pictures for the terminal."""
 
-from memscale.report.terminal import Column, Terminal, bar, table, timeline
+from memscale._util.terminal import Column, Terminal, bar, table, timeline
 
 __all__ = ["Column", "Terminal", "bar", "table", "timeline"]

@@ -23,11 +23,11 @@ from memscale._torch import (
 )
 from memscale.errors import SimulationError
 from memscale.simulator import known
-from memscale.simulator.kernels import gru_cell, gru_cell_backward
 from memscale.simulator.patches import attribute
 from memscale.simulator.remembered import FORGOTTEN, RememberingMode
 from memscale.simulator.tracking import DeviceTracker, op_name
 from memscale.simulator.workspace import lstm_workspace_bytes
+from memscale.testing.kernels import gru_cell, gru_cell_backward
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default

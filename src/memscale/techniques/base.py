@@ -14,7 +14,7 @@ from memscale.observe.meter import Meter
 from memscale.offload.homes import Homes
 
 if TYPE_CHECKING:
-    from memscale.executor.record import Record
+    from memscale.techniques.undo_log import Record
 
 __all__ = ["Scene", "Site", "Technique", "WholeTechnique"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from memscale.checkpointing.inputs import version_of
 from memscale.errors import RecomputeError
-from memscale.recompute.inputs import version_of
 
 __all__ = ["Borrow", "Head", "Step", "without_autocast"]
 

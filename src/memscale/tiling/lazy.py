@@ -29,8 +29,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from memscale._torch import make_wrapper_subclass
+from memscale.checkpointing.inputs import version_of
 from memscale.errors import RecomputeError
-from memscale.recompute.inputs import version_of
 from memscale.tiling.first_order import first_order_only
 from memscale.tiling.head import Head, Step
 from memscale.tiling.lazy_tensor import Function, LazyTensor

@@ -34,10 +34,10 @@ from memscale._torch import (
     hooks_are_allowed,
     surrounding_hooks,
 )
-from memscale.recompute.chain import no_links
-from memscale.recompute.conditions import Conditions, ModuleFlags, submodules
-from memscale.recompute.inputs import Inputs
-from memscale.recompute.trees import Tree
+from memscale._util.trees import Tree
+from memscale.checkpointing.chain import no_links
+from memscale.checkpointing.conditions import Conditions, ModuleFlags, submodules
+from memscale.checkpointing.inputs import Inputs
 from memscale.tiling.first_order import first_order_only
 from memscale.tiling.ranges import tiles_of
 

@@ -28,8 +28,8 @@ import torch
 from torch import nn
 
 from memscale._torch import LightDispatchMode, disable_current_modes, tree_leaves
-from memscale.recompute.conditions import submodules
-from memscale.recompute.rng import HostRngState
+from memscale._util.rng import HostRngState
+from memscale.checkpointing.conditions import submodules
 
 __all__ = ["NotPositionWise", "PositionWise", "show_position_wise"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from memscale.recompute.conditions import Conditions, ModuleFlags
+from memscale.checkpointing.conditions import Conditions, ModuleFlags
 from memscale.tiling.first_order import first_order_only
 from memscale.tiling.ranges import tiles_of
 

@@ -44,7 +44,7 @@ def _configured(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
 
 
 class AttentionHandedOver:
-    """A change of a model: its attention is torch's; see `memscale.executor.record.Change`.
+    """A change of a model: its attention is torch's; see `memscale.techniques.undo_log.Change`.
 
     In a copy of the model it is about the copy's configuration, which is copied with it.
     """

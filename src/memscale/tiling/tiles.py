@@ -22,7 +22,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from memscale._torch import backward_keeps_graph
-from memscale.recompute.conditions import Conditions, ModuleFlags
+from memscale.checkpointing.conditions import Conditions, ModuleFlags
 from memscale.tiling.first_order import first_order_only
 from memscale.tiling.head import Head, Step, without_autocast
 from memscale.tiling.lazy import LazyLogits

@@ -1,0 +1,231 @@
+"""Keeping the outputs of chosen operations, so that a recomputation need not run them again.
+
+Note [Keeping outputs]
+~~~~~~~~~~~~~~~~~~~~~~
+A region that recomputes everything pays its whole forward again. Some outputs are dear to compute and cheap
+to keep (a matrix product, an attention); a `KeepPolicy` names them. In forward, a dispatch mode sees each
+operation after autograd has, and keeps a detached alias of what a named operation returns. In the
+recomputation another mode returns the kept output in place of running the operation: below autograd, so the
+graph, and what it saves, comes out as in forward.
+
+Operations are told apart by their overload and their place in the order of calls, which are the same both
+times. Not every operation can be kept; these are computed again, named or not:
+
+- An operation that changes an argument or returns an alias of one (views, `add_`, `out=`), by its schema:
+  there is nothing of its own to keep.
+- An output that is not one storage (sparse, or a wrapper subclass), as writes to it cannot be seen.
+- A cast (`aten._to_copy`): autocast caches casts of weights, so their number may differ from one call to the
+  next.
+- An output whose memory was written to after it was kept (`relu_(linear(x))`). Inside the region the mode
+  sees every write, and compares storages: the version of the output does not tell, as the result of
+  `_unsafe_view` (every 3-D `linear` without a bias) or `unsafe_chunk` (the gates of a GRU) shares its memory
+  and has a counter of its own. After the region the versions of the output and of what the region returned in
+  the same memory tell.
+
+An operation that draws random numbers may be kept. The random state it left behind is kept with it and set
+when it is skipped, so what comes after draws the same numbers.
+
+Kept outputs are never needed for a right result, only for a fast one. So each is given up as soon as a
+backward pass that frees the graph has used it; one that retains the graph leaves them for the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memscale._torch import (
+    LightDispatchMode,
+    alias_below_autograd,
+    backward_keeps_graph,
+    storage_key,
+    written_tensors,
+)
+from memscale._util.rng import TorchRngState
+from memscale._util.trees import Tree
+from memscale.checkpointing.inputs import version_of
+from memscale.errors import ConfigError, ConfigTypeError, shown
+
+__all__ = ["KeepPolicy", "Kept"]
+
+EVERY = -1
+
+
+@dataclass(frozen=True)
+class KeepPolicy:
+    """Which operations of a region to keep the outputs of.
+
+    Attributes:
+        ops: Operations as `"aten.addmm.default"`, every call of it in the region, or
+            `"aten.addmm.default#3"`, the fourth call of it (counted from 0). Which operations cannot be kept:
+            Note [Keeping outputs].
+
+    Example:
+        >>> KeepPolicy(("aten.addmm.default#0", "aten.mm.default"))
+        KeepPolicy(ops=('aten.addmm.default#0', 'aten.mm.default'))
+    """
+
+    ops: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ops, tuple) or not all(isinstance(op, str) for op in self.ops):
+            raise ConfigTypeError(
+                "KeepPolicy.ops must be a tuple of names such as ('aten.addmm.default',), not "
+                f"{shown(self.ops)}."
+            )
+        for op in self.ops:
+            name, sign, number = op.partition("#")
+            if name.count(".") != 2 or not all(name.split(".")) or (sign and not number.isdecimal()):
+                raise ConfigError(
+                    f"KeepPolicy.ops: {shown(op)} names no operation. Write namespace.operation.overload, "
+                    "such as 'aten.addmm.default', and '#3' behind it for the fourth call only."
+                )
+
+    def calls(self) -> Mapping[str, frozenset[int]]:
+        """Of each named operation, the calls to keep; `EVERY` among them for all."""
+        calls: dict[str, set[int]] = {}
+        for op in self.ops:
+            name, _, number = op.partition("#")
+            calls.setdefault(name, set()).add(int(number) if number else EVERY)
+        return {name: frozenset(numbers) for name, numbers in calls.items()}
+
+
+class Kept:
+    """The outputs kept for one region."""
+
+    def __init__(self, policy: KeepPolicy, device_types: Sequence[str]) -> None:
+        self._calls = policy.calls()
+        self._device_types = device_types
+        self._outputs: dict[tuple[str, int], _Output] = {}
+        self._calls_by_storage: dict[int | None, list[tuple[str, int]]] = {}
+        self.recording = True
+
+    def forward_mode(self) -> LightDispatchMode:
+        return _Keep(self)
+
+    def recompute_mode(self) -> LightDispatchMode:
+        return _Replay(self)
+
+    def settle(self, returned: Iterable[torch.Tensor]) -> None:
+        """Forward has run: drop what it changed, and watch what it returned in the memory of kept outputs."""
+        self._outputs = {call: output for call, output in self._outputs.items() if output.is_intact()}
+        for tensor in returned:
+            for call in self._calls_of(tensor):
+                if call in self._outputs:
+                    self._outputs[call].watch(tensor)
+        self._calls_by_storage.clear()
+
+    def drop_written(self, written: Iterable[torch.Tensor]) -> None:
+        """Drop the outputs whose memory an operation has written to."""
+        for tensor in written:
+            for call in self._calls_of(tensor):
+                self._outputs.pop(call, None)
+
+    def _calls_of(self, tensor: torch.Tensor) -> Sequence[tuple[str, int]]:
+        return self._calls_by_storage.get(storage_key(tensor), ())
+
+    def wants(self, name: str, number: int) -> bool:
+        numbers = self._calls.get(name, frozenset())
+        return number in numbers or EVERY in numbers
+
+    def names(self, name: str) -> bool:
+        return name in self._calls
+
+    def put(self, call: tuple[str, int], result: object, is_random: bool) -> None:
+        output = _Output(result, TorchRngState(self._device_types) if is_random else None)
+        keys = output.storage_keys()
+        if None in keys:
+            return  # writes to it could not be seen
+        self._outputs[call] = output
+        for key in keys:
+            self._calls_by_storage.setdefault(key, []).append(call)
+
+    def take(self, call: tuple[str, int]) -> _Output | None:
+        """The kept output of a call, if there is one and nobody has changed it since."""
+        output = self._outputs.get(call) if backward_keeps_graph() else self._outputs.pop(call, None)
+        return output if output is not None and output.is_intact() else None
+
+
+class _Output:
+    """What one call returned, and the random state it left behind."""
+
+    __slots__ = ("_rng", "_tree", "_watched")
+
+    def __init__(self, result: object, rng: TorchRngState | None) -> None:
+        self._tree = Tree.of(result).map(torch.Tensor, alias_below_autograd)
+        self._watched = [(tensor, version_of(tensor)) for tensor in self._tree.tensors()]
+        self._rng = rng
+
+    def storage_keys(self) -> set[int | None]:
+        return {storage_key(tensor) for tensor in self._tree.tensors()}
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Count a change of another tensor in the same memory as a change of this output."""
+        self._watched.append((alias_below_autograd(tensor), version_of(tensor)))
+
+    def is_intact(self) -> bool:
+        return all(version_of(tensor) == version for tensor, version in self._watched)
+
+    def give(self) -> Any:
+        if self._rng is not None:
+            self._rng.restore()
+        # Fresh aliases: autograd writes the history of the recomputation into what it is given.
+        return self._tree.map(torch.Tensor, alias_below_autograd).build()
+
+
+class _CountingMode(LightDispatchMode):
+    """Gives each call of a named operation that can be kept its number."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()
+        self.kept = kept
+        self._names: dict[Any, str | None] = {}
+        self._numbers: dict[str, int] = {}
+
+    def call_of(self, func: Any) -> tuple[str, int] | None:
+        if func not in self._names:
+            name = str(func)
+            self._names[func] = name if self.kept.names(name) and _can_be_kept(func) else None
+        known = self._names[func]
+        if known is None:
+            return None
+        number = self._numbers.get(known, 0)
+        self._numbers[known] = number + 1
+        return (known, number) if self.kept.wants(known, number) else None
+
+
+class _Keep(_CountingMode):
+    """Forward: keep what the named operations return."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.kept.drop_written(written_tensors(func, args, kwargs))
+        if self.kept.recording:
+            call = self.call_of(func)
+            if call is not None:
+                self.kept.put(call, result, torch.Tag.nondeterministic_seeded in func.tags)
+        return result
+
+
+class _Replay(_CountingMode):
+    """Recomputation: return what was kept in place of running the operation."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        call = self.call_of(func)
+        output = None if call is None else self.kept.take(call)
+        return func(*args, **(kwargs or {})) if output is None else output.give()
+
+
+def _can_be_kept(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    if schema is None or str(func).startswith("aten._to_copy."):
+        return False
+    return all(value.alias_info is None for value in (*schema.arguments, *schema.returns))

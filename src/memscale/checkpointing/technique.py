@@ -1,0 +1,236 @@
+"""Gradient checkpointing: a block keeps its input and is computed again in backward.
+
+The mechanism is `memscale.checkpointing`; here it is put on modules. A block that is one module gets a
+`CheckpointedForward`. A block that is a few neighbours in an `nn.Sequential` has no module of its own, so the
+`nn.Sequential` gets a `SlicedForward`, which runs its children in order, each planned slice as one region.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memscale.checkpointing import KeepPolicy, run_region
+from memscale.errors import WrapError
+from memscale.execution_plan import Checkpointing
+from memscale.observe.recomputing import WatchedLayer
+from memscale.techniques.base import Site
+from memscale.techniques.forward import ReplacedForward, top_forward
+
+if TYPE_CHECKING:
+    from memscale.techniques.undo_log import Record
+
+__all__ = [
+    "CheckpointedForward",
+    "GradientCheckpointing",
+    "Slice",
+    "SlicedForward",
+    "has_own_checkpointing",
+    "hold_place",
+    "is_cache",
+]
+
+
+class GradientCheckpointing:
+    """The technique `"checkpointing"`."""
+
+    name = "checkpointing"
+
+    def objection(self, site: Site) -> str | None:
+        if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):
+            return "it is a scripted module, whose forward cannot be replaced"
+        for member, module in zip(site.layer.members, site.modules, strict=True):
+            for name, one in (*_around(site.model, member), *module.named_modules(prefix=member)):
+                if _checkpoints_itself(one):
+                    return f"{name or type(one).__name__} has gradient checkpointing of its own switched on"
+        return None
+
+    def attach(self, site: Site, record: Record) -> None:
+        watched = WatchedLayer(site.meter, site.layer.name, site.layer.recompute_flops)
+        region = _Region(site.layer.checkpointing or Checkpointing(), watched)
+        if len(site.modules) == 1:
+            forward: ReplacedForward = CheckpointedForward(site.modules[0], region)
+            name = site.layer.members[0]
+        else:
+            name, start = _place(site)
+            container = site.model.get_submodule(name)
+            forward = SlicedForward(container, [Slice(start, start + len(site.modules), region)])
+        record.set_attribute(forward.module, "forward", forward, name=name)
+
+
+class _Region:
+    """How a block is run as a region; made once, not at every call."""
+
+    def __init__(self, settings: Checkpointing, layer: WatchedLayer) -> None:
+        self.keep = KeepPolicy(settings.keep) if settings.keep else None
+        self.chain = settings.chained
+        self.layer = layer
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        modules: Sequence[nn.Module],
+    ) -> Any:
+        function = self.layer.watched(function)
+        return run_region(function, args, kwargs, modules=modules, keep=self.keep, chain=self.chain)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Children `start` to `stop` (exclusive) of an `nn.Sequential`, to be run as one region."""
+
+    start: int
+    stop: int
+    region: _Region
+
+
+class CheckpointedForward(ReplacedForward):
+    """The forward of a block that is recomputed in backward."""
+
+    def __init__(self, module: nn.Module, region: _Region) -> None:
+        super().__init__(module)
+        self._region = region
+
+    def run(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        if _checkpoints_itself(module) or any(map(is_cache, args)) or any(map(is_cache, kwargs.values())):
+            return forward(*args, **kwargs)
+        return self._region.run(forward, args, kwargs, (module,))
+
+
+class SlicedForward(ReplacedForward):
+    """The forward of an `nn.Sequential` of which slices are recomputed in backward.
+
+    Slices are counted in places, not in modules: whatever stands there when it is called is run in order, so
+    that the result is that of `nn.Sequential` also after its user has changed it.
+    """
+
+    def __init__(self, module: nn.Module, slices: Sequence[Slice]) -> None:
+        super().__init__(module)
+        before = self._before
+        if isinstance(before, SlicedForward):  # one forward for all slices, not one on the other
+            slices = slices if before._is_released else [*before._slices, *slices]
+            self._before = before._before
+        self._slices: list[Slice] = sorted(slices, key=lambda one: one.start)
+        self.is_opaque = bool(slices)
+
+    def run(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        if len(args) != 1 or kwargs:
+            return forward(*args, **kwargs)  # `forward(input=x)`, or an error to be raised as ever
+        (value,) = args
+        children = list(module._modules.values())
+        done = 0
+        for one in self._slices:
+            value = _in_order(children[done : one.start], value)
+            inside = [child for child in children[max(done, one.start) : one.stop] if child is not None]
+            done = max(done, one.stop)
+            if is_cache(value) or any(map(_checkpoints_itself, inside)):
+                value = _in_order(inside, value)
+            elif inside:
+                value = one.region.run(functools.partial(_in_order, inside), (value,), {}, inside)
+        return _in_order(children[done:], value)
+
+
+def hold_place(model: nn.Module, record: Record) -> None:
+    """Put a forward on a model that is an `nn.Sequential`, though no slice of it is planned yet.
+
+    A call looks up `forward` before it runs the hooks. If a hook changes the plan, as on the first batch,
+    what was looked up must be of ours to go by the new plan (`ReplacedForward.pass_on`).
+    """
+    if getattr(type(model), "forward", None) is nn.Sequential.forward and "forward" not in vars(model):
+        record.set_attribute(model, "forward", SlicedForward(model, []), name="")
+
+
+def _in_order(modules: Sequence[Any], value: Any) -> Any:
+    for module in modules:
+        value = module(value)
+    return value
+
+
+def _place(site: Site) -> tuple[str, int]:
+    """The name of the `nn.Sequential` that a block is a slice of, and where the slice begins."""
+    layer = site.layer
+    parents = {member.rpartition(".")[0] for member in layer.members}
+    name = min(parents)
+    container = site.model.get_submodule(name)
+    before = top_forward(container)
+    in_order = getattr(type(container), "forward", None) is nn.Sequential.forward
+    if len(parents) > 1 or not in_order or not (before is None or isinstance(before, SlicedForward)):
+        raise WrapError(
+            f"The plan's layer {layer.name!r} is the modules {', '.join(layer.members)}, which can be one "
+            "block only as neighbours in an nn.Sequential that runs them in order; here they are in "
+            f"{', '.join(f'{p!r} ({type(site.model.get_submodule(p)).__name__})' for p in sorted(parents))}. "
+            "Make a new plan for this model."
+        )
+    children = list(container._modules)
+    wanted = [member.rpartition(".")[2] for member in layer.members]
+    start = children.index(wanted[0])
+    if children[start : start + len(wanted)] != wanted:
+        raise WrapError(
+            f"The plan's layer {layer.name!r} is the modules {', '.join(wanted)} of {name!r}, which are not "
+            f"neighbours there: it has {', '.join(children)}. Make a new plan for this model."
+        )
+    return name, start
+
+
+def has_own_checkpointing(model: nn.Module) -> tuple[str, ...]:
+    """Names the modules that recompute by themselves, or whose layers do.
+
+    By structure: Hugging Face sets `gradient_checkpointing = True` on stacks and layers, and torch's
+    `checkpoint_wrapper` puts a module around each layer.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> model[1].gradient_checkpointing = True
+        >>> has_own_checkpointing(model)
+        ('1',)
+    """
+    return tuple(name for name, module in model.named_modules() if _checkpoints_itself(module))
+
+
+def _checkpoints_itself(module: nn.Module) -> bool:
+    if getattr(module, "gradient_checkpointing", False) is True:
+        return True
+    return "_checkpoint_wrapped_module" in module._modules
+
+
+_NO_CACHES = (torch.Tensor, nn.Module, type(None), str, int, float, tuple, list, Mapping, AbstractSet)
+_WRITING = ("update", "update_conv_state", "update_ssm_state", "update_recurrent_state")
+
+
+def is_cache(value: object) -> bool:
+    """Whether an argument is an object that a layer writes its keys and values into, as generation does.
+
+    A layer that is run again would write twice, so a call with a cache is never recomputed. By structure: it
+    has a method `update` and is no container of Python's.
+    """
+    if isinstance(value, _NO_CACHES):
+        return False
+    return any(hasattr(type(value), name) for name in _WRITING)
+
+
+def _around(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules around one, from the model down, with their names."""
+    parts = name.split(".")
+    for length in range(len(parts)):
+        path = ".".join(parts[:length])
+        yield path, model.get_submodule(path)

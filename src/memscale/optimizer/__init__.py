@@ -1,0 +1,1 @@
+"""The optimizer step: where its state is, and how it is stepped."""

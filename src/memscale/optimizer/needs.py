@@ -1,0 +1,169 @@
+"""What memory the optimizer at hand needs: its state, and the temporaries of its step.
+
+Without an optimizer a plan reckons with AdamW: two moments of every parameter that is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memscale.errors import WrapError
+from memscale.memory.allocator import CachingAllocator
+from memscale.optimizer.eight_bit.kinds import MOMENTS, why_in_full
+from memscale.optimizer.kinds import arithmetic_of, why_whole
+from memscale.optimizer.new_state import NewState, step_alone
+from memscale.profiler import ModelProfile, Place, find_blocks
+
+__all__ = ["OptimizerNeeds", "StateTensor", "needs_of", "with_optimizer"]
+
+_SIDE = 1024  # of the matrices that a step is simulated with
+_PARTS = 8  # temporaries are counted in such parts of a parameter
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A tensor that an optimizer keeps for one parameter.
+
+    Attributes:
+        nbytes: Its bytes.
+        is_moment: Whether it can be kept in 8 bits.
+    """
+
+    nbytes: int
+    is_moment: bool
+
+
+@dataclass(frozen=True)
+class OptimizerNeeds:
+    """The memory of one optimizer.
+
+    Attributes:
+        kind: The name of its class.
+        state: What it keeps for each of the model's parameters that it steps, by the parameter's name.
+        temporaries: Bytes that its step makes in between: for each byte of all parameters that it steps at once, and
+            for each byte of the largest.
+        moves: Whether its state can wait on another tier between steps.
+        eight_bit: Whether its moments can be kept in 8 bits.
+        notes: What a plan for it says of it.
+    """
+
+    kind: str
+    state: Mapping[str, tuple[StateTensor, ...]]
+    temporaries: tuple[float, float]
+    moves: bool
+    eight_bit: bool
+    notes: tuple[str, ...] = field(default=())
+
+
+def needs_of(optimizer: Optimizer, model: nn.Module, place: Place) -> OptimizerNeeds:
+    """Return what an optimizer needs for a model's parameters, by its class, its settings and the state that it has.
+
+    Args:
+        optimizer: The optimizer.
+        model: The model.
+        place: The device that the step is simulated for.
+
+    Raises:
+        WrapError: It steps none of the model's parameters.
+    """
+    kind, whole = type(optimizer).__name__, why_whole(optimizer)
+    new = None if whole else NewState(optimizer)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    state: dict[str, tuple[StateTensor, ...]] = {}
+    notes = []
+    guessed = False
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names.get(id(parameter))
+            if name is None or not parameter.requires_grad:
+                continue
+            found = dict(_tensors_of(optimizer.state.get(parameter)))
+            if new is not None:
+                found |= new.of(group, parameter)
+            elif not found:
+                guessed = True
+                found = {"exp_avg": parameter, "exp_avg_sq": parameter}
+            state[name] = tuple(
+                StateTensor(value.nbytes, _is_moment(each, value, parameter)) for each, value in found.items()
+            )
+    if not state:
+        raise WrapError(
+            f"optimizer ({kind}) steps none of the model's parameters that are trained: give the one that trains this "
+            "model, built from its parameters."
+        )
+    if guessed:
+        notes.append(f"what state {kind} keeps is not known before its first step: planned as for AdamW")
+    temporaries = None if whole else _simulated_temporaries(optimizer, place)
+    if temporaries is None:
+        temporaries = (0.0, 2.0) if place.kind == "cpu" else (1.0, 0.0)  # as for AdamW
+    eight_bit = whole is None and why_in_full(optimizer) is None
+    return OptimizerNeeds(kind, state, temporaries, whole is None, eight_bit, tuple(notes))
+
+
+def with_optimizer(
+    profile: ModelProfile, model: nn.Module, needs: OptimizerNeeds | None, place: Place
+) -> ModelProfile:
+    """Return the profile with an optimizer's state and temporaries in the place of AdamW's."""
+    if needs is None:
+        return profile
+    size_of: Callable[[int], int] = (
+        int if place.counts_exactly else lambda nbytes: CachingAllocator().allocate(nbytes).size
+    )
+
+    def bytes_of(name: str) -> int:
+        return sum(size_of(each.nbytes) for each in needs.state.get(name, ()))
+
+    # On a CPU, state that can't wait on disk is in memory wherever its parameter is.
+    with_blocks = needs.moves or place.kind != "cpu"
+    by_block = {
+        block.name: sum(map(bytes_of, block.parameter_names)) if with_blocks else 0
+        for block in find_blocks(model)
+    }
+    return replace(
+        profile,
+        blocks=tuple(replace(block, optimizer_bytes=by_block.get(block.name, 0)) for block in profile.blocks),
+        optimizer_bytes=sum(map(bytes_of, needs.state)),
+        step_temporaries=needs.temporaries,
+    )
+
+
+def _tensors_of(state: object) -> dict[str, Tensor]:
+    values = state.items() if isinstance(state, dict) else ()
+    return {str(name): value for name, value in values if isinstance(value, Tensor) and value.dim()}
+
+
+def _is_moment(name: str, value: Tensor, parameter: Tensor) -> bool:
+    return name in MOMENTS and value.dtype is torch.float32 and value.shape == parameter.shape
+
+
+def _simulated_temporaries(optimizer: Optimizer, place: Place) -> tuple[float, float]:
+    """Step one to three matrices on fake tensors; see `OptimizerNeeds.temporaries`."""
+    group = max(optimizer.param_groups, key=lambda group: sum(each.nbytes for each in group["params"]))
+    owner = arithmetic_of(type(optimizer))
+    assert owner is not None, "the arithmetic is not torch's"
+    one, two, three = (_temporaries_of(owner, optimizer, group, count, place) for count in (1, 2, 3))
+    of_all = max(0.0, three - two)  # a loop may have one of its last parameter's from the second on
+    return of_all, max(0.0, one - of_all)
+
+
+def _temporaries_of(
+    owner: type[Optimizer], optimizer: Optimizer, group: dict[str, object], count: int, place: Place
+) -> float:
+    with place.simulate() as simulation:
+        device = simulation.device
+        parameters = [nn.Parameter(torch.empty(_SIDE, _SIDE, device=device)) for _ in range(count)]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+            if owner is torch.optim.SparseAdam:
+                return 0.0  # what it makes is as large as the rows that a batch has
+        state = step_alone(owner, optimizer, group, parameters)
+        simulation.tracker.reset_peak()
+        before = simulation.tracker.live_bytes(device)
+        step_alone(owner, optimizer, group, parameters, state)
+        above = simulation.tracker.peak_bytes(device) - before
+        return round(_PARTS * above / parameters[0].nbytes) / _PARTS

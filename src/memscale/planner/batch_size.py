@@ -1,0 +1,236 @@
+"""The largest batch that fits, the longest sequence, and the batch that trains the most samples a second.
+
+All by prediction: batches without values are profiled and planned for, and what is answered was simulated.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from memscale._util.terminal import Terminal, table
+from memscale.config import Config
+from memscale.execution_plan import Plan
+from memscale.hardware import Hardware
+from memscale.planner import room_of
+from memscale.planner.fitting import Estimates
+from memscale.planner.make_plan import Profiled, fits, profiled, rehearsal, rehearsed, usable
+from memscale.planner.sizes import batch_size_of, length_of, most_positions, with_batch_size, with_length
+from memscale.profiler import ModelProfile, Sample
+from memscale.units import format_bytes
+
+__all__ = ["BatchFit", "BatchSizes", "batch_sizes"]
+
+MOST_SAMPLES = 2**16
+EXACT_TO = 64  # sizes above are found to within a sixty-fourth
+FLAT = 32  # to such a part the fastest size is looked for: its neighbours are about as fast
+HALVINGS = 6  # of the largest size, to begin the search for the fastest one with
+
+
+@dataclass(frozen=True)
+class BatchFit:
+    """A batch that fits.
+
+    Attributes:
+        batch_size: its samples.
+        length: of its sequences; 1 if it has none.
+        plan: what makes it fit, with its simulated peak.
+        config: what `wrap` makes this plan from.
+    """
+
+    batch_size: int
+    length: int
+    plan: Plan
+    config: Config
+
+    @property
+    def samples_per_second(self) -> float:
+        """Estimated from the device's rates."""
+        return self.batch_size / self.plan.predicted_seconds
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """What fits a device.
+
+    Attributes:
+        device: in words.
+        room_bytes: what plans may take: the device's memory, or the budget.
+        largest: the batch with the most samples, as long as those that were given; None if not even one sample fits.
+        longest: the batch with the longest sequences, as many as were given; None if none fits, or there are none.
+        fastest: the batch with the most samples a second, and its plan.
+    """
+
+    device: str
+    room_bytes: int
+    largest: BatchFit | None
+    longest: BatchFit | None
+    fastest: BatchFit | None
+
+    @property
+    def batch_size(self) -> int:
+        """The most samples that fit; 0 if none do."""
+        return 0 if self.largest is None else self.largest.batch_size
+
+    def explain(self, *, terminal: Terminal | None = None) -> str:
+        """As a table."""
+        rows = []
+        for name in ("largest", "longest", "fastest"):
+            fit: BatchFit | None = getattr(self, name)
+            if fit is not None:
+                rows.append(
+                    (
+                        name,
+                        str(fit.batch_size),
+                        str(fit.length),
+                        format_bytes(fit.plan.predicted_peak_bytes),
+                        f"{fit.plan.predicted_time_ratio:.2f}×",
+                        f"{fit.samples_per_second:.3g}",
+                    )
+                )
+        title = (
+            f"Batches in {format_bytes(self.room_bytes)} of {self.device} (simulated; samples/s estimated)"
+        )
+        columns = ["batch", "samples", "length", "peak", "step time", "samples/s"]
+        return table(title, columns, rows, terminal=terminal or Terminal.detect())
+
+    def __str__(self) -> str:
+        return self.explain()
+
+
+def batch_sizes(model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> BatchSizes:
+    """Look for what fits; the model is not changed.
+
+    Raises:
+        ProfileError: the model does not run on the sample, or cannot be followed on fake tensors.
+    """
+    search = _Search(model, config, hardware)
+    batch, length = batch_size_of(sample), length_of(sample)
+    longest = None
+    with rehearsal(model):
+        samples = _Sizes(functools.partial(with_batch_size, model, sample), (batch, 4 * batch), MOST_SAMPLES)
+        estimates = search.estimates(samples)
+        largest = search.most(samples, estimates)
+        fastest = None if largest is None else search.fastest(samples, estimates, largest.batch_size)
+        if length > 1:
+            limit = max(most_positions(model), length)
+            known = sorted({length, max(1, length // 2), min(limit, 4 * length)})
+            lengths = _Sizes(functools.partial(with_length, model, sample), known, limit)
+            longest = search.at_limit(lengths) or search.most(lengths, search.estimates(lengths))
+    return BatchSizes(hardware.device.describe(), search.room, largest, longest, fastest)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Batches that differ in one size.
+
+    Attributes:
+        sample: the batch of a size.
+        known: sizes to estimate the others by.
+        most: the largest to look at.
+    """
+
+    sample: Callable[[int], Sample]
+    known: Sequence[int]
+    most: int
+
+
+class _Search:
+    def __init__(self, model: nn.Module, config: Config, hardware: Hardware) -> None:
+        self._model = model
+        self._config = config
+        self._hardware = hardware
+        self._profiles: dict[tuple[int, int], ModelProfile] = {}
+        self._known: dict[tuple[tuple[int, int], Config], Profiled] = {}
+        self.room = room_of(hardware, config)
+
+    def estimates(self, sizes: _Sizes) -> Estimates:
+        known = [(size, self._profiled(sizes.sample(size), self._config).under) for size in sizes.known]
+        return Estimates(known, self._hardware, self._config, usable(self.room))
+
+    def at_limit(self, sizes: _Sizes) -> BatchFit | None:
+        """The largest size that there is, if it is not too far to be looked at first, and fits."""
+        if sizes.most not in sizes.known:
+            return None
+        sample = sizes.sample(sizes.most)
+        known = [(sizes.most, self._profiled(sample, self._config).under)]
+        alone = Estimates(known, self._hardware, self._config, usable(self.room))
+        return self._fit(sample, self._config)[0] if alone.has_room(sizes.most) else None
+
+    def most(self, sizes: _Sizes, estimates: Estimates) -> BatchFit | None:
+        """The largest size that fits, by simulation; that no larger one does is estimated.
+
+        Each size that was looked at is known from then on; and if one needs more or less than was estimated, it is
+        assumed that others do as well. So it takes few looks, most often one.
+        """
+        best, low, high = None, 0, sizes.most + 1  # the first fits, the second does not
+        size = max(1, estimates.largest(sizes.most))
+        while low < size < high:
+            sample = sizes.sample(size)
+            estimates = estimates.knowing(size, self._profiled(sample, self._config).under)
+            found = None
+            if estimates.has_room(size):
+                found, excess = self._fit(sample, self._config)
+                estimates = estimates.within(int(usable(self.room) / excess))
+            if found is not None:
+                low, best = size, found
+            else:
+                high = size
+            size = low + max(1, low // EXACT_TO)
+            if size >= high or (low and not estimates.has_room(size)):
+                break
+            size = max(1, estimates.largest(high - max(1, high // EXACT_TO)))
+        return best
+
+    def fastest(self, sizes: _Sizes, estimates: Estimates, largest: int) -> BatchFit | None:
+        """The batch with the most samples a second, of those up to the largest that fits.
+
+        Sizes are compared by mixtures of plans (Note [Mixed plans]); the one that is answered has its own plan.
+        """
+
+        def about(size: int) -> float:
+            seconds = estimates.about_seconds(size)
+            return 0.0 if seconds is None else size / seconds
+
+        tried = sorted({max(1, largest >> shift) for shift in range(HALVINGS)})
+        between = {1}
+        while between:  # the best and its neighbours
+            place = tried.index(max(tried, key=about))
+            pairs = itertools.pairwise(tried[max(0, place - 1) : place + 2])
+            between = {(one + other) // 2 for one, other in pairs if (other - one) * FLAT > other}
+            between -= set(tried)
+            tried = sorted({*tried, *between})
+        quick = self._config.replace(memory_budget=self.room)
+        for size in sorted(tried, key=about, reverse=True):
+            found, _ = self._fit(sizes.sample(size), quick)
+            if found is not None:
+                return found
+        return None
+
+    def _fit(self, sample: Sample, config: Config) -> tuple[BatchFit | None, float]:
+        """A batch with its simulated plan, None if that does not fit; and the simulated peak over the engine's own."""
+        known = self._profiled(sample, config)
+        plan, excess = rehearsed(self._model, sample, _without_values(config), self._hardware, known)
+        if not fits(plan, self._hardware, config):
+            return None, excess
+        return BatchFit(batch_size_of(sample), length_of(sample), plan, config), excess
+
+    def _profiled(self, sample: Sample, config: Config) -> Profiled:
+        """Once for each size; what there is to choose from depends on the Config."""
+        size = (batch_size_of(sample), length_of(sample))
+        if (size, config) not in self._known:
+            known = profiled(
+                self._model, sample, _without_values(config), self._hardware, self._profiles.get(size)
+            )
+            self._profiles[size] = known.profile
+            self._known[size, config] = known
+        return self._known[size, config]
+
+
+def _without_values(config: Config) -> Config:
+    """Batches of other sizes have none to run with."""
+    return config.replace(use_empirical_fallback=False)

@@ -1,0 +1,324 @@
+"""What a plan will do before it runs: the real executor, with the very plan, on the virtual GPU.
+
+It stands right of the plan: it decides nothing, and fills in what the engine could only estimate. Where fake
+tensors cannot follow the model, the same is done for real, guarded, on the model itself.
+
+Note [The step that is predicted]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The second step of training or a later one, with the optimizer that was given, else with AdamW: its state is there,
+libraries have taken their workspaces, no gradient is left over when forward begins, and the outputs are let go of
+before backward. The first step is run, and the allocator is asked for the same again (Note [Steps again and again] in
+``memory/replay.py``).
+
+What `wrap` keeps to repeat a step from (`memscale.recovery.calls`) is there too, until backward ends: copies of buffers
+that forward changes, and the gradients of the outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from memscale._torch import pytree
+from memscale.config import Config
+from memscale.execution_plan import Plan, PredictionSource
+from memscale.executor import Executor
+from memscale.memory.allocator import CachingAllocator
+from memscale.memory.tracker import MemoryTracker
+from memscale.optimizer.eight_bit import moment_bytes, parameters_in_eight_bits
+from memscale.optimizer.needs import OptimizerNeeds, StateTensor
+from memscale.optimizer.state import PAGE
+from memscale.optimizer.state_technique import takes_all_state
+from memscale.profiler.build import backward_targets, loss_of
+from memscale.profiler.empirical import is_reentrant, untouched
+from memscale.profiler.place import Place
+from memscale.profiler.sample import Sample
+from memscale.simulator.tracking import DeviceTracker
+from memscale.simulator.workspace import workspace_bytes
+
+COUNT_BYTES = 4
+REPLAYS = 2  # the third step finds what the second has left
+
+
+@dataclass(frozen=True)
+class Step:
+    """The memory of one step. See Note [The step that is predicted]."""
+
+    peak_bytes: int
+    saved_bytes: int
+
+
+def predict(
+    model: nn.Module,
+    plan: Plan,
+    sample: Sample,
+    place: Place,
+    config: Config,
+    plain: Step | None = None,
+    optimizer: OptimizerNeeds | None = None,
+) -> Plan:
+    """The plan with the simulated figures of the plain step and of the step under the plan.
+
+    Args:
+        model: the model without techniques; it is not changed.
+        plan: what the engine decided.
+        sample: how the model is called.
+        place: the device to simulate.
+        config: the user's settings, which the executor reads.
+        plain: the plain step, if it is known already.
+        optimizer: what the optimizer needs; None for AdamW.
+
+    Raises:
+        Exception: whatever the model raises on fake tensors.
+    """
+    plain = plain or _simulated(model, None, sample, place, optimizer=optimizer)
+    planned = _simulated(model, plan, sample, place, _quiet(config), optimizer)
+    return _filled_in(plan, plain, planned, "simulated")
+
+
+def measure(
+    model: nn.Module,
+    plan: Plan,
+    sample: Sample,
+    place: Place,
+    config: Config,
+    *,
+    plain: Step,
+    optimizer: OptimizerNeeds | None = None,
+) -> Plan:
+    """The plan with the figures of a real step under the plan, guarded as the empirical profile is.
+
+    Args:
+        model: the model without techniques; it is as before afterwards.
+        plan: what the engine decided.
+        sample: how the model is called.
+        place: what stands for the model's device.
+        config: the user's settings, which the executor reads.
+        plain: the plain step, as the empirical profile saw it.
+        optimizer: what the optimizer needs; None for AdamW.
+    """
+    device = next(model.parameters()).device
+    executor = Executor(model, plan, _quiet(config))
+    batch = sample.on(device)
+    with untouched(model):
+        tracker = _tracker_of(device, place)
+        tracker.watch(model)
+        for tensor in pytree.tree_leaves((batch.args, batch.kwargs, batch.beside)):
+            if isinstance(tensor, torch.Tensor):
+                tracker.watch(tensor)
+        executor.attach()
+        try:
+            with tracker:
+                backward = _asked_for(model, executor)
+                planned = _step(model, batch, tracker, device, plan, executor, backward, optimizer)
+        finally:
+            executor.detach()
+    return _filled_in(plan, plain, planned, "measured")
+
+
+def _tracker_of(device: torch.device, place: Place) -> MemoryTracker:
+    """Counts as the simulator of such a device does: a library's workspaces are no tensors."""
+    if device.type == "cpu":
+        return MemoryTracker()
+    return DeviceTracker(
+        workspace_bytes=workspace_bytes(place.capability), allocators={device.type: CachingAllocator}
+    )
+
+
+def _asked_for(model: nn.Module, executor: Executor) -> Callable[[torch.Tensor], object]:
+    """A backward that accumulates nothing: who waits for gradients must not hear of a rehearsal.
+
+    Those of parameters that are on disk go there by themselves, one by one, as they would if they were accumulated.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    on_disk = {id(parameter) for parameter in executor.homes.on_disk}
+
+    def goes_home(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        home = executor.homes.store.copy_of(gradient)
+        executor.homes.mapped.rest([parameter])
+        return home
+
+    def backward(loss: torch.Tensor) -> None:
+        if is_reentrant(loss):
+            torch.autograd.backward(loss)  # with no hooks but ours: see `gradients_of`
+            return
+        with contextlib.ExitStack() as stack:
+            for parameter in trained:
+                if id(parameter) in on_disk:
+                    hook = functools.partial(goes_home, parameter)
+                    stack.callback(parameter.register_hook(hook).remove)  # type: ignore[no-untyped-call]
+            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            parameter.grad = gradient
+
+    return backward
+
+
+def with_figures_of(plan: Plan, other: Plan) -> Plan:
+    """The plan with the figures that another one was predicted to have, which does the same."""
+    plain = Step(other.baseline_peak_bytes, other.baseline_saved_bytes)
+    planned = Step(other.predicted_peak_bytes, other.predicted_saved_bytes)
+    return _filled_in(plan, plain, planned, other.prediction_source)
+
+
+def _filled_in(plan: Plan, plain: Step, planned: Step, source: PredictionSource) -> Plan:
+    return replace(
+        plan,
+        baseline_peak_bytes=plain.peak_bytes,
+        baseline_saved_bytes=plain.saved_bytes,
+        predicted_peak_bytes=planned.peak_bytes,
+        predicted_saved_bytes=planned.saved_bytes,
+        prediction_source=source,
+    )
+
+
+def _simulated(
+    model: nn.Module,
+    plan: Plan | None,
+    sample: Sample,
+    place: Place,
+    config: Config | None = None,
+    optimizer: OptimizerNeeds | None = None,
+) -> Step:
+    with place.simulate() as simulation:
+        twin = simulation.copy_of(model).train(model.training)
+        executor = None
+        if plan is not None:
+            executor = Executor(twin, plan, config)
+            executor.attach()
+        batch = sample.mapped(simulation.batch_of)
+        device, backward = simulation.device, torch.autograd.backward
+        return _step(twin, batch, simulation.tracker, device, plan, executor, backward, optimizer)
+
+
+def _step(
+    model: nn.Module,
+    batch: Sample,
+    tracker: MemoryTracker,
+    device: torch.device,
+    plan: Plan | None,
+    executor: Executor | None,
+    backward: Callable[[torch.Tensor], object],
+    optimizer: OptimizerNeeds | None,
+) -> Step:
+    """See Note [The step that is predicted]."""
+    from memscale.recovery.calls import Call  # which plans anew, and so imports this module
+
+    on_disk = {id(each) for each in executor.homes.on_disk} if executor is not None else set()
+    with tracker.logging(device) as log:
+        call = Call(model, batch.args, batch.kwargs, device)
+        output = model(*batch.args, **batch.kwargs)
+        call.settle()
+        targets = backward_targets(call.through_boundary(output))
+        del output
+        after_forward = len(log)
+        if targets:
+            backward(loss_of(targets))
+        call.release()
+        needs = optimizer or _adamw(model, device)
+        here = _stepped_here(model, device, needs)
+        config = None if executor is None else executor.config
+        _add_state(here, plan, model, tracker, device, needs, on_disk, config)
+        _make_temporaries([each for _, each in here if id(each) not in on_disk], needs)
+        if on_disk and plan is not None and plan.optimizer is not None:
+            _pages_of_a_bucket(model, on_disk, plan.optimizer.bucket_bytes)
+        for parameter in model.parameters():
+            parameter.grad = None
+    replays = [tracker.replay(log, (after_forward,)) for _ in range(REPLAYS)]
+    return Step(max(each.peak_bytes for each in replays), replays[-1].above_start[after_forward])
+
+
+# ---------------------------------------------------------------------- the optimizer
+
+
+def _adamw(model: nn.Module, device: torch.device) -> OptimizerNeeds:
+    """AdamW over all parameters that are trained."""
+    return OptimizerNeeds(
+        kind="AdamW",
+        state={
+            name: (StateTensor(parameter.nbytes, parameter.dtype is torch.float32),) * 2
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        },
+        temporaries=(0.0, 2.0) if device.type == "cpu" else (1.0, 0.0),
+        moves=True,
+        eight_bit=True,
+    )
+
+
+def _stepped_here(
+    model: nn.Module, device: torch.device, needs: OptimizerNeeds
+) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that the optimizer steps in the device's memory, or on the disk below it."""
+    return [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if name in needs.state and parameter.grad is not None and parameter.device.type == device.type
+    ]
+
+
+def _add_state(
+    here: Sequence[tuple[str, nn.Parameter]],
+    plan: Plan | None,
+    model: nn.Module,
+    tracker: MemoryTracker,
+    device: torch.device,
+    needs: OptimizerNeeds,
+    on_disk: Collection[int],
+    config: Config | None,
+) -> None:
+    """The state of the parameters that are on the device, and the counts of steps, which are on the host.
+
+    Where the plan of a CPU has state on disk, that is where it is, whatever its parameter's home; but for what is
+    smaller than a page, and for optimizers whose state does not move. Under a cap on the disk it is where its
+    parameter is.
+    """
+    is_below = (
+        needs.moves
+        and device.type == "cpu"
+        and plan is not None
+        and plan.optimizer is not None
+        and plan.optimizer.state == "disk"
+        and takes_all_state("disk", config)  # else what of it is there is that of the parameters that are
+    )
+    eight_bit = (
+        needs.eight_bit and plan is not None and plan.optimizer is not None and plan.optimizer.eight_bit
+    )
+    small = {id(each) for each in parameters_in_eight_bits(model)} if eight_bit else set()
+    for name, parameter in here:
+        if needs.moves and id(parameter) in on_disk:
+            continue
+        tensors = needs.state[name]
+        sizes = [
+            moment_bytes(each.nbytes // 4) if each.is_moment and id(parameter) in small else each.nbytes
+            for each in tensors
+        ]
+        sizes += [COUNT_BYTES] * (device.type == "cpu" and bool(tensors))
+        for size in sizes:  # without tensors: they would take a tenth of a simulation
+            if not is_below or size < PAGE:
+                tracker.reserve(size, device, "optimizer state")
+
+
+def _make_temporaries(here: Sequence[nn.Parameter], needs: OptimizerNeeds) -> None:
+    """What a step makes in between: some of every parameter at once (foreach), some of one at a time."""
+    of_all, of_one = needs.temporaries
+    sizes = [int(of_all * each.nbytes) for each in here]
+    if here:
+        sizes += [max(each.nbytes for each in here)] * int(of_one)
+    made = [torch.empty(size, dtype=torch.uint8, device=here[0].device) for size in sizes if size]
+    del made
+
+
+def _pages_of_a_bucket(model: nn.Module, on_disk: Collection[int], bucket_bytes: int) -> None:
+    """Allocate what is in memory while parameters on disk are stepped: a bucket of them, or all if that is less."""
+    whole = sum(4 * each.nbytes for each in model.parameters() if each.requires_grad and id(each) in on_disk)
+    torch.empty(min(bucket_bytes, whole), dtype=torch.uint8)  # with gradients and two moments
+
+
+def _quiet(config: Config) -> Config:
+    return config.replace(enable_logging=False)  # the user hears of the plan once, when it is attached

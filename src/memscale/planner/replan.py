@@ -1,0 +1,133 @@
+"""Plans that follow the batch: made anew from the first one, and when one is larger than any before."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+
+from memscale.config import Config
+from memscale.errors import ProfileError
+from memscale.execution_plan import Plan
+from memscale.executor import Executor
+from memscale.hardware import Hardware, detect
+from memscale.planner.entries import NOT_CALLED
+from memscale.planner.make_plan import fits, make_plan
+from memscale.profiler import Sample
+from memscale.profiler.batches import MOST_PLANS, call_key, named_shapes, resized, roundings
+from memscale.report.log import speaking
+from memscale.report.wrapped import say_plan
+from memscale.units import format_bytes
+
+__all__ = ["follow_batch"]
+
+
+def follow_batch(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Called before each training forward: plan anew if the batch is larger than what was planned for.
+
+    See Note [Batches that were planned for]. A plan that was made for a larger batch stays on for smaller ones:
+    moving tensors back and forth would cost more than it gains.
+    """
+    batches = executor.batches
+    key = call_key(args, kwargs)
+    if batches.knows(key):
+        return
+    sample = Sample(args, kwargs)
+    shapes = named_shapes(executor.model, sample)
+    if not batches.covers(shapes):
+        if executor.awaits_backward:
+            return  # that graph is of the plan as it is; the next batch like this one will ask again
+        if not all(isinstance(each, nn.Parameter) for each in executor.model.parameters()):
+            return  # weights of torch.func.functional_call: a plan must not move them
+        if batches.is_full:
+            _say_full(executor, sample)
+        else:
+            with executor.meter.planning():
+                _plan_anew(executor, sample)
+    batches.note(key)
+
+
+def _plan_anew(executor: Executor, sample: Sample) -> None:
+    config, batches = executor.config or Config(), executor.batches
+    # The model may have moved since it was wrapped: what counts is where it trains.
+    hardware = detect(executor.device, offload_dir=config.offload_dir)
+    is_first = not batches
+    with speaking(config) as log:
+        try:
+            plan, planned = _planned(executor, sample, below(config, batches.ceiling), hardware)
+        except ProfileError as error:
+            batches.give_up(named_shapes(executor.model, sample))
+            which = "the first batch" if is_first else f"a batch of {sample.describe()}"
+            log.warning("%s could not be profiled, the plan stays as it is: %s", which, error)
+            return
+        batches.add(named_shapes(executor.model, planned))
+        if is_first:
+            executor.replan(plan)
+            say_plan(log, plan, hardware, "planned anew from the first training batch")
+        elif _is_for_more(plan, executor.plan):
+            executor.replan(plan)
+            _say_larger(log, plan, sample)
+
+
+def _planned(executor: Executor, sample: Sample, config: Config, hardware: Hardware) -> tuple[Plan, Sample]:
+    """A plan for a batch, and what it was made for: that batch, or a larger one."""
+    model = executor.model
+    shapes = named_shapes(model, sample)
+    *larger, _ = roundings(shapes, executor.batches.varying(shapes))
+    with executor.suspended():
+        # A batch that is not there can be looked at on fake tensors only.
+        for rounded in larger if config.use_static_profiling else ():
+            instead = resized(model, sample, rounded)
+            try:
+                on_fake_tensors = config.replace(use_empirical_fallback=False)
+                plan = make_plan(
+                    model, instead, on_fake_tensors, hardware, suggest=False, optimizer=executor.optimizer
+                )
+            except ProfileError:
+                continue  # the model does not take as much; of the batch itself the user will hear
+            # Of a step that calls no layer on fake tensors a real run may know more.
+            knows_layers = any(layer.rule != NOT_CALLED for layer in plan.layers)
+            if knows_layers and fits(plan, hardware, config):
+                return plan, instead
+        return make_plan(model, sample, config, hardware, optimizer=executor.optimizer), sample
+
+
+def below(config: Config, ceiling: int | None) -> Config:
+    """The same settings, with a budget of that much at most."""
+    if ceiling is None:
+        return config
+    budget = config.memory_budget_bytes
+    return config.replace(memory_budget=ceiling if budget is None else min(budget, ceiling))
+
+
+def _is_for_more(plan: Plan, before: Plan) -> bool:
+    """Whether a plan is for a batch that needs more; of an estimate that cannot be said."""
+    return plan.prediction_source == "estimated" or plan.baseline_peak_bytes > before.baseline_peak_bytes
+
+
+def _say_full(executor: Executor, sample: Sample) -> None:
+    if executor.batches.said_full:
+        return
+    executor.batches.said_full = True
+    with speaking(executor.config or Config()) as log:
+        log.warning(
+            "a batch of %s is larger than planned for; %d plans were made in this run, which is the most: the "
+            "largest one stays. Give wrap the largest batch as sample_input to plan once.",
+            sample.describe(),
+            MOST_PLANS,
+        )
+
+
+def _say_larger(log: logging.Logger, plan: Plan, sample: Sample) -> None:
+    log.info(
+        "a batch of %s is larger than planned for: planned anew (%s) for %s: peak %s → %s, step time × %.2f (%s)%s",
+        sample.describe(),
+        plan.mode,
+        plan.batch,
+        format_bytes(plan.baseline_peak_bytes),
+        format_bytes(plan.predicted_peak_bytes),
+        plan.predicted_time_ratio,
+        plan.prediction_source,
+        "".join(f"; {note}" for note in plan.notes),
+    )

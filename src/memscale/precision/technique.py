@@ -1,0 +1,122 @@
+"""Mixed precision: the model computes in 16 bits, its parameters and their gradients stay in 32.
+
+The mechanism is in `memscale.precision`; see Note [Mixed precision] and Note [Loss scaling] there.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memscale.offload.homes import Homes
+from memscale.precision import LossScale, LossScaling, in_full
+from memscale.techniques.base import Scene
+from memscale.techniques.forward import ReplacedForward
+
+if TYPE_CHECKING:
+    from memscale.techniques.undo_log import Record
+
+__all__ = ["AutocastForward", "MixedPrecision"]
+
+logger = logging.getLogger("memscale")
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class MixedPrecision:
+    """What `Plan.precision` says, on a model."""
+
+    def __init__(self) -> None:
+        # By what lasts from one plan to the next: the scale was found by trying, and is not to be found again.
+        self._scales: MutableMapping[Homes, LossScale] = weakref.WeakKeyDictionary()
+
+    def attach(self, scene: Scene, record: Record) -> None:
+        if scene.plan.precision is None:
+            return
+        logs = scene.config is None or scene.config.enable_logging
+        objection = _objection(scene)
+        if objection is not None:
+            if logs:
+                logger.warning("No mixed precision: %s.", objection)
+            return
+        dtype = _DTYPES[scene.plan.precision.dtype]
+        scaling = None
+        if dtype is torch.float16:
+            scale = self._scales.setdefault(scene.homes, LossScale())
+            scaling = LossScaling(scene.model, scale, logs=logs)
+            scaling.attach()
+            record.add(_Scaling(scaling))
+        forward = AutocastForward(scene.model, dtype, scene.device.type, scaling)
+        record.set_attribute(scene.model, "forward", forward)
+
+
+def _objection(scene: Scene) -> str | None:
+    if isinstance(scene.model, torch.jit.ScriptModule):
+        return "the model is a scripted module, whose forward cannot be replaced"
+    if "_original_forward" in vars(scene.model):
+        return "accelerate has put mixed precision of its own on the model"
+    kind = scene.device.type
+    if not torch.amp.is_autocast_available(kind):
+        return f"torch has no autocast for {kind}"
+    if not any(parameter.dtype is torch.float32 for parameter in scene.model.parameters()):
+        return "the model has no parameters in 32 bits"
+    return None
+
+
+class _Scaling:
+    """Loss scaling that was begun."""
+
+    def __init__(self, scaling: LossScaling) -> None:
+        self._scaling = scaling
+
+    def undo(self) -> None:
+        self._scaling.detach()
+
+
+class AutocastForward(ReplacedForward):
+    """The forward of a model that computes in 16 bits, in training and in evaluation.
+
+    Args:
+        module: The model.
+        dtype: The 16-bit type.
+        device_type: Where it computes.
+        scaling: Told of every call, if the loss is scaled.
+    """
+
+    def __init__(
+        self, module: nn.Module, dtype: torch.dtype, device_type: str, scaling: LossScaling | None = None
+    ) -> None:
+        super().__init__(module)
+        self._dtype = dtype
+        self._device_type = device_type
+        self._scaling = scaling
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        if self._successor is not None or self._is_released:
+            return super().__call__(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self.outside_compiler(*args, **kwargs)
+        module = self.module
+        forward = self._forward_of(module)
+        has_its_own = torch.is_autocast_enabled(self._device_type)
+        if self._scaling is not None and torch.is_grad_enabled():
+            self._scaling.note_forward(ours=not has_its_own)
+        if has_its_own:
+            return forward(*args, **kwargs)
+        return self.run(module, forward, args, kwargs)
+
+    def run(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        with torch.autocast(self._device_type, dtype=self._dtype, cache_enabled=False):
+            output = forward(*args, **kwargs)
+        return in_full(output, self._dtype)

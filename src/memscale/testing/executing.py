@@ -1,0 +1,336 @@
+"""The executing virtual GPU: true numbers under a device label.
+
+A tensor here is a wrapper that says ``vgpu:0`` over an ordinary CPU tensor. Operations run on the CPU
+tensors, random ones with the device's own generator; operands on two devices raise as they do on CUDA; memory
+goes through the same tracker and allocator as in the simulator, capacity included. It is slow and for tests:
+device code runs and can be compared, number by number, with the CPU, and byte by byte with the simulator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from memscale._torch import disabled_torch_function, make_wrapper_subclass, map_location_in_use, pytree
+from memscale.memory.allocator import CachingAllocator
+from memscale.simulator import attention, autocast, backend, cuda_names, fused, patches
+from memscale.simulator.copies import PLAIN_KINDS
+from memscale.simulator.guard import errors_after_backward
+from memscale.simulator.tracking import DeviceTracker, op_name
+from memscale.simulator.workspace import workspace_bytes
+from memscale.testing import kernels
+from memscale.units import parse_bytes
+
+aten = torch.ops.aten
+
+# Operations that take operands on two devices, here as on CUDA.
+CROSS_DEVICE = {
+    "index",
+    "_index_put_impl_",
+    "index_put",
+    "index_put_",
+    "copy_",
+    "_to_copy",
+    "_unsafe_index",
+}
+
+
+class ExecutingTensor(torch.Tensor):
+    """A CPU tensor under the label of the virtual device."""
+
+    host: torch.Tensor
+    __slots__ = ()  # tensors with slots of their own cannot be swapped by Module.to
+    __torch_function__ = disabled_torch_function
+
+    @staticmethod
+    def __new__(cls, host: torch.Tensor) -> ExecutingTensor:
+        tensor: ExecutingTensor = make_wrapper_subclass(
+            cls,
+            host.size(),
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            layout=host.layout,
+            device=torch.device(backend.NAME, 0),
+            requires_grad=False,
+        )
+        tensor.host = host
+        return tensor
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        assert isinstance(value, ExecutingTensor)
+        self.host = value.host
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.host.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
+    def tolist(self) -> Any:
+        return self.host.tolist()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            f"can't convert {backend.NAME}:0 device type tensor to numpy. "
+            "Use Tensor.cpu() to copy the tensor to host memory first."
+        )
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # torch has one option, unused
+        return f"ExecutingTensor({self.host!r}, device='{backend.NAME}:0')"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (self.host, isinstance(self, nn.Parameter), self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            with torch.no_grad():
+                copy = self.detach().clone()
+            memo[id(self)] = _with_flags(copy, isinstance(self, nn.Parameter), self.requires_grad)
+        return memo[id(self)]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it on the instance
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return _execute(func, args, kwargs or {})
+
+
+PLAIN_KINDS.add(ExecutingTensor)  # the device may be simulated, too
+
+
+def _with_flags(tensor: torch.Tensor, parameter: bool, requires_grad: bool) -> torch.Tensor:
+    return nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
+
+
+def _rebuild(host: torch.Tensor, parameter: bool, requires_grad: bool) -> torch.Tensor:
+    # torch.load keeps the place it was asked to load to (private, torch 2.13); elsewhere it is None.
+    to = map_location_in_use()
+    if isinstance(to, (str, torch.device)) and torch.device(to).type == "cpu":
+        return _with_flags(host, parameter, requires_grad)
+    return _with_flags(ExecutingTensor(host), parameter, requires_grad)
+
+
+class ExecutingTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
+    """The device's tracker; page-locked host memory is plain host memory here."""
+
+    _plain = DeviceTracker._plain | {ExecutingTensor}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = op_name(func)
+        if name == "is_pinned":
+            return False
+        if name in ("pin_memory", "_pin_memory"):
+            func, args, kwargs = aten.clone.default, args[:1], {}
+        elif kwargs and kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one operation on the CPU tensors behind the wrappers."""
+    name = op_name(func)
+    if name == "record_stream":
+        return None
+    wrappers: dict[int, ExecutingTensor] = {}
+    foreign: list[torch.Tensor] = []
+
+    def unwrap(value: Any) -> Any:
+        if isinstance(value, ExecutingTensor):
+            wrappers[id(value.host)] = value
+            return value.host
+        if isinstance(value, torch.Tensor) and value.dim() and value.device.type == "cpu":
+            foreign.append(value)
+        if isinstance(value, torch.device) and value.type == backend.NAME:
+            return torch.device("cpu")
+        return value
+
+    device = kwargs.get("device")
+    to_host = device is not None and torch.device(device).type == "cpu"
+    host_args, host_kwargs = pytree.tree_map(unwrap, (args, kwargs))
+    if foreign and wrappers and name not in CROSS_DEVICE:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, "
+            f"{backend.NAME}:0 and cpu! (when checking arguments of {func})"
+        )
+    if name == "copy_":
+        host_args[0].copy_(*host_args[1:])
+        return args[0]
+    if name == "_to_copy" and device is not None:
+        result = _copied(host_args[0], host_kwargs)
+    else:
+        kernel = kernels.OWN.get(func, func)
+        with _device_random(func):
+            result = kernel(*host_args, **host_kwargs)
+    if to_host:
+        return result
+    return pytree.tree_map(lambda leaf: _wrap(leaf, wrappers, func._schema.is_mutable), result)
+
+
+def _copied(host: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    layout = options.get("memory_format") or torch.preserve_format
+    dtype = options.get("dtype") or host.dtype
+    return host.to(dtype, copy=True, memory_format=layout)
+
+
+def _wrap(leaf: Any, wrappers: dict[int, ExecutingTensor], mutable: bool) -> Any:
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, ExecutingTensor):
+        return leaf
+    original = wrappers.get(id(leaf))
+    if original is None or not mutable:
+        return ExecutingTensor(leaf)
+    if original.shape != leaf.shape or original.stride() != leaf.stride():
+        # resize_, t_ and the like: the wrapper's own metadata has to follow.
+        torch.Tensor.data.__set__(original, ExecutingTensor(leaf))  # type: ignore[attr-defined]
+        original.host = leaf
+    return original
+
+
+@contextlib.contextmanager
+def _device_random(func: Any) -> Iterator[None]:
+    """Random operations draw from the device's generator, not the host's."""
+    if torch.Tag.nondeterministic_seeded not in func.tags or _generator is None:
+        yield
+        return
+    host = torch.get_rng_state()
+    torch.set_rng_state(_generator.get_state())
+    try:
+        yield
+    finally:
+        _generator.set_state(torch.get_rng_state())
+        torch.set_rng_state(host)
+
+
+_generator: torch.Generator | None = None
+
+
+class ExecutingDevice:
+    """The device while its block runs."""
+
+    computes = True
+
+    def __init__(self, capacity: int, capability: tuple[int, int]) -> None:
+        self.capacity = capacity
+        self.compute_capability = capability
+        self.device_name = "executing virtual GPU"
+        self.device = torch.device(backend.NAME, 0)
+        self.tracker = ExecutingTracker(
+            workspace_bytes=workspace_bytes(capability),
+            allocators={backend.NAME: lambda: CachingAllocator(capacity)},
+        )
+        self.generator = torch.Generator()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory in use on the device at once."""
+        return self.tracker.peak_bytes(self.device)
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """The most host memory in use at once."""
+        return self.tracker.peak_bytes("cpu")
+
+    def get_rng_state(self) -> torch.Tensor:
+        return self.generator.get_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self.generator.set_state(state)
+
+    def manual_seed(self, seed: int) -> None:
+        self.generator.manual_seed(seed)
+
+
+def _empty(
+    size: Any,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    memory_format: torch.memory_format | None = None,
+) -> torch.Tensor:
+    form = memory_format or torch.contiguous_format
+    return ExecutingTensor(torch.empty(size, dtype=dtype, device="cpu", memory_format=form))
+
+
+def _empty_strided(
+    size: Any,
+    stride: Any,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> torch.Tensor:
+    return ExecutingTensor(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
+
+
+def _copy_from(source: Any, target: Any, non_blocking: bool = False) -> Any:
+    # torch.tensor(..., device="vgpu") copies with Python dispatch switched off.
+    host = [each.host if isinstance(each, ExecutingTensor) else each for each in (source, target)]
+    host[1].copy_(host[0])
+    return target
+
+
+@contextlib.contextmanager
+def _kernels() -> Iterator[None]:
+    with patches.operators("PrivateUse1") as implement:
+        implement("empty.memory_format", _empty)
+        implement("empty_strided", _empty_strided)
+        implement("_copy_from", _copy_from)
+        yield
+
+
+@contextlib.contextmanager
+def executing(
+    capacity: int | str = "24GiB", *, capability: tuple[int, int] = (8, 6), seed: int = 0
+) -> Iterator[ExecutingDevice]:
+    """Run the block with a virtual GPU that computes.
+
+    Example:
+        >>> with executing("64MiB") as gpu:
+        ...     x = torch.ones(4, device=gpu.device)
+        ...     float((x + x).sum())
+        8.0
+    """
+    global _generator
+    backend.register()
+    device = ExecutingDevice(parse_bytes(capacity, field="executing(capacity)"), capability)
+    device.manual_seed(seed)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(backend.activate(device))
+        stack.enter_context(_kernels())
+        stack.enter_context(attention.as_on_cuda(capability))
+        stack.enter_context(autocast.as_on_cuda())
+        stack.enter_context(fused.as_on_cuda())
+        stack.enter_context(cuda_names.answered_by(device.device))
+        stack.enter_context(patches.swap_on_conversion())
+        stack.enter_context(patches.foreach_by_default(ExecutingTensor))
+        stack.enter_context(cast(Any, torch.serialization.safe_globals)([_rebuild]))
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(errors_after_backward())
+        stack.enter_context(device.tracker)
+        _generator = device.generator
+        try:
+            yield device
+        finally:
+            _generator = None
+            kernels.forget_random_states()

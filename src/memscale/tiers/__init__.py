@@ -1,0 +1,1 @@
+"""Memory below the device: host memory and disk, under hard caps."""

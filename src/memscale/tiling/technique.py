@@ -1,0 +1,238 @@
+"""Activation tiling: the wide layers inside a block are computed some positions at a time.
+
+The mechanism is `memscale.tiling`; here the layers that it is right for are found in a block, and get a forward:
+those shown to be position-wise (Note [Position-wise]) with something inside that is wider than what goes in and comes
+out. Mostly that is one, the MLP. Some blocks have it in a method of their own instead, which is replaced alike.
+
+Attention that makes all scores is handed to torch's own, where a model has that choice. It is one for the whole
+model: the first block that is tiled makes it. Elsewhere it is computed some queries at a time (Note [Lazy scores]),
+in those modules inside a block that can have it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memscale._torch import hooks_are_allowed
+from memscale.execution_plan import Tiling
+from memscale.techniques.base import Site
+from memscale.techniques.forward import ReplacedForward
+from memscale.tiling import run_in_tiles
+from memscale.tiling.positionwise import NotPositionWise, show_position_wise
+from memscale.tiling.scores import TiledAttention
+from memscale.tiling.sdpa import AttentionHandedOver, eager_attention
+
+if TYPE_CHECKING:
+    from memscale.techniques.undo_log import Record
+
+__all__ = ["ActivationTiling", "AttentionForward", "Place", "TiledForward", "find_attention", "find_places"]
+
+# Methods of a block that are an MLP: of Hugging Face's encoders, and of torch's own transformer layers.
+METHODS = ("feed_forward_chunk", "ff_chunk", "_ff_block")
+
+MOST_WIDTHS = 4
+DEFAULT_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Place:
+    """A position-wise layer inside a block.
+
+    Attributes:
+        name: The name of its module inside the block.
+        attribute: `"forward"`, or another method of the module.
+        uses: The names of the module's children that it uses.
+    """
+
+    name: str
+    attribute: str
+    uses: tuple[str, ...]
+
+
+class ActivationTiling:
+    """The technique `"tiling"`."""
+
+    name = "tiling"
+
+    def __init__(self) -> None:
+        # What `objection` has found, for `attach`, which comes next.
+        self._found: weakref.WeakKeyDictionary[nn.Module, list[Place]] = weakref.WeakKeyDictionary()
+
+    def objection(self, site: Site) -> str | None:
+        if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):
+            return "it is a scripted module, whose forward cannot be replaced"
+        for module in site.modules:
+            self._found[module] = find_places(module)
+        if not any(self._found[module] or find_attention(module, []) for module in site.modules):
+            return "there is neither attention nor a wide layer that is known to be position-wise inside"
+        return None
+
+    def attach(self, site: Site, record: Record) -> None:
+        rows = (site.layer.tiling or Tiling(DEFAULT_ROWS)).rows
+        for member, module in zip(site.layer.members, site.modules, strict=True):
+            places = self._found.pop(module, None) or find_places(module)
+            for inner in find_attention(module, places):
+                attention, name = module.get_submodule(inner), f"{member}.{inner}"
+                record.set_attribute(attention, "forward", AttentionForward(attention, rows), name=name)
+            for place in places:
+                owner = module.get_submodule(place.name)
+                name = ".".join(filter(None, (member, place.name)))
+                forward = TiledForward(owner, rows, place)
+                record.set_attribute(owner, place.attribute, forward, name=name)
+        configs = eager_attention(site.model)
+        if configs:
+            handed_over = AttentionHandedOver(configs)
+            record.add(handed_over)
+            record.add_forward_pre_hook(site.model, _AttentionsAsked(handed_over))
+
+
+class _AttentionsAsked:
+    """Before a call that asks for attention weights, which torch's attention does not have, all is as it was."""
+
+    def __init__(self, handed_over: AttentionHandedOver) -> None:
+        self._handed_over = handed_over
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        if kwargs is not None and kwargs.get("output_attentions"):
+            self._handed_over.undo()
+
+
+def find_places(block: nn.Module) -> list[Place]:
+    """The position-wise layers inside a block, none inside another.
+
+    Example:
+        >>> block = nn.Module()
+        >>> block.norm = nn.LayerNorm(4)
+        >>> block.mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+        >>> find_places(block)
+        [Place(name='mlp', attribute='forward', uses=('0', '1', '2'))]
+    """
+    return list(_places("", block))
+
+
+def find_attention(block: nn.Module, places: Sequence[Place]) -> list[str]:
+    """The modules inside a block that may be attention: several matrices, and not position-wise.
+
+    Args:
+        block: The block.
+        places: What `find_places` has found in it.
+    """
+    return list(_attention("", block, {place.name for place in places if place.attribute == "forward"}))
+
+
+def _attention(name: str, module: nn.Module, known: set[str]) -> Iterator[str]:
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        if path in known or "forward" in vars(child):
+            continue
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            yield from _attention(path, child, known)
+        elif sum(parameter.dim() == 2 for parameter in child.parameters()) > 1:
+            yield path
+
+
+def _places(name: str, module: nn.Module) -> Iterator[Place]:
+    for method in METHODS:
+        uses = _shown(module, method) if hasattr(type(module), method) else None
+        if uses is not None:
+            yield Place(name, method, uses)
+            return
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        uses = _shown(child, "forward") if "forward" not in vars(child) else None
+        if uses is not None:
+            yield Place(path, "forward", uses)
+        else:
+            yield from _places(path, child)
+
+
+def _shown(module: nn.Module, attribute: str) -> tuple[str, ...] | None:
+    """What a method of a module uses, if it is shown to be position-wise and has something wide inside."""
+    matrices = [each for each in module.parameters() if each.dim() == 2]
+    if len(matrices) < 2 or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return None
+    function = getattr(type(module), attribute).__get__(module)
+    for width in _widths(matrices):
+        try:
+            shown = show_position_wise(function, module, width, matrices[0].dtype)
+        except NotPositionWise:
+            continue
+        return shown.uses if shown.widest > shown.width else None
+    return None
+
+
+def _widths(matrices: Sequence[torch.Tensor]) -> list[int]:
+    """What the input's width may be: it is that of a matrix on one of its sides."""
+    sides = dict.fromkeys(side for matrix in matrices for side in reversed(matrix.shape))
+    return list(sides)[:MOST_WIDTHS]
+
+
+class AttentionForward(ReplacedForward):
+    """The forward of a module whose attention, if it is written out, is computed some queries at a time.
+
+    Args:
+        module: The module.
+        rows: How many queries make a tile.
+    """
+
+    def __init__(self, module: nn.Module, rows: int) -> None:
+        super().__init__(module)
+        self._rows = rows
+        self._has_products = True  # until a call has shown that it has none
+
+    def run(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        if not self._has_products or not hooks_are_allowed():
+            return forward(*args, **kwargs)
+        with TiledAttention(self._rows) as attention:
+            output = forward(*args, **kwargs)
+        self._has_products = attention.products > 0
+        return output
+
+
+class TiledForward(ReplacedForward):
+    """A position-wise method of a module, called some positions at a time. See Note [Tiles of positions].
+
+    Args:
+        module: The module.
+        rows: How many positions make a tile.
+        place: Which method it is, and what it uses.
+    """
+
+    def __init__(self, module: nn.Module, rows: int, place: Place) -> None:
+        super().__init__(module)
+        self._rows = rows
+        self._attribute = place.attribute
+        self._uses = place.uses
+        if place.attribute != "forward":
+            self._before = vars(module).get(place.attribute)
+
+    def run(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(x, torch.Tensor) or x.dim() != 3 or x.shape[0] * x.shape[1] <= self._rows:
+            return forward(*args, **kwargs)
+        modules = [module] if self._attribute == "forward" else [module._modules[name] for name in self._uses]
+        return run_in_tiles(forward, x, self._rows, [each for each in modules if each is not None])
+
+    def _forward_of(self, module: nn.Module) -> Callable[..., Any]:
+        if self._before is not None:
+            return self._before
+        method: Callable[..., Any] = getattr(type(module), self._attribute).__get__(module)
+        return method

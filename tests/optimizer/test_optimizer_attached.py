@@ -1,0 +1,232 @@
+"""Optimizer state where the plan says, attached by the executor: on disk, on the host, and back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+
+from memscale import Config
+from memscale.errors import TierFullError
+from memscale.execution_plan import OptimizerPlan, Plan
+from memscale.executor import Executor
+from memscale.optimizer.state_places import HostPlace
+from memscale.testing import executing
+from support.disk import QUIET, adamw, assert_same_state, disk_plan, on_disk, resident_bytes
+from support.wrapping import Stack
+
+
+def build() -> Stack:
+    torch.manual_seed(0)
+    return Stack(3, 64).train()
+
+
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 3, device: Any = "cpu"
+) -> list[float]:
+    losses = []
+    for step in range(count):
+        torch.manual_seed(step)
+        x = torch.randn(4, 64).to(device)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def state_plan(state: Any, bucket_bytes: int = 2**16) -> Plan:
+    return Plan((), optimizer=OptimizerPlan(state=state, bucket_bytes=bucket_bytes))
+
+
+KINDS = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+    "AdamW fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
+    "AdamW foreach": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+    "SGD without state": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),
+    "RMSprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3),
+    "NAdam": lambda model: torch.optim.NAdam(model.parameters(), lr=1e-3),
+    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),
+    "groups": lambda model: torch.optim.AdamW(
+        [{"params": model.layers.parameters(), "lr": 1e-2}, {"params": model.head.parameters()}], lr=1e-3
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("homes", [False, True], ids=["parameters in memory", "parameters on disk"])
+def test_state_on_disk_steps_the_same(kind: str, homes: bool) -> None:
+    plain, model = build(), build()
+    theirs = KINDS[kind](plain)
+    expected = steps(plain, theirs)
+    executor = Executor(model, disk_plan(model) if homes else state_plan("disk"), QUIET)
+    executor.attach()
+    ours = KINDS[kind](model)
+    assert steps(model, ours) == expected
+    store = executor.homes.store
+    large = [
+        value
+        for state in ours.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.nbytes >= 4096
+    ]
+    assert all(store.holds(value) for value in large)
+    assert resident_bytes(*large) <= 64 * 4096
+    assert store.bytes_used >= sum(value.nbytes for value in large)
+    assert large or kind in ("Adafactor", "SGD without state")
+    assert_same_state(ours.state_dict(), theirs.state_dict())
+    executor.detach()
+    assert_same_state(ours.state_dict(), theirs.state_dict())
+    assert not any(
+        store.holds(value) for state in ours.state.values() for value in state.values() if value is not None
+    )
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_state_on_the_host_of_a_device() -> None:
+    with executing() as gpu:
+        plain = build().to(gpu.device)
+        expected = steps(plain, adamw(plain), device=gpu.device)
+        model = build().to(gpu.device)
+        executor = Executor(model, state_plan("host"), QUIET)
+        executor.attach()
+        optimizer = adamw(model)
+        assert steps(model, optimizer, device=gpu.device) == expected
+        moments = [
+            value for state in optimizer.state.values() for value in state.values() if value.nbytes >= 4096
+        ]
+        assert moments
+        assert {value.device.type for value in moments} == {"cpu"}  # `Homes` has not brought them back
+        assert executor.homes.states.steps.bytes_moved > 0
+        executor.detach()
+        values = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+        assert {value.device.type for value in values} == {gpu.device.type}
+        steps(model, optimizer, 1, gpu.device)
+
+
+def test_state_on_the_host_follows_parameters_at_home() -> None:
+    with executing() as gpu:
+        model = build().to(gpu.device)
+        with on_disk(model, to="host", state="host", activations=False) as executor:
+            optimizer = adamw(model)
+            steps(model, optimizer, device=gpu.device)
+            devices = {value.device.type for state in optimizer.state.values() for value in state.values()}
+            assert devices == {"cpu"}
+            assert executor.homes.store.bytes_used == 0
+
+
+def test_the_cap_on_host_memory_holds() -> None:
+    with executing() as gpu:
+        model = build().to(gpu.device)
+        config = Config(enable_logging=False, max_cpu_offload_gb=100_000 / 10**9)
+        executor = Executor(model, state_plan("host"), config)
+        executor.attach()
+        optimizer = adamw(model)
+        with pytest.raises(TierFullError, match=r"max_cpu_offload_gb"):
+            steps(model, optimizer, 1, gpu.device)
+        optimizer.state_dict()
+        executor.detach()
+        optimizer.step()
+
+
+def test_host_memory_is_counted_while_it_is_used() -> None:
+    from memscale.tiers.store import DiskStore
+
+    with executing() as gpu:
+        place = HostPlace(DiskStore(), capacity=10_000)
+        first = place.down(torch.ones(1000, device=gpu.device))
+        second = place.new(torch.empty(1000, device="meta"))
+        assert place.bytes_used == 8000
+        with pytest.raises(TierFullError):
+            place.down(torch.ones(1000, device=gpu.device))
+        del first
+        assert place.bytes_used == 4000
+        del second
+        assert place.bytes_used == 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_of_the_optimizer_has_its_state(copied: Any) -> None:
+    model = build()
+    with on_disk(model) as executor:
+        optimizer = adamw(model)
+        steps(model, optimizer, 1)
+        twin = copied(optimizer)
+        assert_same_state(twin.state_dict(), optimizer.state_dict())
+        assert executor.homes.store.bytes_used > 0
+
+
+def test_loaded_state_goes_down_with_the_next_step() -> None:
+    model = build()
+    with on_disk(model) as executor:
+        optimizer = adamw(model)
+        steps(model, optimizer, 1)
+        saved = copy.deepcopy(optimizer.state_dict())
+        steps(model, optimizer, 1)
+        optimizer.load_state_dict(saved)
+        assert_same_state(optimizer.state_dict(), saved)
+        steps(model, optimizer, 1)
+        assert executor.homes.states.is_down(optimizer.state[model.layers[0].up.weight]["exp_avg"])
+
+
+def test_detach_leaves_nothing_in_torch() -> None:
+    model = build()
+    with on_disk(model):
+        pass  # what others have dropped is removed now
+    hooks = (
+        dict(torch_optimizer._global_optimizer_pre_hooks),
+        dict(torch_optimizer._global_optimizer_post_hooks),
+    )
+    function = torch.optim.AdamW.step.__closure__[0].cell_contents
+    optimizer = adamw(model)
+    attributes = dict(vars(optimizer))
+    with on_disk(model):
+        steps(model, optimizer, 1)
+    assert hooks == (
+        dict(torch_optimizer._global_optimizer_pre_hooks),
+        dict(torch_optimizer._global_optimizer_post_hooks),
+    )
+    assert torch.optim.AdamW.step.__closure__[0].cell_contents is function
+    assert vars(optimizer).keys() == attributes.keys()
+
+
+def test_a_dropped_model_keeps_no_hook_alive() -> None:
+    gc.collect()
+    other = build()
+    with on_disk(other):
+        pass
+    before = len(torch_optimizer._global_optimizer_pre_hooks)
+    model = build()
+    Executor(model, disk_plan(model), QUIET).attach()
+    steps(model, adamw(model), 1)
+    del model
+    gc.collect()
+    with on_disk(other):  # whoever comes next takes the abandoned ones away
+        pass
+    assert len(torch_optimizer._global_optimizer_pre_hooks) == before
+
+
+def test_optimizers_that_are_left_alone_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = build()
+    with on_disk(model, Config()) as executor:
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 64)).sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        assert optimizer in executor.homes.states.steps.skipped
+        assert "LBFGS stays" in caplog.text
+        gradients = [each.grad for each in executor.homes.on_disk]
+        assert resident_bytes(*executor.homes.on_disk, *gradients) <= 64 * 4096

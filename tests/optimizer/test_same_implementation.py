@@ -1,0 +1,123 @@
+"""Masters on the host below an accelerator: stepped to the bit as the plain model is on the device.
+
+torch steps parameters on an accelerator by `foreach`, and those on a CPU by its loop over them, which for some classes
+rounds differently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import optim
+
+from memscale.errors import TierFullError
+from memscale.executor import Executor
+from memscale.optimizer.kinds import ONE_BY_ONE
+from memscale.testing import executing
+from support.offloaded import QUIET, plan_of
+from support.wrapping import Stack
+
+OPTIONS = {
+    optim.SGD: ({}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    optim.Adam: ({"weight_decay": 0.1}, {"amsgrad": True}, {"foreach": False}),
+    optim.AdamW: ({"weight_decay": 0.1}, {"amsgrad": True, "maximize": True}),
+    optim.RMSprop: ({}, {"momentum": 0.9, "centered": True, "weight_decay": 0.1}),
+    optim.NAdam: ({}, {"weight_decay": 0.1, "decoupled_weight_decay": True}, {"foreach": False}),
+    optim.RAdam: ({}, {"weight_decay": 0.1, "decoupled_weight_decay": True}, {"foreach": False}),
+    optim.ASGD: ({"t0": 2, "weight_decay": 0.1},),
+    optim.Adagrad: ({"lr_decay": 0.1, "weight_decay": 0.1},),
+}
+CASES = [
+    pytest.param(kind, options, id=f"{kind.__name__}-{number}")
+    for kind in ONE_BY_ONE
+    if kind is not optim.SparseAdam  # for sparse gradients only
+    for number, options in enumerate(OPTIONS.get(kind, ({},)))
+]
+
+
+def train(kind, options, on_host):
+    with executing("256MiB") as gpu:
+        torch.manual_seed(0)
+        model = Stack(3, 16).to(gpu.device).train()
+        executor = None
+        if on_host != 0:
+            plan = plan_of(model, to="host", activations=False)
+            plan = replace(plan, layers=plan.layers[:on_host])
+            executor = Executor(model, plan, QUIET)
+            executor.attach()
+            assert executor.homes.bytes_on_host > 0
+        parameters = [each for each in model.parameters() if kind is not optim.Muon or each.dim() == 2]
+        optimizer = kind(parameters, **options)
+        groups = [{**group, "params": None} for group in optimizer.param_groups]
+        for step in range(8):  # RAdam changes its formula after the fifth
+            torch.manual_seed(step)
+            model(torch.randn(4, 16).to(gpu.device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [{**group, "params": None} for group in optimizer.param_groups] == groups
+        if executor is not None:
+            executor.detach()
+        state = [
+            value.cpu()
+            for each in parameters
+            for value in optimizer.state[each].values()
+            if isinstance(value, torch.Tensor)
+        ]
+        return [each.detach().cpu() for each in model.parameters()], state
+
+
+@pytest.mark.parametrize("on_host", [2, None])
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_the_same_to_the_bit_as_on_the_device(kind, options, on_host):
+    plain, ours = train(kind, options, 0), train(kind, options, on_host)
+    for expected, got in zip(plain, ours, strict=True):
+        assert len(expected) == len(got)
+        assert all(map(torch.equal, expected, got))
+
+
+@pytest.mark.parametrize("by_closure", [False, True])
+@pytest.mark.parametrize(
+    ("make", "times"),
+    [
+        (lambda p: optim.AdamW(p), 4),
+        (lambda p: optim.AdamW(p, amsgrad=True), 5),
+        (lambda p: optim.SGD(p, momentum=0.9), 3),
+        (lambda p: optim.SGD(p), 2),
+    ],
+)
+def test_the_cap_on_host_memory_holds_for_the_optimizer_at_hand(make, times, by_closure):
+    """With their gradients and state, masters take that many times their bytes: one less is refused before a step."""
+
+    def step(model, optimizer, device):
+        def closure():
+            loss = model(torch.ones(4, 16).to(device)).square().mean()
+            loss.backward()
+            return loss
+
+        if by_closure:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+    with executing("256MiB") as gpu:
+        for short in (0, 1):
+            torch.manual_seed(0)
+            model = Stack(3, 16).to(gpu.device).train()
+            most = times * sum(each.nbytes for each in model.parameters())
+            config = QUIET.replace(max_cpu_offload_gb=(most - short) / 10**9)
+            executor = Executor(model, plan_of(model, to="host", activations=False), config)
+            executor.attach()
+            optimizer = make(model.parameters())
+            before = [each.detach().clone() for each in model.parameters()]
+            if short and times > 2:
+                with pytest.raises(TierFullError, match=r"no parameter was changed.*max_cpu_offload_gb"):
+                    step(model, optimizer, gpu.device)
+                assert all(map(torch.equal, before, model.parameters()))
+                assert not optimizer.state
+            else:
+                step(model, optimizer, gpu.device)
+                assert not any(map(torch.equal, before, model.parameters()))
+            executor.detach()

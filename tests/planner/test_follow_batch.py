@@ -1,0 +1,256 @@
+"""Plans follow the batch: one that is larger than planned for is planned for before it runs, and never per step."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memscale
+from memscale import Config
+from memscale.planner import replan as replanning
+from memscale.profiler import Sample
+from memscale.profiler.batches import PlannedBatches, call_key, resized, roundings
+from memscale.testing import executing
+
+QUIET = Config(enable_logging=False)
+WIDTH, SHORTER, LONGEST = 48, 800, 1024
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 8 * WIDTH)
+        self.down = nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Words to words, of at most so many positions."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(8))
+        self.head = nn.Linear(WIDTH, 64)
+        self.positions = None if limit is None else nn.Parameter(torch.zeros(limit, WIDTH))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(ids)
+        if self.positions is not None:
+            x = x + self.positions[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        if labels is None:
+            return logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def build(limit: int | None = None) -> Model:
+    torch.manual_seed(0)
+    return Model(limit)
+
+
+def words(length: int, batch: int = 2, device: torch.device | str = "cpu") -> torch.Tensor:
+    return (torch.arange(batch * length).reshape(batch, length) * 7 % 64).to(device)
+
+
+def train(model: nn.Module, lengths: list[int], device: torch.device | str = "cpu") -> list[torch.Tensor]:
+    """The gradients of all steps, added up, on the CPU."""
+    for length in lengths:
+        ids = words(length, device=device)
+        loss = model(ids, labels=ids)
+        loss.backward()
+    return [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The batches that plans were tried for after wrap, in words."""
+    made: list[str] = []
+    make_plan = replanning.make_plan
+
+    def counted(model: nn.Module, sample: Sample, *args: Any, **kwargs: Any) -> Any:
+        made.append(sample.describe())
+        return make_plan(model, sample, *args, **kwargs)
+
+    monkeypatch.setattr(replanning, "make_plan", counted)
+    return made
+
+
+def lengths_of_a_run(seed: int = 5, steps: int = 8) -> list[int]:
+    draw = random.Random(seed)
+    lengths = [draw.randint(64, SHORTER) for _ in range(steps)]
+    return [64, *lengths, LONGEST, *lengths[:3]]
+
+
+# The run that only its longest batch breaks --------------------------------------------------------
+
+CAPACITY = "84MiB"  # 82 hold all but the longest batch, which alone needs 90
+
+
+@pytest.mark.parametrize("with_sample", [True, False], ids=["sample", "no sample"])
+def test_lengths_that_vary_break_the_plain_model_and_not_the_wrapped_one(
+    with_sample: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    lengths = lengths_of_a_run()
+    expected = train(build(), lengths)
+    with executing("1GiB") as gpu:
+        ample = train(build().to(gpu.device), lengths, gpu.device)
+    with executing(CAPACITY) as gpu:
+        model = build().to(gpu.device)
+        train(model, [length for length in lengths if length < LONGEST], gpu.device)
+        with pytest.raises(torch.OutOfMemoryError):
+            train(model, [LONGEST], gpu.device)
+    caplog.set_level(logging.INFO, "memscale")
+    with executing(CAPACITY) as gpu:
+        model = build().to(gpu.device)
+        memscale.wrap(
+            model, Config(mode="conservative"), words(64, device=gpu.device) if with_sample else None
+        )
+        caplog.clear()
+        gradients = train(model, lengths, gpu.device)
+        peak = gpu.tracker.peak_reserved_bytes(gpu.device)
+    for got, wanted, on_cpu in zip(gradients, ample, expected, strict=True):
+        assert torch.equal(got, wanted)
+        torch.testing.assert_close(got, on_cpu, rtol=1e-4, atol=1e-6)
+    anew = [record for record in caplog.records if "planned anew" in record.getMessage()]
+    assert 1 <= len(anew) <= 4
+    assert peak <= 84 * 2**20
+
+
+def test_each_bucket_is_planned_for_once(planned: list[str]) -> None:
+    model = build()
+    memscale.wrap(model, QUIET, words(64))
+    train(model, lengths_of_a_run())
+    assert len(planned) == len(set(planned)) <= 4
+    assert planned[-1] == f"int64[2, {LONGEST}], labels=int64[2, {LONGEST}]"
+    count = len(planned)
+    train(model, lengths_of_a_run(seed=6))
+    assert len(planned) == count
+
+
+def test_a_plan_for_more_stays_on_for_less() -> None:
+    model = build()
+    memscale.wrap(model, QUIET, (words(64), words(64)))
+    train(model, [600])
+    plan = model._memscale_executor.plan
+    assert "[2, 1024]" in plan.batch
+    train(model, [64, 1024, 3])
+    assert model._memscale_executor.plan is plan
+
+
+def test_one_log_line_for_each_plan(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "memscale")
+    model = build()
+    memscale.wrap(model, Config(), (words(64), words(64)))
+    caplog.clear()
+    train(model, [64, 65, 66, 100, 129])
+    assert [record.getMessage().partition(" is larger")[0] for record in caplog.records] == [
+        "a batch of int64[2, 65], labels=int64[2, 65]",
+        "a batch of int64[2, 129], labels=int64[2, 129]",
+    ]
+
+
+# What a batch is rounded up to ---------------------------------------------------------------------
+
+
+def test_where_the_model_does_not_run_at_the_rounded_shape(planned: list[str]) -> None:
+    model = build(limit=610)
+    memscale.wrap(model, QUIET, (words(64), words(64)))
+    train(model, [600])
+    assert [each.partition(",")[2].partition("]")[0] for each in planned] == [" 1024", " 640", " 600"]
+    assert "[2, 600]" in model._memscale_executor.plan.batch
+    train(model, [599, 600])
+    assert len(planned) == 3
+
+
+def test_only_dimensions_that_differ_are_rounded(planned: list[str]) -> None:
+    model = build()
+    memscale.wrap(model, QUIET, (words(64, batch=3),))
+    model(words(70, batch=3))
+    assert planned == ["int64[3, 128]"]
+    model(words(128, batch=2))
+    assert len(planned) == 1
+
+
+def test_arguments_by_name_or_by_position_are_the_same_call(planned: list[str]) -> None:
+    model = build()
+    memscale.wrap(model, QUIET, (words(64),))
+    model(ids=words(64))
+    model(words(60))
+    assert not planned
+    model(words(64), labels=words(64))  # a loss that was not planned for
+    assert len(planned) == 1
+
+
+def test_what_is_covered() -> None:
+    batches = PlannedBatches()
+    batches.add({"x": (2, 64)})
+    assert batches.covers({"x": (1, 64)})
+    assert batches.covers({"x": (1, 65)})  # fewer elements, and fewer scores of attention
+    assert not batches.covers({"x": (1, 128)})  # as many elements, and twice the scores
+    assert not batches.covers({"x": (3, 64)})
+    assert not batches.covers({"x": (2, 64), "y": (2,)})
+    batches.give_up({"y": (2,)})
+    assert batches.covers({"y": (200,)})
+
+
+def test_roundings() -> None:
+    assert roundings({"x": (3, 1024)}, {"x": [1]}) == [{"x": (3, 1024)}]
+    assert roundings({"x": (3, 5)}, {"x": [0, 1]}) == [{"x": (4, 8)}, {"x": (3, 5)}]
+    sample = resized(nn.Identity(), Sample((torch.ones(2, 3),), {}), {"['input']": (2, 4)})
+    assert sample.args[0].shape == (2, 4)
+    assert call_key((torch.ones(2), 1, [torch.ones(3)]), {"a": None}) == (
+        torch.Size([2]),
+        None,
+        (torch.Size([3]),),
+        "a",
+        None,
+    )
+
+
+# Copies, evaluation --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_follows_its_own_batches(copied: Any, planned: list[str]) -> None:
+    model = build()
+    memscale.wrap(model, QUIET, (words(64), words(64)))
+    other = copied(model)
+    train(other, [65])
+    assert len(planned) == 1
+    assert "[2, 128]" in other._memscale_executor.plan.batch
+    assert "[2, 64]" in model._memscale_executor.plan.batch
+    train(model, [65])
+    assert len(planned) == 2
+
+
+def test_passes_without_gradients_are_not_planned_for(planned: list[str]) -> None:
+    model = build()
+    memscale.wrap(model, QUIET, (words(64), words(64)))
+    for mode in (True, False):
+        model.train(mode)
+        with torch.no_grad():
+            model(words(100))
+    model.requires_grad_(False)
+    model(words(100))
+    assert not planned
+
+
+def test_a_model_that_trains_in_eval_mode_is_planned_for(planned: list[str]) -> None:
+    model = build()
+    memscale.wrap(model, QUIET, (words(64), words(64)))
+    model.eval()
+    model(words(100))
+    assert len(planned) == 1

@@ -1,0 +1,70 @@
+"""Plans for two of the published models on an RTX 3090, from weights that exist nowhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import memscale
+from memscale import Config, Plan
+from support.wrapping import lossless
+
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def transformers() -> None:
+    pytest.importorskip("transformers")
+
+
+def gpt2_medium() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.device("meta"):
+        return GPT2LMHeadModel(GPT2Config(n_embd=1024, n_layer=24, n_head=16)).train()
+
+
+def bert_base() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    with torch.device("meta"):
+        return BertForMaskedLM(BertConfig()).train()
+
+
+def planned(model: nn.Module, batch: int, length: int, config: Config) -> Plan:
+    ids = torch.zeros(batch, length, dtype=torch.long)
+    before = [dict(vars(module)) for module in model.modules()]
+    plan = memscale.plan(model, {"input_ids": ids, "labels": ids}, config, hardware="RTX 3090")
+    assert [dict(vars(module)) for module in model.modules()] == before, "a plan attaches nothing"
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert plan.prediction_source == "simulated"
+    assert "RTX 3090" in plan.device
+    return plan
+
+
+def test_checkpointing_alone_cuts_the_activations_of_gpt2_medium_by_85_per_cent():
+    plan = planned(gpt2_medium(), 4, 512, lossless("aggressive", enable_offloading=False))
+    assert plan.baseline_peak_bytes / GIB == pytest.approx(10.87, rel=0.01)  # as published
+    assert 0 < plan.predicted_saved_bytes <= 0.15 * plan.baseline_saved_bytes
+    assert plan.host_bytes == plan.disk_bytes == 0
+    checkpointed = [layer for layer in plan.layers if layer.techniques]
+    assert [layer.name for layer in checkpointed if layer.name.startswith("transformer.h.")] == [
+        f"transformer.h.{index}" for index in range(24)
+    ]
+    assert {layer.techniques for layer in checkpointed} == {("checkpointing",)}
+    # Running every forward again is a third of a step, and some of it is kept.
+    assert 1 < plan.predicted_time_ratio <= 1.34
+
+
+@pytest.mark.parametrize(
+    ("build", "batch", "length", "plain", "most"),
+    [
+        pytest.param(gpt2_medium, 4, 512, 10.87, 1.94, id="gpt2-medium"),
+        pytest.param(bert_base, 16, 128, 3.14, 0.84, id="bert-base"),
+    ],
+)
+def test_peak_with_the_defaults(build, batch, length, plain, most):
+    plan = planned(build(), batch, length, Config())
+    assert plan.baseline_peak_bytes / GIB == pytest.approx(plain, rel=0.01)  # as published
+    assert 0 < plan.predicted_peak_bytes <= most * GIB

@@ -1,0 +1,437 @@
+"""Out of memory in a step: survived with the same numbers, or the error itself with what is known of it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memscale
+from memscale import Config
+from memscale._torch import OUTSIDE_BACKWARD, LightDispatchMode, graph_task_id
+from memscale.recovery.shortage import is_out_of_memory
+from memscale.testing import executing
+
+QUIET = Config(enable_logging=False, enable_offloading=False)
+WIDTH, LAYERS, WORDS = 16, 4, 32
+aten = torch.ops.aten
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.dropout = nn.Dropout(0.2)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return x + self.down(self.dropout(torch.nn.functional.gelu(self.up(inner))))
+
+
+class Model(nn.Module):
+    """With dropout, buffers, and a loss beside the logits it was made from."""
+
+    def __init__(self, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        if labels is None:
+            return logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+class RunsOut(LightDispatchMode):
+    """Raises torch's error at some operation: once, or from then on."""
+
+    def __init__(
+        self, at: int, *, backward: bool = False, ops: tuple[Any, ...] = (), always: bool = False
+    ) -> None:
+        super().__init__()
+        self.at, self.backward, self.ops, self.always = at, backward, ops, always
+        self.count = self.raised = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        in_backward = graph_task_id() != OUTSIDE_BACKWARD
+        if in_backward == self.backward and (not self.ops or func in self.ops):
+            self.count += 1
+            if self.count == self.at or (self.always and self.count > self.at):
+                self.raised += 1
+                raise torch.OutOfMemoryError(f"out of memory (injected into {func})")
+        return func(*args, **(kwargs or {}))
+
+
+def build() -> Model:
+    torch.manual_seed(0)
+    return Model().train()
+
+
+def wrapped(config: Config = QUIET) -> Model:
+    model = build()
+    memscale.wrap(model, config, {"ids": ids(), "labels": ids()})
+    return model
+
+
+def ids(seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, WORDS, (4, 12), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_inside(model: nn.Module, seed: int) -> torch.Tensor:
+    output = model(ids(seed), labels=ids(seed))
+    output["loss"] /= 2
+    loss: torch.Tensor = output["loss"]
+    return loss
+
+
+def loss_outside(model: nn.Module, seed: int) -> torch.Tensor:
+    logits = model(ids(seed))
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids(seed).flatten())
+
+
+def two_calls(model: nn.Module, seed: int) -> torch.Tensor:
+    first, second = model(ids(seed)), model(ids(seed + 1))
+    return (first * second).mean() + first.square().mean()
+
+
+def both(model: nn.Module, seed: int) -> torch.Tensor:
+    output = model(ids(seed), labels=ids(seed))
+    return output["loss"] + output["logits"].square().mean()
+
+
+LOSSES = [loss_inside, loss_outside, two_calls, both]
+
+
+def run(
+    model: nn.Module, loss_of: Callable[[nn.Module, int], torch.Tensor], trouble: RunsOut | None = None
+) -> list[torch.Tensor]:
+    """Three micro-steps, trouble in the second; all that a step leaves behind."""
+    torch.manual_seed(7)
+    results = []
+    for step in range(3):
+        if step == 1 and trouble is not None:
+            with trouble:
+                loss = loss_of(model, step)
+                loss.backward()
+        else:
+            loss = loss_of(model, step)
+            loss.backward()
+        results.append(loss.detach())
+    results += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    results += [buffer.clone() for buffer in model.buffers()]
+    return [*results, torch.rand(3)]  # the random state after it
+
+
+def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(got) == len(expected)
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def counted(loss_of: Callable[[nn.Module, int], torch.Tensor], *, backward: bool) -> int:
+    """Operations of the second step of a wrapped model."""
+    mode = RunsOut(-1, backward=backward)
+    run(wrapped(), loss_of, mode)
+    return mode.count
+
+
+# Forward and backward ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", [aten.embedding, aten.gelu, aten.addmm, aten.native_batch_norm], ids=str)
+@pytest.mark.parametrize("where", ["first", "last"])
+@pytest.mark.parametrize("loss_of", LOSSES)
+def test_out_of_memory_in_forward(loss_of: Any, where: str, op: Any) -> None:
+    expected = run(build(), loss_of)
+    model, calm = wrapped(), wrapped()
+    mode = RunsOut(-1, ops=(op.default,))
+    run(calm, loss_of, mode)
+    before = calm._memscale_executor.plan  # made for what the model is called with here
+    trouble = RunsOut(1 if where == "first" else mode.count, ops=(op.default,))
+    assert_same(run(model, loss_of, trouble), expected)
+    assert trouble.raised == 1
+    assert model._memscale_executor.plan.predicted_peak_bytes < before.predicted_peak_bytes
+
+
+@pytest.mark.parametrize("where", [0.3, 0.5, 0.7, 0.9, 1.0])
+@pytest.mark.parametrize("loss_of", LOSSES)
+def test_out_of_memory_in_backward(loss_of: Any, where: float) -> None:
+    expected = run(build(), loss_of)
+    model, calm = wrapped(), wrapped()
+    run(calm, loss_of)
+    before = calm._memscale_executor.plan  # made for what the model is called with here
+    trouble = RunsOut(int(where * counted(loss_of, backward=True)), backward=True)
+    assert_same(run(model, loss_of, trouble), expected)
+    assert trouble.raised == 1
+    assert model._memscale_executor.plan.predicted_peak_bytes < before.predicted_peak_bytes
+
+
+def test_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "memscale")
+    model = wrapped(Config(enable_offloading=False))
+    caplog.clear()
+    run(model, loss_inside, RunsOut(60, backward=True))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("out of memory in backward (out of memory (injected")
+
+
+def test_the_failed_graph_is_freed_though_the_loop_holds_on_to_it() -> None:
+    model = wrapped()
+    logits = model(ids())
+    kept = logits * 2
+    loss = kept.square().mean()
+    with RunsOut(20, backward=True) as trouble:
+        loss.backward()
+    assert trouble.raised == 1
+    assert logits.grad_fn is None
+    assert kept.grad_fn is None
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_plan_that_failed_is_the_limit_for_later_ones() -> None:
+    model = wrapped()
+    run(model, loss_inside, RunsOut(60, backward=True))
+    executor = model._memscale_executor
+    assert executor.batches.ceiling == executor.plan.predicted_peak_bytes
+    longer = ids().repeat(1, 3)
+    model(longer, labels=longer)["loss"].backward()
+    assert "[4, 36]" in executor.plan.batch
+
+
+# When nothing helps --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_heaviest_plan_fails_too(backward: bool) -> None:
+    model = wrapped()
+    loss_inside(model, 5).backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    random = torch.get_rng_state()
+    ops = (aten.native_batch_norm_backward.default,) if backward else (aten.gelu.default,)
+    with (
+        RunsOut(2, backward=backward, ops=ops, always=True),
+        pytest.raises(torch.OutOfMemoryError, match="injected") as caught,
+    ):
+        loss_inside(model, 6).backward()
+    (note,) = caught.value.__notes__
+    for words in (
+        "MemScale: out of memory in",
+        "the plan: ",
+        "its predicted peak: ",
+        "activations ",
+        "weights ",
+    ):
+        assert words in note
+    assert model._memscale_executor.attached
+    if not backward:
+        assert torch.equal(torch.get_rng_state(), random)
+        assert_same([parameter.grad for parameter in model.parameters()], gradients)
+    model.zero_grad()
+    loss_inside(model, 6).backward()
+
+
+@pytest.mark.parametrize("options", [{"retain_graph": True}, {"create_graph": True}])
+def test_a_pass_that_is_to_keep_its_graph_is_not_repeated(options: dict[str, bool]) -> None:
+    model = wrapped()
+    loss = loss_inside(model, 0)
+    with (
+        RunsOut(60, backward=True),
+        pytest.raises(torch.OutOfMemoryError, match="injected") as caught,
+    ):
+        loss.backward(**options)
+    assert "it was not repeated: it was called with retain_graph" in caught.value.__notes__[0]
+    assert loss.grad_fn is not None
+
+
+def test_gradients_around_the_model_are_not_lost() -> None:
+    model = wrapped()
+    loss = loss_inside(model, 0) + sum(parameter.square().sum() for parameter in model.parameters())
+    with (
+        RunsOut(2, backward=True, ops=(aten.gelu_backward.default,)),
+        pytest.raises(torch.OutOfMemoryError) as caught,
+    ):
+        loss.backward()
+    assert "gradients to bring around the model" in caught.value.__notes__[0]
+
+
+def test_other_errors_pass_by() -> None:
+    model = wrapped()
+    with pytest.raises(IndexError):
+        model(ids() + WORDS)
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+# What a loop does with outputs ---------------------------------------------------------------------
+
+
+def test_outputs_are_as_ever() -> None:
+    model, plain = wrapped(), build()
+    for each in (model, plain):
+        torch.manual_seed(1)
+        each.logits = each(ids())
+    assert torch.equal(model.logits, plain.logits)
+    parameters = list(model.parameters())
+    of_wrapped = torch.autograd.grad(model.logits.square().sum(), parameters, create_graph=True)
+    of_plain = torch.autograd.grad(plain.logits.square().sum(), list(plain.parameters()), create_graph=True)
+    assert_same(list(of_wrapped), list(of_plain))
+
+
+def test_backward_is_torchs_own_after_detach() -> None:
+    gc.collect()
+    own = torch.autograd.backward
+    assert own.__module__ == "torch.autograd"
+    model = wrapped()
+    assert torch.autograd.backward is not own
+    other = copy.deepcopy(model)
+    memscale.detach(model)
+    assert torch.autograd.backward is not own
+    expected = run(build(), loss_inside)
+    assert_same(run(other, loss_inside, RunsOut(60, backward=True)), expected)
+    memscale.detach(other)
+    assert torch.autograd.backward is own
+    dropped = wrapped()
+    assert torch.autograd.backward is not own
+    del dropped
+    gc.collect()
+    assert torch.autograd.backward is own
+
+
+def test_a_graph_that_waits_for_backward_keeps_its_plan() -> None:
+    model = wrapped()
+    longer = ids().repeat(1, 3)
+    plan = model._memscale_executor.plan
+    first = model(ids(), labels=ids())["loss"]
+    second = model(longer, labels=longer)["loss"]
+    assert model._memscale_executor.plan is plan
+    (first + second).backward()
+    model(longer, labels=longer)
+    assert model._memscale_executor.plan is not plan
+
+
+# The optimizer's step ------------------------------------------------------------------------------
+
+FOREACH_SQRT = (aten._foreach_sqrt.default,)
+
+
+def stepped(
+    model: nn.Module,
+    trouble: RunsOut | None = None,
+    *,
+    at: int = 1,
+    foreach: bool = True,
+    kind: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    device: torch.device | str = "cpu",
+) -> list[torch.Tensor]:
+    """Three steps, trouble in one; parameters and optimizer state after them."""
+    torch.manual_seed(7)
+    optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=foreach)
+    for step in range(3):
+        batch = ids(step).to(device)
+        model(batch, labels=batch)["loss"].backward()
+        if step == at and trouble is not None:
+            with trouble:
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    return [each.detach().cpu() for each in (*model.parameters(), *state)]
+
+
+@pytest.mark.parametrize("at", [0, 1], ids=["first step", "second step"])
+@pytest.mark.parametrize(
+    "op", [aten.zeros_like.default, aten._foreach_add_.Tensor, aten._foreach_mul_.Scalar], ids=str
+)
+def test_out_of_memory_before_an_update_has_begun(op: Any, at: int) -> None:
+    expected = stepped(build())
+    model = wrapped()
+    trouble = RunsOut(3 if op is aten.zeros_like.default else 1, ops=(op,))
+    assert_same(stepped(model, trouble, at=at), expected)
+    assert trouble.raised == (op is not aten.zeros_like.default or at == 0)
+
+
+def test_steps_are_run_in_buckets_after_the_first_time() -> None:
+    expected = stepped(build())
+    model = wrapped()
+    torch.manual_seed(7)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=True)
+    for step in range(3):
+        model(ids(step), labels=ids(step))["loss"].backward()
+        # At first in making state, before anything is changed; then in the middle of the arithmetic.
+        with RunsOut(1, ops=(aten.zeros_like.default,) if step == 0 else FOREACH_SQRT) as trouble:
+            optimizer.step()
+        assert trouble.raised == 1
+        optimizer.zero_grad()
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    assert_same([each.detach() for each in (*model.parameters(), *state)], expected)
+
+
+def test_a_step_that_never_fits_leaves_everything_as_it_was() -> None:
+    model = wrapped()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    loss_inside(model, 0).backward()
+    before = copy.deepcopy([each.detach() for each in model.parameters()])
+    with (
+        RunsOut(1, ops=(aten.zeros_like.default,), always=True),
+        pytest.raises(torch.OutOfMemoryError, match="injected") as caught,
+    ):
+        optimizer.step()
+    assert "one parameter alone does not fit; all is as before the step" in caught.value.__notes__[0]
+    assert not optimizer.state
+    assert_same([each.detach() for each in model.parameters()], before)
+    optimizer.step()
+    assert len(optimizer.state) == len(before)
+
+
+def test_an_update_that_had_begun_is_said_to_be_lost() -> None:
+    model = wrapped()
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        stepped(model, RunsOut(1, ops=FOREACH_SQRT))
+    assert "load them from a checkpoint" in caught.value.__notes__[0]
+
+
+# On a device with so much memory and no more -------------------------------------------------------
+
+
+def on_gpu(hog_bytes: int, *, wraps: bool) -> list[torch.Tensor]:
+    """Two steps on the executing GPU, of which someone else takes a part after the plan was made."""
+    with executing("200MiB") as gpu:
+        torch.manual_seed(0)
+        model = Model(layers=10).to(gpu.device).train()
+        batch = torch.zeros(64, 128, dtype=torch.long, device=gpu.device)
+        if wraps:
+            # The fastest plan that fits, which is to do nothing.
+            memscale.wrap(model, Config(memory_budget="190MiB"), {"ids": batch, "labels": batch})
+            assert not any(layer.techniques for layer in model._memscale_executor.plan.layers)
+        hog = torch.zeros(hog_bytes, dtype=torch.uint8, device=gpu.device)
+        for _ in range(2):
+            loss = model(batch, labels=batch)["loss"]
+            loss.backward()
+        del hog
+        return [
+            each.cpu() for each in (*(p.grad for p in model.parameters()), *model.buffers(), loss.detach())
+        ]
+
+
+def test_a_device_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
+    hog = 115 * 2**20
+    expected = on_gpu(1, wraps=False)
+    with pytest.raises(torch.OutOfMemoryError):
+        on_gpu(hog, wraps=False)
+    caplog.set_level(logging.WARNING, "memscale")
+    assert_same(on_gpu(hog, wraps=True), expected)
+    assert ["out of memory in backward" in record.getMessage() for record in caplog.records] == [True]

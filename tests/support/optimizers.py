@@ -1,0 +1,172 @@
+"""Places to keep optimizer state in, and pairs of runs to compare: plain and streamed."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+
+import torch
+from torch import nn, optim
+
+from memscale.optimizer.streamed import StreamedSteps
+
+SHAPES = ((16, 8), (8,), (32, 16), (4, 3, 2, 2), (), (24, 16), (16,), (5, 7))
+
+
+class Elsewhere:
+    """Host memory: state is copied down, and up to the parameter's device."""
+
+    def __init__(self):
+        self.downs = self.ups = 0
+        self.rested = []  # their ids: a place holds on to nothing
+        self.most_up = 0  # bytes of the copies that were alive at once
+        self._alive = {}
+
+    def down(self, tensor):
+        self.downs += 1
+        return tensor.detach().to("cpu", copy=True)
+
+    def up(self, tensor, parameter):
+        self.ups += 1
+        copy = tensor.to(parameter.device, copy=True)
+        self._alive[id(copy)] = copy.nbytes
+        weakref.finalize(copy, self._alive.pop, id(copy))
+        self.most_up = max(self.most_up, sum(self._alive.values()))
+        return copy
+
+    def new(self, like):
+        self.downs += 1
+        return torch.empty_like(like, device="cpu")
+
+    def reserve(self, like, parameter):
+        return None  # it has all the room there is
+
+    def fill(self, home, values):
+        home.copy_(values)
+
+    def rest(self, tensor):
+        self.rested.append(id(tensor))
+
+
+class Mapped(Elsewhere):
+    """Files: state is a tensor over a file, which the CPU computes with as it is."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self._folder = folder
+
+    def down(self, tensor):
+        self.downs += 1
+        path = self._folder / f"{self.downs}.bin"
+        flat = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype)
+        return flat.view(tensor.shape).copy_(tensor)
+
+    def up(self, tensor, parameter):
+        self.ups += 1
+        return tensor
+
+
+@contextlib.contextmanager
+def streamed(parameters, place=None, bucket_bytes=4096, least_bytes=1):
+    """Steps are streamed inside the block; tests have small tensors, so every one moves."""
+    steps = StreamedSteps(parameters, place or Elsewhere(), bucket_bytes, least_bytes=least_bytes)
+    steps.attach()
+    try:
+        yield steps
+    finally:
+        steps.detach()
+
+
+def parameters(shapes=SHAPES, seed=0, device="cpu", dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    made = (torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
+    return [nn.Parameter(each.to(device)) for each in made]
+
+
+def give_gradients(tensors, step, without=()):
+    """New gradients, the same for the same step; none for the positions in `without`."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for index, each in enumerate(tensors):
+        gradient = torch.randn(each.shape, generator=generator, dtype=each.dtype)
+        each.grad = None if index in without else gradient.to(each.device)
+
+
+def in_groups(tensors, **settings):
+    """Three groups with learning rates of their own, the last one with another weight decay."""
+    return [
+        {"params": tensors[:3]},
+        {"params": tensors[3:4], "lr": 0.02},
+        {"params": tensors[4:], "lr": 0.003, "weight_decay": 0.2},
+    ]
+
+
+def leaves(value):
+    if isinstance(value, dict):
+        for key in sorted(value, key=str):  # state is made in another order, which nobody reads
+            yield from leaves(value[key])
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from leaves(each)
+    else:
+        yield value
+
+
+def assert_equal(one, other):
+    """The same values to the bit, in the same structure."""
+    one, other = list(leaves(one)), list(leaves(other))
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+        if isinstance(a, torch.Tensor):
+            assert a.dtype == b.dtype
+            assert torch.equal(a.detach().cpu(), b.detach().cpu())
+        else:
+            assert a == b or a is b
+
+
+class Lion(torch.optim.Optimizer):
+    """As people write their own: no foreach, state made on the first step, new tensors out of place."""
+
+    def __init__(self, params, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_((state["exp_avg"] * first + p.grad * (1 - first)).sign(), alpha=-group["lr"])
+                state["exp_avg"] = state["exp_avg"] * second + p.grad * (1 - second)
+        return loss
+
+
+def steps_of(tensors, optimizer, steps, begin=0):
+    for step in range(begin, begin + steps):
+        give_gradients(tensors, step)
+        optimizer.step()
+
+
+def plain_adamw(steps=4, **options):
+    tensors = parameters()
+    optimizer = optim.AdamW(in_groups(tensors), **options)
+    steps_of(tensors, optimizer, steps)
+    return tensors, optimizer.state_dict()
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 4))
+
+
+def loss_of(module, step=0):
+    generator = torch.Generator().manual_seed(step)
+    return module(torch.randn(8, 12, generator=generator)).square().mean()
