@@ -243,7 +243,7 @@ class _TiledReduction(torch.autograd.Function):
         ctx.devices = [each.device for each in (hidden, *parameters)]
         if call.gradients_in_forward:
             gradients = _Gradients(call.tiled.head, hidden, ctx.needs_input_grad[1:])
-            result = call.run(hidden, gradients, call.reduction.factor)
+            result: torch.Tensor = call.run(hidden, gradients, call.reduction.factor)
             ctx.save_for_backward(*gradients.finish())
         else:
             ctx.conditions = Conditions(ModuleFlags(()), [hidden.device.type])

@@ -5,8 +5,7 @@ those shown to be position-wise (Note [Position-wise]) with something inside tha
 out. Mostly that is one, the MLP. Some blocks have it in a method of their own instead, which is replaced alike.
 
 Attention that makes all scores is handed to torch's own, where a model has that choice. It is one for the whole
-model: the first block that is tiled makes it. Elsewhere it is computed some queries at a time (Note [Lazy scores]),
-in those modules inside a block that can have it.
+model: the first block that is tiled makes it. Attention that a model has no such choice for is left alone.
 """
 
 from __future__ import annotations
