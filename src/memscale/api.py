@@ -46,8 +46,8 @@ def wrap(
     """Make a model train in less memory; returns the same object.
 
     A model that was built under ``torch.device("meta")`` gets its weights: here from the files that
-    ``load_safetensors`` was given, or by its own initialisation when they are first needed; a layer at a time, and
-    straight where the plan has it at home. So it may be larger than memory.
+    ``load_safetensors`` was given, or by the initialisation of its own modules; a module at a time, and directly on
+    the tier that the plan names. So it may be larger than memory.
 
     Args:
         target: any ``nn.Module``, or a Hugging Face ``Trainer``. Of ``torch.compile(model)`` the model itself is
