@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -31,7 +31,6 @@ __all__ = [
     "TorchDispatchMode",
     "current_dispatch_modes",
     "disable_current_modes",
-    "disable_dynamo",
     "is_traceable_wrapper_subclass",
     "pytree",
     "tree_leaves",
@@ -232,9 +231,16 @@ make_wrapper_subclass = cast(Any, torch.Tensor)._make_wrapper_subclass
 # -- the compiler
 
 try:
-    from torch._compile import _disable_dynamo as disable_dynamo
+    from torch._compile import _disable_dynamo
 except ImportError:  # `torch.compiler.disable` does the same, and imports the compiler
-    disable_dynamo = torch.compiler.disable
+    _disable_dynamo = torch.compiler.disable
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def outside_compiler(function: Function) -> Function:
+    """Return a function that compiled code calls without tracing it (a graph break)."""
+    return _disable_dynamo(function)  # type: ignore[return-value]  # it has the same signature
 
 
 # -- the simulator: dispatch keys and modes
