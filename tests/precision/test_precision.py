@@ -31,6 +31,7 @@ from memscale.hardware.cpu import CpuFeatures, cpu_device
 from memscale.planner.precision_rules import choose_precision
 from memscale.precision.graph import leaves_of
 from memscale.precision.loss_scale import GROWS_AFTER, LossScale
+from memscale.precision.technique import AutocastStage
 from memscale.simulator import simulate
 from memscale.testing import executing
 
@@ -111,7 +112,9 @@ def layers_plan(precision: str | None, *techniques: str) -> Plan:
 
 
 def scale_of(model: nn.Module) -> Any:
-    return vars(model)["forward"]._scaling
+    stage = vars(model)["forward"].find(AutocastStage)
+    assert stage is not None
+    return stage._scaling
 
 
 # ---------------------------------------------------------------------- autocast
