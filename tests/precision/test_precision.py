@@ -27,7 +27,7 @@ from memscale.execution_plan import (
 )
 from memscale.executor import Executor
 from memscale.hardware import virtual_hardware
-from memscale.hardware.cpu import CpuFeatures, cpu_device
+from memscale.hardware.devices import CpuFeatures, cpu_device
 from memscale.planner.precision_rules import choose_precision
 from memscale.precision.graph import leaves_of
 from memscale.precision.loss_scale import GROWS_AFTER, LossScale

@@ -28,7 +28,7 @@ from memscale.offload.loading import pending_is_done
 from memscale.offload.materialised import has_meta_tensors
 from memscale.offload.technique import bring_inputs
 from memscale.optimizer.hooks import outside_compiler
-from memscale.profiler.batches import PlannedBatches
+from memscale.profiler.sample import PlannedBatches
 from memscale.report.metrics import Metrics
 from memscale.report.report import Report
 from memscale.techniques.forward import ReplacedForward

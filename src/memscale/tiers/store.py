@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memscale.errors import TierError
-from memscale.memory.elsewhere import is_elsewhere
+from memscale.memory.tracker import is_elsewhere
 from memscale.offload.early import EarlyCopies
 from memscale.tiers.disk import DiskTier
 from memscale.tiers.engine import Engine
