@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from memscale._torch import FakeTensor
+from memscale._torch import FakeTensor, outside_compiler
 from memscale._util.interrupts import interrupts_deferred, raise_pending_interrupt
 from memscale.checkpointing.technique import hold_place
 from memscale.config import Config
@@ -25,7 +25,6 @@ from memscale.offload.homes import Homes, training_device
 from memscale.offload.loading import forget_pending
 from memscale.offload.materialise import Materialised, has_meta_tensors
 from memscale.offload.technique import bring_inputs
-from memscale.optimizer.hooks import outside_compiler
 from memscale.profiler.sample import PlannedBatches
 from memscale.report.metrics import Metrics
 from memscale.report.report import Report
