@@ -12,6 +12,7 @@ nothing switches it on again in a running process.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import importlib.util
 import json
@@ -94,14 +95,20 @@ def restore_malloc_threshold() -> bool:
     return _set_malloc_thresholds(_GLIBC_START_THRESHOLD)
 
 
-def _set_malloc_thresholds(threshold: int) -> bool:
-    if not sys.platform.startswith("linux"):
-        return False
+@functools.cache  # a library opened by ctypes is a reference cycle
+def _mallopt() -> Callable[[int, int], int] | None:
+    """Return glibc's `mallopt`; None where the C library has none, as musl."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:  # musl
+    if mallopt is not None:
+        mallopt.argtypes = (ctypes.c_int, ctypes.c_int)
+        mallopt.restype = ctypes.c_int
+    return mallopt
+
+
+def _set_malloc_thresholds(threshold: int) -> bool:
+    mallopt = _mallopt() if sys.platform.startswith("linux") else None
+    if mallopt is None:
         return False
-    mallopt.argtypes = (ctypes.c_int, ctypes.c_int)
-    mallopt.restype = ctypes.c_int
     # Both, always: a free tail of the heap is given back by the second, as a mapping is by the first.
     results = [mallopt(option, threshold) for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD)]
     return all(result == 1 for result in results)

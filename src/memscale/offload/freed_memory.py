@@ -24,9 +24,9 @@ from memscale._torch import FakeTensor
 from memscale._util.locks import LateLock
 from memscale.execution_plan import Plan
 from memscale.memory.process import fix_malloc_threshold, restore_malloc_threshold
-from memscale.techniques.base import ModelSite
 
 if TYPE_CHECKING:
+    from memscale.techniques.base import ModelSite
     from memscale.techniques.undo_log import UndoLog
 
 __all__ = ["FreedMemory", "freed_memory_returns"]

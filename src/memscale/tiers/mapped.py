@@ -32,7 +32,7 @@ import torch
 
 from memscale._util.locks import LateLock
 from memscale.errors import TierError
-from memscale.memory.elsewhere import made_elsewhere, mark_elsewhere
+from memscale.memory.tracker import made_elsewhere, mark_elsewhere
 from memscale.tiers import _libc
 from memscale.tiers.disk import write_from
 from memscale.tiers.engine import Engine, Lane, SyncEngine
@@ -139,14 +139,6 @@ class MappedArena:
         elif tensor.numel():
             dense = values.detach().resolve_conj().resolve_neg().to(_CPU, tensor.dtype).contiguous()
             write_from(self.space.fd, dense, self._find(tensor).file_offset)
-
-    def offset_of(self, tensor: torch.Tensor) -> int:
-        """Where in the file a whole tensor of this arena is.
-
-        Raises:
-            TierError: It is not a tensor of this arena.
-        """
-        return self._find(tensor).file_offset
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is in this arena's file."""
