@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -33,12 +33,14 @@ __all__ = [
     "disable_current_modes",
     "disable_dynamo",
     "is_traceable_wrapper_subclass",
+    "outside_compiler",
     "pytree",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
 ]
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 PackHook = Callable[[torch.Tensor], Any]
 UnpackHook = Callable[[Any], torch.Tensor]
 Hooks = tuple[PackHook, UnpackHook]
@@ -235,6 +237,11 @@ try:
     from torch._compile import _disable_dynamo as disable_dynamo
 except ImportError:  # `torch.compiler.disable` does the same, and imports the compiler
     disable_dynamo = torch.compiler.disable
+
+
+def outside_compiler(function: Function) -> Function:
+    """Return a function that `torch.compile` does not trace: for what runs inside of a compiled step."""
+    return disable_dynamo(function)  # type: ignore[return-value]  # it has the same signature
 
 
 # -- the simulator: dispatch keys and modes

@@ -317,8 +317,7 @@ class Plan:
             trades: Show the trades that the engine chose from as well.
             terminal: What to write for; by default what `Terminal.detect` finds.
         """
-        from memscale._util.terminal import Terminal, table
-        from memscale._util.text import clean, wrap
+        from memscale._util.terminal import Terminal, clean, table, wrap
 
         screen = terminal or Terminal.detect()
         about = [self.device, f"mode {self.mode}", self.batch, f"numbers are {self.prediction_source}"]

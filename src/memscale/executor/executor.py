@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from memscale._torch import FakeTensor
+from memscale._torch import FakeTensor, outside_compiler
 from memscale._util.interrupts import interrupts_deferred, raise_pending_interrupt
 from memscale.checkpointing.technique import hold_place
 from memscale.config import Config
@@ -21,22 +21,21 @@ from memscale.execution_plan import Offloading, Plan, Tier
 from memscale.executor.newborn import Newborn, find_module
 from memscale.executor.registry import TECHNIQUES, WHOLE, Scene, Site
 from memscale.executor.use_cache import no_cache_hooks
-from memscale.observe.meter import Meter
+from memscale.observe.counters import Meter
+from memscale.observe.report import Report
 from memscale.offload.awaited import AwaitedValues
 from memscale.offload.homes import Homes, training_device
 from memscale.offload.loading import pending_is_done
 from memscale.offload.materialised import has_meta_tensors
 from memscale.offload.technique import bring_inputs
-from memscale.optimizer.hooks import outside_compiler
 from memscale.profiler.batches import PlannedBatches
-from memscale.report.metrics import Metrics
-from memscale.report.report import Report
 from memscale.techniques.forward import ReplacedForward
 from memscale.techniques.undo_log import Record, WeakModule
 from memscale.tiers.store import DiskStore
 
 if TYPE_CHECKING:
     from memscale.optimizer.needs import OptimizerNeeds
+    from memscale.report.exporters import Metrics
 
 __all__ = ["EXECUTOR", "Executor", "Guard", "TrainingBatch", "disk_of", "executor_of", "refuse_nested"]
 

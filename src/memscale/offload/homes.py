@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._util.interrupts import raise_pending_interrupt
-from memscale.observe.meter import Meter
+from memscale.observe.counters import Meter
 from memscale.offload.data import exchange_data
 from memscale.offload.mapped_parameters import MappedParameters
 from memscale.optimizer.eight_bit.states import EightBitStates

@@ -38,8 +38,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from memscale._torch import outside_compiler
 from memscale.errors import WrapError
-from memscale.optimizer.hooks import outside_compiler
 
 __all__ = ["OWN", "ReplacedForward", "is_covered", "top_forward"]
 
