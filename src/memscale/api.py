@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -15,7 +14,7 @@ from memscale._util.interrupts import interrupts_deferred, raise_pending_interru
 from memscale.config import AsyncOffloadConfig, Config
 from memscale.errors import DoesNotFitError, ProfileError, WrapError, WrapTypeError, shown
 from memscale.execution_plan import Plan
-from memscale.executor import EXECUTOR, Executor, copy_early, disk_of, executor_of, refuse_nested
+from memscale.executor import EXECUTOR, Executor, disk_of, executor_of, refuse_nested
 from memscale.hardware import Hardware, detect, virtual_hardware
 from memscale.observe.counters import Meter
 from memscale.observe.log import logger, say_plan, speaking
@@ -46,8 +45,8 @@ def wrap(
     """Make a model train in less memory; returns the same object.
 
     A model that was built under ``torch.device("meta")`` gets its weights: here from the files that
-    ``load_safetensors`` was given, or by its own initialisation when they are first needed; a layer at a time, and
-    straight where the plan has it at home. So it may be larger than memory.
+    ``load_safetensors`` was given, or by the initialisation of its own modules; a module at a time, and directly on
+    the tier that the plan names. So it may be larger than memory.
 
     Args:
         target: any ``nn.Module``, or a Hugging Face ``Trainer``. Of ``torch.compile(model)`` the model itself is
@@ -250,13 +249,11 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any, optimizer:
     refuse_nested(model)
     hardware = _hardware(model, None, config)
     disk = disk_of(config)
-    # Of a model that is wrapped already, what goes to disk is most likely there.
-    begin = None if executor_of(model) is not None else functools.partial(copy_early, model, disk)
     meter = Meter()
     try:
         with meter.planning():
             needs = None if optimizer is None else needs_of(optimizer, model, Place.of(hardware.device))
-            decided = _plan(model, sample_input, config, hardware, on_likely=begin, optimizer=needs)
+            decided = _plan(model, sample_input, config, hardware, optimizer=needs)
         executor = Executor(
             model,
             decided,
@@ -278,8 +275,6 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any, optimizer:
     except BaseException:
         disk.close()
         raise
-    finally:
-        disk.end_early()
 
 
 def _attach(executor: Executor, say: Callable[[], None]) -> None:
@@ -305,7 +300,6 @@ def _plan(
     config: Config,
     hardware: Hardware,
     *,
-    on_likely: Callable[[Plan], None] | None = None,
     optimizer: Optimizer | OptimizerNeeds | None = None,
 ) -> Plan:
     """Plan a model as it is without MemScale, whether or not it is wrapped now."""
@@ -313,10 +307,10 @@ def _plan(
     with executor.suspended() if executor is not None else contextlib.nullcontext():
         if sample_input is not None:
             sample = sample_of(sample_input, model)
-            return make_plan(model, sample, config, hardware, on_likely=on_likely, optimizer=optimizer)
+            return make_plan(model, sample, config, hardware, optimizer=optimizer)
         try:
             hinted = hinted_sample(model)
-            return make_plan(model, hinted, config, hardware, on_likely=on_likely, optimizer=optimizer)
+            return make_plan(model, hinted, config, hardware, optimizer=optimizer)
         except ProfileError:
             # The model's hints were a guess of ours, and a wrong one.
             return make_plan(model, None, config, hardware)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from memscale import MemoryTracker
 from memscale.errors import WeightsError, WrapTypeError
 from memscale.execution_plan import Plan
 from memscale.executor import Executor
-from memscale.offload.safetensors_files import tensors_in
 from memscale.tiers._libc import PAGE
 from support.disk import QUIET, assert_same, disk_plan, on_disk, resident_bytes, train
 from support.families import FAMILIES, Family
@@ -304,12 +304,12 @@ def test_broken_files(header: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     with pytest.raises(WeightsError, match=r"x\.safetensors"):
-        tensors_in([path])
+        memscale.load_safetensors(stack(), path)
 
 
 def test_a_cut_file(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(WeightsError, match="the file was cut"):
+    with pytest.raises(WeightsError, match="not a whole safetensors file"):
         memscale.load_safetensors(stack(), file)
 
 
@@ -337,17 +337,33 @@ def test_the_same_tensor_in_two_files(file: Path) -> None:
 
 
 def test_every_type_of_the_format(tmp_path: Path) -> None:
-    from memscale.offload.safetensors_files import _DTYPES
-
+    dtypes = [
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+    ]
+    model = nn.Module()
+    for index, dtype in enumerate(dtypes):
+        model.register_buffer(f"b{index}", torch.arange(6).reshape(2, 3).to(dtype))
+    model.register_buffer("empty", torch.empty(0, 3))
+    model.register_buffer("scalar", torch.tensor(2.5))
     path = tmp_path / "all.safetensors"
-    values = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in _DTYPES.values()}
-    values["empty"] = torch.empty(0, 3)
-    values["scalar"] = torch.tensor(2.5)
-    safetensors.save_file(values, path)
-    found = tensors_in([path])
-    assert found.keys() == values.keys()
-    for name, value in values.items():
-        got = found[name].read()
-        assert got.dtype == value.dtype
-        assert got.shape == value.shape
-        assert torch.equal(got.view(-1).view(torch.uint8), value.view(-1).view(torch.uint8))
+    safetensors.save_file(model.state_dict(), path)
+    twin = copy.deepcopy(model)
+    for buffer in twin.buffers():
+        buffer.zero_()
+    memscale.load_safetensors(twin, path)
+    for one, other in zip(model.buffers(), twin.buffers(), strict=True):
+        assert torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
+
+
+def test_without_the_package_the_error_says_how_to_install_it(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(WeightsError, match=r"pip install 'open-memscale\[safetensors\]'"):
+        memscale.load_safetensors(stack(), file)

@@ -369,8 +369,6 @@ def measured_steps(name: str, batch: int, seq: int, steps: int, mode: str) -> li
         torch.manual_seed(0)
         wrap(model, config, inputs)
     executor = executor_of(model)
-    if executor is not None:
-        executor.make_values()  # which is no part of a step
 
     def note(*_: object) -> None:  # neither gradients nor state have gone yet
         on_disk.append(0 if executor is None else executor.bytes_on_disk)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from memscale.executor.early import copy_early
 from memscale.executor.executor import (
     EXECUTOR,
     Executor,
@@ -18,7 +17,6 @@ __all__ = [
     "Executor",
     "Guard",
     "TrainingBatch",
-    "copy_early",
     "disk_of",
     "executor_of",
     "refuse_nested",

@@ -17,16 +17,14 @@ from memscale._util.interrupts import interrupts_deferred, raise_pending_interru
 from memscale.checkpointing.technique import hold_place
 from memscale.config import Config
 from memscale.errors import WrapError
-from memscale.execution_plan import Offloading, Plan, Tier
-from memscale.executor.newborn import Newborn, find_module
+from memscale.execution_plan import LayerPlan, Offloading, Plan, Tier
 from memscale.executor.registry import TECHNIQUES, WHOLE, Scene, Site
 from memscale.executor.use_cache import no_cache_hooks
 from memscale.observe.counters import Meter
 from memscale.observe.report import Report
-from memscale.offload.awaited import AwaitedValues
 from memscale.offload.homes import Homes, training_device
-from memscale.offload.loading import pending_is_done
-from memscale.offload.materialised import has_meta_tensors
+from memscale.offload.loading import forget_pending
+from memscale.offload.materialise import Materialised, has_meta_tensors
 from memscale.offload.technique import bring_inputs
 from memscale.profiler.batches import PlannedBatches
 from memscale.techniques.forward import ReplacedForward
@@ -132,8 +130,7 @@ class Executor:
         self._homes.host_capacity = None if config is None else config.max_cpu_offload_bytes
         self._techniques = Record()
         self.optimizer: OptimizerNeeds | None = None
-        self._newborn: Newborn | None = None  # while a plan is being attached to a model on the meta device
-        self._awaited: AwaitedValues | None = None
+        self._materialised: Materialised | None = None  # while a plan is being attached
 
     @property
     def model(self) -> nn.Module:
@@ -212,8 +209,7 @@ class Executor:
     def attach(self) -> None:
         """Put the plan on the model; if that fails, the model is as it was before.
 
-        What of the model is on the meta device gets its place, and its weights now or when they are needed. See Note
-        [Models larger than memory].
+        What of the model is on the meta device gets memory and weights. See Note [Models larger than memory].
 
         Raises:
             WrapError: The plan does not fit the model; the model, a part of it or what it is a part of is wrapped
@@ -231,21 +227,18 @@ class Executor:
                 "it another plan with model._memscale_executor.replan(plan)."
             )
         refuse_nested(model)
-        if has_meta_tensors(model):
-            self._newborn = Newborn(model, self.device, self._homes, logs=self._logs)
         vars(model)[EXECUTOR] = self
         try:
             self._apply(model)
-            self._await_values(model)
             raise_pending_interrupt()
         except BaseException:
-            if self._newborn is not None:
-                self._newborn.undo()  # first: there may be no room for what would be brought back
+            if self._materialised is not None:
+                self._materialised.undo()  # first: there may be no room for what would be brought back
             self._undo(model)
             raise
         finally:
-            self._newborn = None
-        pending_is_done(model)
+            self._materialised = None
+        forget_pending(model)
         self._attached = True
         _wrapped_models.add(self)
         self._meter.begin(
@@ -264,19 +257,8 @@ class Executor:
                 self.metrics.end(self)
             self._take_off()
 
-    def make_values(self) -> None:
-        """Make the values that the model's tensors still wait for. See Note [Awaited values].
-
-        Raises:
-            WrapError: A tensor has no initialisation.
-        """
-        if self._awaited is not None:
-            self._awaited.make()
-            self._awaited = None
-
     def _take_off(self) -> None:
         if self._attached:
-            self.make_values()
             self._meter.end()
             try:
                 self._undo(self.model)
@@ -293,7 +275,6 @@ class Executor:
         """
         if not self._attached:
             raise WrapError("Only an attached executor can be given another plan: call attach() first.")
-        self.make_values()
         model = self.model
         with interrupts_deferred():
             self._techniques.undo()
@@ -329,12 +310,6 @@ class Executor:
         if self._guard is not None:
             self._guard.begin(model, self._surroundings)
         self._attach_techniques(model, self._plan)
-
-    def _await_values(self, model: nn.Module) -> None:
-        if self._newborn is not None and self._newborn.awaited is not None:
-            self._awaited = self._newborn.awaited
-            self._surroundings.add_forward_pre_hook(model, _values_first)
-            self._awaited.begin()
 
     def _attach_watch(self, model: nn.Module) -> None:
         if self._on_training_batch is not None:
@@ -401,8 +376,10 @@ class Executor:
         staying = {id(parameter) for parameter in homes["device"]}
         at_home = [parameter for parameter in homes["host"] if id(parameter) not in staying]
         on_disk = [parameter for parameter in homes["disk"] if id(parameter) not in staying]
-        if self._newborn is not None:
-            self._newborn.settle(model, plan, device, at_home, on_disk)
+        if has_meta_tensors(model):
+            self._materialised = self._homes.materialise(model, at_home, device, on_disk=on_disk)
+            if self._logs:
+                logger.info("%s", self._materialised)
         if at_home or on_disk or self._device is not None or self._homes.device is not None:
             self._homes.arrange(model, at_home, device, on_disk=on_disk)
             self._techniques.add_forward_pre_hook(model, _bring_inputs)
@@ -437,7 +414,6 @@ class Executor:
         return self.config is None or self.config.enable_logging
 
     def __getstate__(self) -> dict[str, Any]:
-        self.make_values()
         kept = self._on_training_batch if _is_of_a_module(self._on_training_batch) else None
         return {**vars(self), "_on_training_batch": kept, "_is_calling_back": False}
 
@@ -506,13 +482,6 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         looked_up.pass_on(model.forward)
 
 
-@outside_compiler
-def _values_first(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-    executor = executor_of(model)
-    if executor is not None:
-        executor.make_values()
-
-
 def _bring_inputs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -521,6 +490,22 @@ def _bring_inputs(
     executor = executor_of(model)
     device = None if executor is None else executor._homes.device
     return None if device is None or kwargs is None else bring_inputs(args, kwargs, device)
+
+
+def find_module(model: nn.Module, layer: LayerPlan, name: str) -> nn.Module:
+    """Return a module of a plan's layer, by its name.
+
+    Raises:
+        WrapError: The model has none of that name.
+    """
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        raise WrapError(
+            f"The plan's layer {layer.name!r} has the module {name!r}, and the model "
+            f"({type(model).__name__}) has none of that name. A plan fits the model that it was made for: "
+            "make a new one."
+        ) from None
 
 
 def disk_of(config: Config | None) -> DiskStore:

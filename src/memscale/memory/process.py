@@ -12,6 +12,7 @@ nothing switches it on again in a running process.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import importlib.util
 import json
@@ -94,14 +95,17 @@ def restore_malloc_threshold() -> bool:
     return _set_malloc_thresholds(_GLIBC_START_THRESHOLD)
 
 
+@functools.cache  # each `CDLL` is a reference cycle
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
 def _set_malloc_thresholds(threshold: int) -> bool:
     if not sys.platform.startswith("linux"):
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(_libc(), "mallopt", None)
     if mallopt is None:  # musl
         return False
-    mallopt.argtypes = (ctypes.c_int, ctypes.c_int)
-    mallopt.restype = ctypes.c_int
     # Both, always: a free tail of the heap is given back by the second, as a mapping is by the first.
     results = [mallopt(option, threshold) for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD)]
     return all(result == 1 for result in results)

@@ -24,9 +24,9 @@ from memscale._torch import FakeTensor
 from memscale._util.locks import LateLock
 from memscale.execution_plan import Plan
 from memscale.memory.process import fix_malloc_threshold, restore_malloc_threshold
-from memscale.techniques.base import Scene
 
 if TYPE_CHECKING:
+    from memscale.techniques.base import Scene
     from memscale.techniques.undo_log import Record
 
 __all__ = ["FreedMemory", "freed_memory_returns"]

@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 from memscale._util.interrupts import raise_pending_interrupt
 from memscale.observe.counters import Meter
 from memscale.offload.data import exchange_data
+from memscale.offload.freed_memory import freed_memory_returns
 from memscale.offload.mapped_parameters import MappedParameters
+from memscale.offload.materialise import Materialised, materialise
 from memscale.optimizer.eight_bit.states import EightBitStates
 from memscale.optimizer.hooks import Surroundings
 from memscale.optimizer.host_masters import as_on_the_device, check_room
@@ -132,29 +134,36 @@ class Homes:
                     module._buffers[name] = buffer.to(device)
         self._meet_optimizers()
 
-    def settle(
+    def materialise(
         self,
-        parameter: nn.Parameter,
+        model: nn.Module,
+        at_home: Iterable[nn.Parameter],
         device: torch.device,
         *,
-        before: torch.device = HOST,
-        on_disk: bool = False,
-    ) -> None:
-        """Take a parameter that was just given its values to its place.
-
-        Args:
-            parameter: The parameter.
-            device: Where it goes.
-            before: Where it counts as having been.
-            on_disk: Whether it goes on to disk from there.
+        on_disk: Iterable[nn.Parameter] = (),
+    ) -> Materialised:
+        """Give what is on the meta device memory where :meth:`arrange` would send it, and values.
 
         Raises:
-            As :meth:`arrange`, which is to be called when all are settled.
+            As :meth:`arrange` and :func:`memscale.offload.materialise.materialise`.
         """
-        self._parameters.setdefault(id(parameter), (parameter, before))
-        relocate(parameter, device)
-        if on_disk and self.mapped.move(parameter):
-            self.store.rest(parameter)
+        below = {id(parameter) for parameter in on_disk}
+        host = {id(parameter) for parameter in at_home} | below
+        before = training_device(model)  # where `restore` leaves all of it, with what has been somewhere
+
+        def allocate(tensor: torch.Tensor) -> torch.Tensor:
+            raise_pending_interrupt()
+            if not isinstance(tensor, nn.Parameter):
+                return torch.empty_like(tensor, device=before)
+            mapped = self.mapped.home_of(tensor) if id(tensor) in below else None
+            where = HOST if id(tensor) in host else device
+            return torch.empty_like(tensor, device=where, requires_grad=False) if mapped is None else mapped
+
+        with freed_memory_returns():
+            made = materialise(model, allocate, self.store.fill, self.store.rest)
+        for parameter in made.parameters:
+            self._parameters.setdefault(id(parameter), (parameter, before))
+        return made
 
     def restore(self) -> None:
         """Everything where it was before the first :meth:`arrange`."""

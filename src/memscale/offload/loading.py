@@ -1,27 +1,32 @@
-"""``load_safetensors``: weights from files, straight to where the model has them at home."""
+"""``load_safetensors``: weights from files, one tensor at a time, directly to the tier that the model has them on."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from memscale.errors import WeightsError, WrapTypeError, shown
-from memscale.offload.materialised import Materialised, is_on_meta, tie_on_meta
-from memscale.offload.safetensors_files import StoredTensor, find_files, tensors_in
 from memscale.tiers.store import DiskStore
 
-__all__ = ["LoadedKeys", "fill_pending", "has_pending", "load_safetensors", "pending_is_done"]
+__all__ = [
+    "LoadedKeys",
+    "forget_pending",
+    "is_on_meta",
+    "load_safetensors",
+    "pending_tensors",
+    "tie_on_meta",
+]
 
-_PENDING = (
-    "_memscale_weights"  # where a model on the meta device has the files that its weights will come from
-)
-_SHOWN = 8
+_PENDING = "_memscale_weights"  # the files that the weights of a model on the meta device will be read from
+_LONGEST_LIST = 8  # names in an error message
 
 
 class LoadedKeys(NamedTuple):
@@ -39,10 +44,10 @@ class LoadedKeys(NamedTuple):
 def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> LoadedKeys:
     """Load a model's weights from safetensors files, one tensor at a time.
 
-    Before ``wrap`` and after it. Tensors of a wrapped model are written where they are at home, on disk too. Those of
-    a model on the meta device stay there: they are read when ``wrap`` attaches its plan, each straight to its home, so
-    that the model is never in memory as a whole. Values are converted to the type that the parameter has. What no
-    file has, if ``strict`` allows that, is initialised as the model does it itself.
+    Works before ``wrap`` and after it. Tensors of a wrapped model are written where they are, on disk too. Those of
+    a model on the meta device stay there: they are read when ``wrap`` attaches its plan, each directly to its tier,
+    so that the whole model is never in memory. Values are converted to the parameter's type. What no file has, if
+    ``strict`` allows that, is initialised by the model's own modules.
 
     Args:
         model: The model.
@@ -51,8 +56,8 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
         strict: Raise if anything is missing or unexpected. A tied weight has to be there once.
 
     Raises:
-        WeightsError: A file is not there or not a safetensors file, a shape does not match, or, if ``strict``, keys do
-            not. The model is as it was.
+        WeightsError: A file is not there or not a safetensors file, a shape does not match, keys do not match (if
+            ``strict``), or the ``safetensors`` package is not installed. The model is as it was.
         WrapTypeError: `model` is not a module.
 
     Example:
@@ -71,14 +76,14 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     """
     if not isinstance(model, nn.Module):
         raise WrapTypeError(f"memscale.load_safetensors takes an nn.Module, got {shown(model, 60)}.")
-    stored = tensors_in(find_files(path))
+    stored = _tensors_in(_find_files(path))
     tie_on_meta(model)
     tensors = _named_tensors(model)
     keys = _matching_keys(model, tensors, stored)
     found = {name: stored[key] for name, key in keys.items() if key in stored}
     result = _differences(model, tensors, found, set(stored) - set(keys.values()))
     _check(model, tensors, found, result, strict=strict)
-    later = Pending({name: each for name, each in found.items() if is_on_meta(tensors[name])})
+    pending = {name: each for name, each in found.items() if is_on_meta(tensors[name])}
     store = _store_of(model)
     written: set[int] = set()
     for name, source in found.items():
@@ -90,58 +95,168 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
             tensor.copy_(source.read())
         if store is not None:
             store.rest(tensor)
-    if later.tensors:
-        vars(model)[_PENDING] = later
+    if pending:
+        vars(model)[_PENDING] = pending
     return result
 
 
-@dataclass(frozen=True)
-class Pending:
-    """What a model on the meta device will be given: tensors of files, by their names in the model."""
-
-    tensors: Mapping[str, StoredTensor]
-
-
-def fill_pending(model: nn.Module, made: Materialised, settle: Callable[[nn.Parameter], None]) -> None:
-    """Read what :func:`load_safetensors` has noted for tensors that are on the meta device, and settle each at once.
-
-    Raises:
-        WeightsError: A file can't be read any more.
-    """
-    pending = vars(model).get(_PENDING)
-    if not isinstance(pending, Pending):
-        return
+def pending_tensors(model: nn.Module) -> Iterator[tuple[torch.Tensor, StoredTensor]]:
+    """Yield the tensors on the meta device that :func:`load_safetensors` has files for."""
+    pending: Mapping[str, StoredTensor] = vars(model).get(_PENDING, {})
+    seen: set[int] = set()
     for name, tensor in _named_tensors(model).items():
-        source = pending.tensors.get(name)
-        if source is None or not is_on_meta(tensor) or not is_on_meta(_tensor_of(model, name)):
-            continue  # a tied one is filled under its first name
-        given = made.give(tensor, _read_as(tensor, source), stored=True)
-        if isinstance(given, nn.Parameter):
-            settle(given)
+        source = pending.get(name)
+        if source is not None and is_on_meta(tensor) and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield tensor, source
 
 
-def has_pending(model: nn.Module) -> bool:
-    """Whether weights for a model on the meta device are to come from files."""
-    return isinstance(vars(model).get(_PENDING), Pending)
-
-
-def pending_is_done(model: nn.Module) -> None:
-    """The model has what was noted for it."""
+def forget_pending(model: nn.Module) -> None:
+    """Forget the files: the model has its weights."""
     vars(model).pop(_PENDING, None)
 
 
-def _read_as(tensor: torch.Tensor, source: StoredTensor) -> torch.Tensor:
-    values = source.read().to(tensor.dtype)
-    if values.stride() == tensor.stride():
-        return values
-    return torch.empty_like(tensor, device=values.device, requires_grad=False).copy_(values)
-
-
 def _store_of(model: nn.Module) -> DiskStore | None:
-    from memscale.executor import executor_of  # the executor needs this module
+    from memscale.executor import executor_of  # the executor imports this module
 
     executor = executor_of(model)
     return None if executor is None else executor.homes.store
+
+
+# ---------------------------------------------------------------------- files
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a safetensors file."""
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor in memory of its own.
+
+        Raises:
+            WeightsError: The file can't be read, or ends early.
+        """
+        with _opened(self.file) as file:
+            tensor: torch.Tensor = file.get_tensor(self.key)
+            return tensor
+
+
+class _opened:
+    """A safetensors file, open for a block; errors of the package become a `WeightsError`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> Any:
+        try:
+            from safetensors import safe_open
+        except ImportError as error:
+            raise WeightsError(
+                "Weights are read by the safetensors package, which is not installed: "
+                "pip install 'open-memscale[safetensors]'."
+            ) from error
+        try:
+            return safe_open(self._path, framework="pt", device="cpu")
+        except Exception as error:
+            raise _unreadable(self._path, error) from error
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, Exception):
+            raise _unreadable(self._path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> WeightsError:
+    if isinstance(error, OSError):
+        return WeightsError(f"{path} can't be read: {error.strerror or error}.")
+    return WeightsError(
+        f"{path} is not a whole safetensors file: {error}. Only safetensors files are read, never pickles."
+    )
+
+
+def _find_files(path: str | os.PathLike[str]) -> list[Path]:
+    """Return the files that a path stands for: one file, an index of several, or a directory with either."""
+    place = Path(path)
+    if place.is_dir():
+        for pattern in ("model.safetensors.index.json", "*.safetensors.index.json"):
+            indices = sorted(place.glob(pattern))
+            if len(indices) == 1:
+                return _files_of_index(indices[0])
+        files = sorted(place.glob("*.safetensors"))
+        if place / "model.safetensors" in files:
+            return [place / "model.safetensors"]
+        if files:
+            return files
+        raise WeightsError(
+            f"There is no .safetensors file in {place}. Pickled weights (.bin, .pt) are not read: convert them, for "
+            "example with model.save_pretrained(directory) of transformers."
+        )
+    if not place.exists():
+        raise WeightsError(
+            f"There is no {place}. Give a .safetensors file, an index of several, or their directory."
+        )
+    return _files_of_index(place) if place.name.endswith(".json") else [place]
+
+
+def _files_of_index(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+    except OSError as error:
+        raise WeightsError(f"{index} can't be read: {error.strerror or error}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise WeightsError(
+            f"{index} is not an index of safetensors files: those have a 'weight_map' from tensors to files."
+        ) from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise WeightsError(
+                f"{index} names the file {shown(name)}, which is not beside it. Check the index."
+            )
+        if not (index.parent / name).exists():
+            raise WeightsError(
+                f"{index} names {name}, which is not there. Download or copy all of its files."
+            )
+    return [index.parent / name for name in names]
+
+
+def _tensors_in(files: list[Path]) -> dict[str, StoredTensor]:
+    """Return the tensors of some files by their names; only headers are read."""
+    found: dict[str, StoredTensor] = {}
+    for path in files:
+        with _opened(path) as file:
+            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+        for key, shape in shapes.items():
+            if key in found:
+                raise WeightsError(
+                    f"The tensor {key!r} is in {found[key].file.name} and in {path.name}. Give the index of the "
+                    "files that belong together, or one of the files."
+                )
+            found[key] = StoredTensor(path, key, shape)
+    return found
+
+
+# ---------------------------------------------------------------------- tied tensors
+
+
+def is_on_meta(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has a shape and no values."""
+    return tensor.device.type == "meta"
+
+
+def tie_on_meta(model: nn.Module) -> None:
+    """Tie what transformers says is tied and is not yet: accelerate's ``init_empty_weights`` copies each parameter."""
+    for prefix, module in model.named_modules():
+        tied = getattr(module, "all_tied_weights_keys", None)
+        start = f"{prefix}." if prefix else ""
+        for target, source in tied.items() if isinstance(tied, dict) else ():
+            path, _, name = (start + target).rpartition(".")
+            owner, parameter = model.get_submodule(path), model.get_parameter(start + source)
+            old = owner._parameters.get(name)
+            if old is not None and old is not parameter and is_on_meta(old) and is_on_meta(parameter):
+                owner._parameters[name] = parameter
 
 
 # ---------------------------------------------------------------------- names
@@ -156,12 +271,6 @@ def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
             if tensor is not None and name not in module._non_persistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = tensor
     return found
-
-
-def _tensor_of(model: nn.Module, name: str) -> torch.Tensor | None:
-    path, _, own = name.rpartition(".")
-    module = model.get_submodule(path)
-    return module._parameters[own] if own in module._parameters else module._buffers[own]
 
 
 def _matching_keys(
@@ -232,10 +341,10 @@ def _check(
             )
     if problems:
         hint = " Give strict=False to load what matches." if strict and any(keys) else ""
-        shown_problems = " ".join(problems[:_SHOWN])
+        shown_problems = " ".join(problems[:_LONGEST_LIST])
         raise WeightsError(f"The files do not fit {type(model).__name__}. {shown_problems}{hint}")
 
 
 def _listed(keys: list[str]) -> str:
-    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return ", ".join(map(repr, keys[:_SHOWN])) + more
+    more = f" and {len(keys) - _LONGEST_LIST} more" if len(keys) > _LONGEST_LIST else ""
+    return ", ".join(map(repr, keys[:_LONGEST_LIST])) + more

@@ -1,119 +1,324 @@
-"""Models that were built on the meta device get their weights: layer by layer, straight at home.
+"""Deferred initialisation: a model built on the meta device gets memory and weights when its plan is attached.
 
 Note [Models larger than memory]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A model that is built under ``torch.device("meta")`` has shapes and no memory, so that it may be larger than all there
-is. When its plan is attached, its tensors are given memory a layer at a time: values from the safetensors files that
-the user named (``loading.py``), or else by the model's own initialisation (``own_initialisation.py``). A layer that
-has its values goes where the plan wants it, to disk, to the host, or to the device, before the next one gets memory.
-So there is at most one layer in memory beside what stays there.
+A model built under ``torch.device("meta")`` has shapes and no memory, so it may be larger than the RAM. Each of its
+tensors gets memory directly on the tier that the plan names (disk, host or device), and its values there: from the
+safetensors files that the user named (``loading.py``), or by its module's own initialisation. Modules are initialised
+one by one, children first:
 
-Values from files are read at once. A model's own initialisation, which takes longer than all else, waits until someone
-needs the values: Note [Awaited values] in ``awaited.py``. Until then its tensors have their places (``place``).
+- by ``reset_parameters()``, which every module of torch has;
+- in a model of transformers by its ``_init_weights``;
+- in a class of the user's by ``reset_parameters()``, ``init_weights()``, or ``_init_weights(module)``, which is applied
+  to all modules inside.
+
+Parameters stay the same objects (optimizers and tied modules keep them); tensors that had values keep their values. A
+tensor that no initialiser wrote to is an error and never garbage: it keeps version 0 and the marks that were written
+to its first and last element. Numbers are drawn in another order than by the constructors, so they are not those of
+the plainly built model after the same seed; the distributions are.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
-from memscale.offload.loading import fill_pending
-from memscale.offload.materialised import Materialised, has_meta_tensors, is_on_meta, tie_on_meta
-from memscale.offload.own_initialisation import MemoryOf, OwnInitialisation, Settle
+from memscale.errors import WrapError
+from memscale.offload.data import swap_keeping_hooks
+from memscale.offload.loading import is_on_meta, pending_tensors, tie_on_meta
+from memscale.units import format_bytes
 
-__all__ = ["materialise", "place", "rehearse"]
+__all__ = ["Materialised", "has_meta_tensors", "materialise"]
+
+_HF_FLAG = (
+    "_is_hf_initialized"  # transformers' own mark on tensors and modules that are not to be initialised
+)
+
+
+def has_meta_tensors(model: nn.Module) -> bool:
+    """Return whether any parameter or buffer of a model is on the meta device.
+
+    Example:
+        >>> has_meta_tensors(nn.Linear(2, 2, device="meta")), has_meta_tensors(nn.Linear(2, 2))
+        (True, False)
+    """
+    return any(is_on_meta(each) for each in (*model.parameters(), *model.buffers()))
 
 
 def materialise(
     model: nn.Module,
-    settle: Settle,
-    layers: Sequence[nn.Module] = (),
-    memory_of: MemoryOf | None = None,
+    allocate: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    fill: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
+    release: Callable[[torch.Tensor], object] = lambda tensor: None,
 ) -> Materialised:
     """Give all tensors of a model that are on the meta device memory and values.
 
     Args:
         model: The model.
-        settle: Takes each parameter to its place as soon as it has its values; until then it is in host memory. It
-            may be called more than once for one.
-        layers: Modules that are initialised as a whole before they are settled; others are settled one by one.
-        memory_of: Host memory for a tensor that the model initialises itself; its own if it is not given.
+        allocate: Return memory for a tensor on the tier it belongs to; host memory if it is not given.
+        fill: Write the values of a file to a tensor.
+        release: Called with tensors that were written to and are not needed for now.
 
     Returns:
         What was done, so that it can be undone.
 
     Raises:
-        WrapError: A tensor has no initialisation; it is named. The model is as it was.
+        WrapError: No initialiser writes to a tensor, which is named. The model is as it was.
         WeightsError: A file that the weights were to come from can't be read any more. The model is as it was.
 
     Example:
         >>> with torch.device("meta"):
-        ...     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-        >>> settled = []
-        >>> made = materialise(model, settled.append)
-        >>> len(settled), model(torch.ones(1, 4)).shape
-        (4, torch.Size([1, 1]))
+        ...     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        >>> weight = model[0].weight
+        >>> made = materialise(model)
+        >>> model(torch.ones(2, 4)).shape, model[0].weight is weight
+        (torch.Size([2, 4]), True)
+        >>> made.undo()
+        >>> weight.device.type
+        'meta'
     """
     tie_on_meta(model)
-    made = Materialised(model)
-    with _without_weak_references(model):
+    _refuse_foreign_modules(model)
+    made = Materialised(model, allocate or _on_host)
+    had_values = {id(each) for each in _tensors(model) if not is_on_meta(each)}
+    # Not under the caller's default device, which may be the meta device.
+    with _without_weak_references(model), torch.no_grad(), torch.device("cpu"):
         try:
-            fill_pending(model, made, settle)
+            for tensor, stored in pending_tensors(model):
+                target = made.give(tensor)
+                fill(target, stored.read())
+                release(target)
+                made.file_bytes += target.nbytes if isinstance(target, nn.Parameter) else 0
+                had_values.add(id(target))
             if has_meta_tensors(model):
-                OwnInitialisation(model, made, settle, layers, memory_of=memory_of).run()
+                _Initialisation(model, made, had_values, release).run()
         except BaseException:
             made.undo()
             raise
     return made
 
 
-def rehearse(model: nn.Module) -> None:
-    """Initialise a model on the meta device without memory and values.
+class Materialised:
+    """The tensors of a model that were on the meta device and have memory now.
 
-    Raises:
-        WrapError: A tensor has no initialisation; it is named. The model is as it was.
-        Exception: Whatever an initialisation raises that needs values.
+    A parameter stays the same object. A buffer is replaced, as ``Module.to`` does it, in all modules that have it.
     """
-    made, random = Materialised(model), torch.get_rng_state()
-    with _without_weak_references(model):
-        try:
-            OwnInitialisation(model, made, lambda parameter: None, device=torch.device("meta")).run()
-        finally:
-            made.undo()
-            torch.set_rng_state(random)
+
+    def __init__(self, model: nn.Module, allocate: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._model = type(model).__name__
+        self._allocate = allocate
+        self.file_bytes = 0
+        self.parameters: list[nn.Parameter] = []
+        self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and is_on_meta(buffer):
+                    self._owners.setdefault(id(buffer), []).append((module, name))
+
+    def give(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give a meta tensor memory without values; returns what the modules have now.
+
+        Raises:
+            WrapError: The tensor is of a kind that has no plain memory.
+        """
+        if isinstance(tensor, nn.Parameter):
+            if type(tensor) is not nn.Parameter:
+                raise WrapError(
+                    f"A parameter on the meta device is a {type(tensor).__name__}, which can't be given memory "
+                    "as an ordinary tensor can. Materialise it yourself before memscale.wrap."
+                )
+            _become(tensor, self._allocate(tensor))
+            self.parameters.append(tensor)
+            return tensor
+        memory = self._allocate(tensor)
+        for module, name in self._owners[id(tensor)]:
+            module._buffers[name] = memory
+            self._buffers.append((module, name, tensor))
+        return memory
+
+    def undo(self) -> None:
+        """Put everything on the meta device again."""
+        while self.parameters:
+            parameter = self.parameters.pop()
+            parameter.grad = None
+            _become(parameter, torch.empty_like(parameter, device="meta"))
+        while self._buffers:
+            module, name, tensor = self._buffers.pop()
+            module._buffers[name] = tensor
+
+    def __str__(self) -> str:
+        drawn = sum(parameter.nbytes for parameter in self.parameters) - self.file_bytes
+        sources = [f"{format_bytes(self.file_bytes)} from files"] if self.file_bytes else []
+        if drawn:
+            sources.append(f"{format_bytes(drawn)} by the initialisation of its own modules")
+        return f"{self._model} was on the meta device; its parameters were made: {' and '.join(sources) or 'none'}."
 
 
-def place(model: nn.Module, memory_of: MemoryOf) -> Materialised:
-    """Give all tensors of a model that are on the meta device memory, and no values.
+class _Initialisation:
+    """Initialises the modules of a model that have tensors on the meta device, children first.
 
     Args:
         model: The model.
-        memory_of: What a tensor gets.
-
-    Returns:
-        What was done, so that it can be undone.
-
-    Raises:
-        WrapError: A tensor is of a kind that has no plain memory. The model is as it was.
+        made: Gives tensors their memory.
+        had_values: The ids of tensors that had values before, which they keep.
+        release: Called with tensors that were written to.
     """
-    made = Materialised(model)
-    tensors = {id(each): each for each in (*model.parameters(), *model.buffers()) if is_on_meta(each)}
-    with _without_weak_references(model):
-        try:
-            for tensor in tensors.values():
-                made.give(tensor, memory_of(tensor))
-        except BaseException:
-            made.undo()
-            raise
-    return made
+
+    def __init__(
+        self,
+        model: nn.Module,
+        made: Materialised,
+        had_values: set[int],
+        release: Callable[[torch.Tensor], object],
+    ) -> None:
+        self._model = model
+        self._made = made
+        self._had_values = had_values
+        self._release = release
+        self._complete = {
+            id(each) for each in model.modules() if _tensors(each) and not has_meta_tensors(each)
+        }
+        self._visited: set[int] = set()
+        self._initialised = set(had_values)  # tensors, by their first owner: another one leaves them alone
+        self._unwritten: dict[int, tuple[torch.Tensor, int]] = {}  # by id, with the version when allocated
+
+    def run(self) -> None:
+        """Give memory and values to everything.
+
+        Raises:
+            WrapError: No initialiser writes to a tensor.
+        """
+        with _flagged(each for each in _tensors(self._model) if id(each) in self._had_values):
+            self._visit(self._model, None)
+        left = [name for name, tensor in _named_tensors(self._model) if id(tensor) in self._unwritten]
+        if left:
+            raise WrapError(_not_initialised(self._model, left))
+
+    def _visit(self, module: nn.Module, pretrained: Any) -> None:
+        if id(module) in self._visited:
+            return
+        self._visited.add(id(module))
+        pretrained = module if _is_pretrained(module) else pretrained
+        for child in module.children():
+            self._visit(child, pretrained)
+        if id(module) in self._complete:
+            return
+        own = [self._with_memory(each) for each in _tensors(module, recurse=False)]
+        if pretrained is not None:
+            self._initialise_pretrained(module, pretrained, own)
+        elif not own or any(id(each) not in self._initialised for each in own):
+            self._initialise(module, own)
+        self._initialised.update(map(id, own))
+
+    def _initialise(self, module: nn.Module, own: list[torch.Tensor]) -> None:
+        reset = _reset_of(module) or _method(module, "init_weights", 0)
+        if reset is not None:
+            with self._kept(_tensors(module), own):
+                reset()
+            self._note_writes(_tensors(module))
+        for_each = _method(module, "_init_weights", 1)
+        if for_each is not None:
+            for inner in reversed(list(module.modules())):
+                tensors = _tensors(inner, recurse=False)
+                with self._kept(tensors):
+                    for_each(inner)
+                self._note_writes(tensors)
+
+    def _initialise_pretrained(self, module: nn.Module, owner: Any, own: list[torch.Tensor]) -> None:
+        with _flagged(each for each in own if id(each) in self._initialised):
+            # accelerate's init_empty_weights marks modules on the meta device as initialised.
+            vars(module).pop(_HF_FLAG, None)
+            owner._initialize_weights(module)
+            self._note_writes(_tensors(module))
+            reset = _reset_of(module)
+            if reset is not None and any(id(each) in self._unwritten for each in own):
+                with self._kept(own, own):  # transformers leaves some as their constructor made them
+                    reset()
+                vars(module).pop(_HF_FLAG, None)
+                owner._initialize_weights(module)
+                self._note_writes(own)
+
+    def _with_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not is_on_meta(tensor):
+            return tensor
+        given = self._made.give(tensor)
+        vars(given).pop(_HF_FLAG, None)
+        if given.numel():
+            for corner in (0, -1):
+                given[(corner,) * given.dim()] = _mark(given.dtype)
+            self._unwritten[id(given)] = (given, given._version)
+        return given
+
+    def _note_writes(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            _, version = self._unwritten.get(id(tensor), (None, -1))
+            if version >= 0 and (tensor._version != version or not _has_marks(tensor)):
+                del self._unwritten[id(tensor)]
+            self._release(tensor)
+
+    @contextlib.contextmanager
+    def _kept(self, tensors: Iterable[torch.Tensor], own: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+        """Restore what had values before, and what another owner has initialised, after a block."""
+        kept = [each for each in tensors if id(each) in self._had_values]
+        kept += [each for each in own if id(each) in self._initialised - self._had_values]
+        before = [(each, each.clone()) for each in kept]
+        yield
+        for tensor, values in before:
+            tensor.copy_(values)
+
+
+def _mark(dtype: torch.dtype) -> float | int | bool:
+    if dtype is torch.bool:
+        return True
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+
+
+def _has_marks(tensor: torch.Tensor) -> bool:
+    corners = (tensor[(corner,) * tensor.dim()] for corner in (0, -1))
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return all(bool(torch.isnan(each)) for each in corners)
+    return all(each.item() == _mark(tensor.dtype) for each in corners)
+
+
+@contextlib.contextmanager
+def _flagged(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Have transformers leave tensors as they are inside the block."""
+    flagged = [each for each in tensors if _HF_FLAG not in vars(each)]
+    for tensor in flagged:
+        vars(tensor)[_HF_FLAG] = True
+    try:
+        yield
+    finally:
+        for tensor in flagged:
+            vars(tensor).pop(_HF_FLAG, None)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="cpu", requires_grad=False)
+
+
+def _become(parameter: nn.Parameter, memory: torch.Tensor) -> None:
+    new = nn.Parameter(memory, parameter.requires_grad)
+    vars(new).update(vars(parameter))  # attributes of others
+    try:
+        swap_keeping_hooks(parameter, new)
+    except RuntimeError as error:
+        raise WrapError(
+            f"A parameter of the shape {tuple(parameter.shape)} is on the meta device and can't be given memory: "
+            f"{error}. Let go of what refers to it, a graph or a weak reference, and wrap the model again."
+        ) from error
 
 
 @contextlib.contextmanager
 def _without_weak_references(model: nn.Module) -> Iterator[None]:
-    """Inside the block recurrent layers do not refer to their weights weakly: such a tensor can't be exchanged."""
+    """Drop the weak references of recurrent layers to their weights for a block: they forbid `swap_tensors`."""
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     for module in recurrent:
         module._flat_weight_refs = []
@@ -122,3 +327,73 @@ def _without_weak_references(model: nn.Module) -> Iterator[None]:
     finally:
         for module in recurrent:
             module._init_flat_weights()
+
+
+# ---------------------------------------------------------------------- what modules have
+
+
+def _tensors(module: nn.Module, *, recurse: bool = True) -> list[torch.Tensor]:
+    return [*module.parameters(recurse), *module.buffers(recurse)]
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _reset_of(module: nn.Module) -> Callable[..., object] | None:
+    return _method(module, "reset_parameters", 0) or _method(module, "_reset_parameters", 0)
+
+
+def _method(module: nn.Module, name: str, arguments: int) -> Callable[..., object] | None:
+    """Return a module's method of that name, if it can be called with so many arguments."""
+    method = getattr(module, name, None)
+    if not callable(method):
+        return None
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):  # a built-in
+        return None
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = sum(each.default is each.empty and each.kind not in several for each in parameters)
+    return method if required == arguments else None
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    """Return whether a module is a model of transformers, which need not be installed."""
+    modeling_utils = sys.modules.get("transformers.modeling_utils")
+    return modeling_utils is not None and isinstance(module, modeling_utils.PreTrainedModel)
+
+
+def _refuse_foreign_modules(model: nn.Module) -> None:
+    """Refuse tensors on the meta device that another library put there, or initialises itself."""
+    for path, module in model.named_modules():
+        for name in getattr(module, "adapter_layer_names", ()):  # of peft
+            adapter = getattr(module, name, None)
+            if isinstance(adapter, nn.Module) and has_meta_tensors(adapter):
+                raise WrapError(
+                    f"{path}.{name} is an adapter on the meta device, and its initialisation is peft's own. Add "
+                    "adapters to the wrapped model instead, or give it adapters that have values."
+                )
+        offloaded = getattr(getattr(module, "_hf_hook", None), "offload", False)
+        if offloaded and any(is_on_meta(each) for each in _tensors(module, recurse=False)):
+            raise WrapError(
+                f"{path} is on the meta device because accelerate has offloaded it, and brings it itself when "
+                "the model is called. Build the model on the meta device instead (with torch.device('meta'): "
+                "...from_config(config)), give it its files by memscale.load_safetensors(model, directory), "
+                "and wrap it then."
+            )
+
+
+def _not_initialised(model: nn.Module, names: list[str]) -> str:
+    path, _, name = names[0].rpartition(".")
+    module = model.get_submodule(path)
+    kind = "parameter" if name in module._parameters else "buffer"
+    others = f" ({len(names)} such tensors in all)" if len(names) > 1 else ""
+    where = f"the {type(module).__name__} {path!r}" if path else f"the {type(module).__name__} itself"
+    return (
+        f"The {kind} {names[0]!r} is on the meta device, and {where} has no initialisation that could be repeated: no "
+        f"reset_parameters() that sets it{others}. Give the class one; or give the model its weights with "
+        f"memscale.load_safetensors(model, path) before memscale.wrap; or set this tensor yourself before that, for "
+        f"example with model.get_submodule({path!r}).to_empty(device='cpu', recurse=False) and your own values. The "
+        "model is as it was."
+    )

@@ -11,9 +11,9 @@ from torch import nn
 from memscale.config import Config
 from memscale.execution_plan import LayerPlan, Plan
 from memscale.observe.counters import Meter
-from memscale.offload.homes import Homes
 
 if TYPE_CHECKING:
+    from memscale.offload.homes import Homes
     from memscale.techniques.undo_log import Record
 
 __all__ = ["Scene", "Site", "Technique", "WholeTechnique"]

@@ -140,14 +140,6 @@ class MappedArena:
             dense = values.detach().resolve_conj().resolve_neg().to(_CPU, tensor.dtype).contiguous()
             write_from(self.space.fd, dense, self._find(tensor).file_offset)
 
-    def offset_of(self, tensor: torch.Tensor) -> int:
-        """Where in the file a whole tensor of this arena is.
-
-        Raises:
-            TierError: It is not a tensor of this arena.
-        """
-        return self._find(tensor).file_offset
-
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is in this arena's file."""
         return (

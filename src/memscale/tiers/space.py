@@ -143,18 +143,6 @@ class DiskSpace:
                     # Not at exit: a thread that still writes would write to whatever gets the number next.
                     self._close_file.atexit = False
 
-    def open_direct(self) -> int:
-        """Another descriptor of the file, to write to the disk past the page cache; whoever asks for it closes it.
-
-        Raises:
-            OSError: The system, or the file system, has no such way.
-            TierError: As :meth:`open`.
-        """
-        if not hasattr(os, "O_DIRECT"):
-            raise OSError(errno.ENOTSUP, "this system has no direct I/O")
-        # The file has no name any more: see Note [Nothing left behind].
-        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-
     def allocate(self, nbytes: int, *, counted_only: bool = False) -> Extent:
         """Room for so many bytes.
 

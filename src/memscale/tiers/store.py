@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from memscale.errors import TierError
 from memscale.memory.elsewhere import is_elsewhere
-from memscale.offload.early import EarlyCopies
 from memscale.tiers.disk import DiskTier
 from memscale.tiers.engine import Engine
 from memscale.tiers.layout import is_fake
@@ -21,9 +17,6 @@ from memscale.tiers.space import DiskSpace
 
 __all__ = ["DiskStore"]
 
-logger = logging.getLogger("memscale")
-
-EARLY_FROM = 2**30  # bytes; fewer are copied in the time it takes to begin
 _ORDINARY = (torch.Tensor, nn.Parameter)
 
 
@@ -51,7 +44,6 @@ class DiskStore:
         self._capacity = capacity
         self._space: DiskSpace | None = None
         self._arena: MappedArena | None = None
-        self._early: EarlyCopies | None = None
 
     @property
     def arena(self) -> MappedArena:
@@ -76,31 +68,7 @@ class DiskStore:
             TierFullError: The cap would be exceeded, or the disk is full.
             TierError: The directory can't be used.
         """
-        return _in_the_same_order(tensor, lambda dense: self._taken(tensor, dense))
-
-    def copy_early(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Begin with copies that :meth:`copy_of` will be asked for, in the background. See Note [Early copies].
-
-        If there is no room for them, that is said when they are asked for.
-        """
-        tensors = list(tensors)
-        if sum(tensor.nbytes for tensor in tensors) < EARLY_FROM:
-            return
-        try:
-            early = self._early = EarlyCopies(self.arena)
-            for tensor in tensors:
-                _in_the_same_order(tensor, functools.partial(early.add, tensor))
-            early.start()
-        except (OSError, TierError) as error:
-            logger.debug("No copies are made early: %s", error)
-            self.end_early()
-
-    def end_early(self) -> None:
-        """Stop that, and give back the room of copies that nobody has asked for."""
-        if self._early is not None:
-            self._early.end()
-            self._early = None
-            self._opened().trim()
+        return _in_the_same_order(tensor, self.arena.copy_of)
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """As :meth:`copy_of`, without the values; it may be on the meta device.
@@ -143,17 +111,12 @@ class DiskStore:
 
     def close(self) -> None:
         """Give the disk back. What someone still has, a mapped tensor or a graph, keeps its values and its room."""
-        self.end_early()
         if self._space is not None:
             if self._space.bytes_used:
                 self._space.retire()
             else:
                 self._space.close()
         self._space = self._arena = None
-
-    def _taken(self, tensor: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-        early = None if self._early is None else self._early.take(tensor)
-        return self.arena.copy_of(dense) if early is None else early
 
     def _opened(self) -> DiskSpace:
         if self._space is None:

@@ -1,13 +1,12 @@
-"""Computing in tiles, so that the largest tensors never exist whole.
+"""Compute in tiles, so that the largest tensors of a step never exist whole.
 
-`LazyLogits` stand in for the output of a head until a loss asks for it, and that loss is computed some tokens at
-a time; `run_in_tiles` calls a position-wise layer some positions at a time. Which head, which layers and how many
-rows a tile has is for the plan to say.
+`lazy_logits` stand in for the output of a head until a loss asks for it, and that loss is computed some tokens at a
+time; `run_in_tiles` calls a position-wise layer some positions at a time. The plan says which head, which layers and
+how many rows a tile has.
 """
 
 from __future__ import annotations
 
-from memscale.tiling import follow, losses, steps  # these say what lazy logits can do  # noqa: F401
 from memscale.tiling.head import Head
 from memscale.tiling.lazy import LazyLogits, lazy_logits
 from memscale.tiling.positions import run_in_tiles

@@ -1,132 +1,135 @@
-"""Logits that are not there until somebody asks for them.
+"""Logits that are computed only when somebody asks for them, and otherwise tile by tile inside of the loss.
 
 Note [Lazy logits]
 ~~~~~~~~~~~~~~~~~~
 A tiled head returns a tensor of the logits' shape, type and device that has no data: it knows the hidden states and
-the head, and so could be computed at any time. Models do little with logits on their way to the loss: they cut off
-the last token, make them float, flatten them. `memscale.tiling.follow` does all that to the hidden states instead;
-and a loss that is known there (`memscale.tiling.losses`) is computed tile by tile from the hidden states.
+the head, and so can be computed at any time. Models do little with logits on their way to the loss. What is in the
+table `_SUPPORTED` keeps them lazy: cutting, flattening and permuting tokens is done to the hidden states instead, and
+operations on each token (another type, scaling, softmax) are recorded and run on each tile. A loss in the table is
+computed tile by tile from the hidden states.
 
-*Whoever asks gets them.* Any operation that is not known gets the true logits, computed once, as the plain head
-would have, with their history: to print, compare or index them, to change them in place, to send them elsewhere.
-From then on everything that belongs to these logits is plain. What was derived from them before (a flat view, a
-copy in float) is derived again from the true ones. Before a change in place all of that is made first, as views see
-such a change and copies do not.
+*Any other operation* gets the true logits, computed once, as the plain head would have, with their history. From then
+on everything that was derived from these logits is plain: a flat view or a copy in float that was taken before is
+derived again from the true ones. Before a change in place all of that is computed first, as views see such a change and
+copies do not.
 
-*Below Python.* An autograd function that is written for logits takes them without asking. So lazy logits have a
+*Below Python.* A custom `autograd.Function` takes tensors without asking `__torch_function__`. So lazy logits have a
 history of their own, and a gradient that arrives there goes on to the hidden states and the head.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch import Tensor, nn
 
-from memscale._torch import make_wrapper_subclass
+from memscale._torch import (
+    disable_current_modes,
+    make_wrapper_subclass,
+    tree_leaves,
+    tree_map,
+    without_torch_function,
+)
 from memscale.checkpointing.inputs import version_of
 from memscale.errors import RecomputeError
-from memscale.tiling.first_order import first_order_only
-from memscale.tiling.head import Head, Step
-from memscale.tiling.lazy_tensor import Function, LazyTensor
+from memscale.tiling.head import Head, LogitsStep, Reduction, TiledHead, compute_tiled
+from memscale.tiling.tiles import first_order_only, without_saved_tensor_hooks
 
-__all__ = ["LazyLogits", "Recipe", "lazy_logits"]
+__all__ = ["LazyLogits", "lazy_logits"]
 
+Function = Callable[..., Any]
+HandlerT = TypeVar("HandlerT", bound=Function)
+F = nn.functional
 
-@dataclass(frozen=True)
-class Recipe:
-    """How lazy logits are computed.
+_SUPPORTED: dict[Function, tuple[Function, inspect.Signature]] = {}
+"""From functions of torch to what is called instead; see `_supports`."""
 
-    Attributes:
-        head: The linear map.
-        steps: What is done to its output, token by token.
-        vocabulary_dim: Where the vocabulary is among the dimensions.
-    """
-
-    head: Head
-    steps: tuple[Step, ...] = ()
-    vocabulary_dim: int = -1
-
-    def cook(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        values = self.head.linear(hidden, weight, bias)
-        for step in self.steps:
-            values = step.run(values)
-        return values.movedim(-1, self.vocabulary_dim)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.steps[-1].dtype if self.steps else self.head.dtype
-
-
-@dataclass
-class _Family:
-    """All that was derived from one call of the head, and whether the true logits are there."""
-
-    members: list[weakref.ref[LazyLogits]] = field(default_factory=list)
-    is_whole: bool = False
+# What can be answered without data.
+_PROPERTIES = """
+    shape dtype device layout ndim requires_grad is_leaf grad_fn nbytes itemsize is_cuda is_cpu is_meta is_nested
+    is_sparse is_sparse_csr is_quantized is_mkldnn is_mps is_xla is_xpu is_vgpu output_nr _version retains_grad
+    _backward_hooks
+"""
+_METHODS = """
+    size dim ndimension numel nelement element_size stride is_contiguous is_floating_point is_complex is_inference
+    is_signed is_same_size get_device _is_view __len__ __hash__
+"""
+_METADATA: set[Function] = {
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(Tensor, name)),
+    *(getattr(owner, name) for name in _METHODS.split() for owner in (Tensor, torch) if hasattr(owner, name)),
+}
+_COMMUTATIVE = {torch.add, Tensor.add, Tensor.__add__, torch.mul, Tensor.mul, Tensor.__mul__}
 
 
 @dataclass(frozen=True)
 class _Origin:
-    """What lazy logits were derived from, and how; again with true logits, if it comes to that."""
+    """What lazy logits were derived from, and how."""
 
     parent: LazyLogits
     function: Function
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def whole(self) -> torch.Tensor:
-        result: torch.Tensor = self.function(self.parent.whole(), *self.args, **self.kwargs)
-        return result
 
+class LazyLogits(Tensor):
+    """Stands in for logits. See Note [Lazy logits]; `lazy_logits` makes one.
 
-class LazyLogits(LazyTensor):
-    """Stands in for logits. See Note [Lazy logits]; `lazy_logits` makes one."""
+    Attributes:
+        hidden: The hidden states, tokens in the order of the logits' other dimensions.
+        tiled: The head and the operations on its output.
+    """
 
-    followed: ClassVar[dict[Function, tuple[Function, inspect.Signature]]] = {}
+    is_computed_later: ClassVar[bool] = True  # for code that looks at tensors, and must not ask for this one
 
-    hidden: torch.Tensor
-    recipe: Recipe
-    _version_of_hidden: int
-    _family: _Family
+    hidden: Tensor
+    tiled: TiledHead
+    _hidden_version: int
     _origin: _Origin | None
+    _derived: list[weakref.ref[LazyLogits]]  # of the head's own output: all that comes from it
+    _true: Tensor | None
+
+    @property
+    def root(self) -> LazyLogits:
+        """The logits as the head returned them."""
+        return self if self._origin is None else self._origin.parent.root
 
     @property
     def is_whole(self) -> bool:
         """Whether the true logits have been asked for."""
-        return self._family.is_whole
+        return self.root._true is not None
 
-    def compute(self) -> torch.Tensor:
-        self._family.is_whole = True
-        if self._origin is not None:
-            return self._origin.whole()
-        self.check()
-        return self.recipe.head.whole(self.hidden)
-
-    def before_a_change(self) -> None:
-        for reference in self._family.members:
-            member = reference()
-            if member is not None:
-                member.whole()
+    def whole(self) -> Tensor:
+        """Return the true logits, with their history."""
+        if self._true is None:
+            # They may be needed with their history later, whoever asks for them first.
+            with torch.inference_mode(False), torch.enable_grad():
+                if self._origin is None:
+                    self.check()
+                    self._true = self.tiled.head.logits(self.hidden)
+                else:
+                    origin = self._origin
+                    self._true = origin.function(origin.parent.whole(), *origin.args, **origin.kwargs)
+        return self._true
 
     def check(self) -> None:
-        """To be called before the hidden states are read.
-
-        Raises:
-            RecomputeError: They, or the head, have changed since the model was called.
-        """
-        self.recipe.head.check()
-        if version_of(self.hidden) != self._version_of_hidden:
+        """Raise a `RecomputeError` if the hidden states or the head have changed since the model was called."""
+        self.tiled.head.check()
+        if version_of(self.hidden) != self._hidden_version:
             raise RecomputeError(
                 f"The input of a tiled head (shape {tuple(self.hidden.shape)}) was changed in place before its logits "
                 "were used. Use the out-of-place form of that operation (x = x + y, not x += y), or switch tiling off "
                 "(enable_tiling=False)."
             )
+
+    @property
+    def vocabulary_is_last(self) -> bool:
+        return self.tiled.vocabulary_dim % self.dim() == self.dim() - 1
 
     def derive(
         self,
@@ -134,28 +137,62 @@ class LazyLogits(LazyTensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
         *,
-        hidden: torch.Tensor | None = None,
-        recipe: Recipe | None = None,
+        hidden: Tensor | None = None,
+        tiled: TiledHead | None = None,
     ) -> LazyLogits:
-        """What `function(logits, *args, **kwargs)` gives, as lazy as these."""
+        """Return what `function(logits, *args, **kwargs)` gives, as lazy as these."""
         self.check()
         origin = _Origin(self, function, tuple(args), kwargs or {})
-        return _make(self.hidden if hidden is None else hidden, recipe or self.recipe, self._family, origin)
+        derived = _make(self.hidden if hidden is None else hidden, tiled or self.tiled, origin)
+        self.root._derived.append(weakref.ref(derived))
+        return derived
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Function, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _COMMUTATIVE and len(args) == 2 and not isinstance(args[0], LazyLogits):
+            args = (args[1], args[0])
+        first = args[0] if args else None
+        if isinstance(first, LazyLogits) and not first.is_whole:
+            if func in _METADATA:
+                with without_torch_function():
+                    return func(*args, **kwargs)
+            handler, signature = _SUPPORTED.get(func, (None, None))
+            if handler is not None and signature is not None and _binds(signature, func, args, kwargs):
+                result = handler(func, *args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+        if _changes_in_place(func, kwargs):
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, LazyLogits):
+                    _compute_family(leaf)
+        args, kwargs = tree_map(_true_tensor, (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it on the instance
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        with without_torch_function():
+            args, kwargs = tree_map(_true_values, (tuple(args), kwargs or {}))
+        return func(*args, **kwargs)
 
     # For those who look through wrappers, such as memory trackers: what is really there.
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["hidden"], self.recipe
+        return ["hidden"], self.tiled
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], recipe: Recipe, size: Any, stride: Any
+        inner: dict[str, Tensor], tiled: TiledHead, size: Any, stride: Any
     ) -> LazyLogits:
-        return lazy_logits(inner["hidden"], recipe.head)
+        return lazy_logits(inner["hidden"], tiled.head)
 
 
-def lazy_logits(hidden: torch.Tensor, head: Head) -> LazyLogits:
-    """What the head would make of the hidden states, without making it.
+def lazy_logits(hidden: Tensor, head: Head) -> LazyLogits:
+    """Return what the head would make of the hidden states, without computing it.
 
     Example:
         >>> head = Head(torch.ones(5, 2), None, torch.float32, rows=4)
@@ -165,55 +202,369 @@ def lazy_logits(hidden: torch.Tensor, head: Head) -> LazyLogits:
         >>> logits.tolist()[0], logits.is_whole
         ([2.0, 2.0, 2.0, 2.0, 2.0], True)
     """
-    return _make(hidden, Recipe(head), _Family(), None)
+    return _make(hidden, TiledHead(head), None)
 
 
-def _make(hidden: torch.Tensor, recipe: Recipe, family: _Family, origin: _Origin | None) -> LazyLogits:
-    # What it saves is what the lazy logits hold anyway: not for hooks that recompute or move tensors.
-    with saved_tensors_hooks(_as_it_is, _as_it_is):
-        made: LazyLogits = _Made.apply(hidden, recipe.head.weight, recipe.head.bias, recipe)  # type: ignore[no-untyped-call]
-    made.hidden = hidden
-    made.recipe = recipe
-    made._version_of_hidden = version_of(hidden)
-    made._family = family
-    made._origin = origin
+def _make(hidden: Tensor, tiled: TiledHead, origin: _Origin | None) -> LazyLogits:
+    with without_saved_tensor_hooks():  # what it saves is what the lazy logits hold anyway
+        made: LazyLogits = _History.apply(tiled, hidden, *tiled.head.parameters)  # type: ignore[no-untyped-call]
+    made.hidden, made.tiled, made._origin = hidden, tiled, origin
+    made._hidden_version = version_of(hidden)
+    made._derived = []
     made._true = None
-    family.members.append(weakref.ref(made))
     return made
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-class _Made(torch.autograd.Function):
+class _History(torch.autograd.Function):
     """The history of lazy logits, for a gradient that comes from below Python."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe
-    ) -> torch.Tensor:
+    def forward(ctx: Any, tiled: TiledHead, hidden: Tensor, *parameters: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.recipe = recipe
-        ctx.save_for_backward(hidden, weight, bias)
-        tokens = list(hidden.shape[:-1])
-        dim = recipe.vocabulary_dim % (len(tokens) + 1)
-        shape = [*tokens[:dim], recipe.head.vocabulary, *tokens[dim:]]
-        logits: torch.Tensor = make_wrapper_subclass(
-            LazyLogits, shape, dtype=recipe.dtype, device=hidden.device
-        )
+        ctx.tiled = tiled
+        ctx.save_for_backward(hidden, *parameters)
+        shape = list(hidden.shape[:-1])
+        shape.insert(tiled.vocabulary_dim % (len(shape) + 1), tiled.head.vocabulary)
+        logits: Tensor = make_wrapper_subclass(LazyLogits, shape, dtype=tiled.dtype, device=hidden.device)
         return logits
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        inputs = ctx.saved_tensors
-        with torch.enable_grad(), ctx.recipe.head.borrow([each for each in inputs[1:] if each is not None]):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, *parameters = ctx.saved_tensors
+        with torch.enable_grad(), ctx.tiled.head.borrow(parameters):
             leaves = [
-                None if tensor is None else tensor.detach().requires_grad_(wanted)
-                for tensor, wanted in zip(inputs, ctx.needs_input_grad, strict=False)
+                tensor.detach().requires_grad_(is_wanted)
+                for tensor, is_wanted in zip((hidden, *parameters), ctx.needs_input_grad[1:], strict=True)
             ]
-            values = ctx.recipe.cook(*leaves)
-            wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-            found = iter(torch.autograd.grad(values, wanted, gradient))
-        return *(next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves), None
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            found = iter(torch.autograd.grad(ctx.tiled.compute(*leaves), wanted, gradient))
+        return None, *(next(found) if leaf.requires_grad else None for leaf in leaves)
+
+
+def _true_tensor(leaf: Any) -> Any:
+    return leaf.whole() if isinstance(leaf, LazyLogits) else leaf
+
+
+def _true_values(leaf: Any) -> Any:
+    return leaf.whole().detach() if isinstance(leaf, LazyLogits) else leaf
+
+
+def _compute_family(logits: LazyLogits) -> None:
+    """Compute all that comes from the same call of the head, before one of it is changed in place."""
+    for reference in logits.root._derived:
+        derived = reference()
+        if derived is not None:
+            derived.whole()
+    logits.whole()
+
+
+def _changes_in_place(function: Function, kwargs: dict[str, Any]) -> bool:
+    name = getattr(function, "__name__", "")
+    if name.startswith("__"):
+        return name.startswith("__i") or name in ("__setitem__", "__set__", "__setstate__")
+    return name.endswith("_") or kwargs.get("out") is not None
+
+
+def _binds(
+    signature: inspect.Signature, function: Function, args: Sequence[Any], kwargs: dict[str, Any]
+) -> bool:
+    try:
+        signature.bind(function, *args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+# The table of supported operations -------------------------------------------------------------------
+
+
+def _supports(*functions: Function) -> Callable[[HandlerT], HandlerT]:
+    """Register a handler for functions of torch that have lazy logits as their first argument.
+
+    The handler gets the function and its arguments. If it does not accept them, or returns `NotImplemented`, the
+    function gets the true logits; so it is with what is an error, which torch explains best.
+    """
+
+    def register(handler: HandlerT) -> HandlerT:
+        _SUPPORTED.update(dict.fromkeys(functions, (handler, inspect.signature(handler))))
+        return handler
+
+    return register
+
+
+# Tokens: done to the hidden states, whose last dimension stands for the vocabulary.
+
+
+@_supports(Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten)
+def _reshape(function: Function, logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    if logits.numel() == 0 or not logits.vocabulary_is_last:
+        return NotImplemented
+    try:
+        with disable_current_modes():
+            example = function(torch.empty(logits.shape, dtype=logits.dtype, device="meta"), *args, **kwargs)
+    except RuntimeError:
+        return NotImplemented
+    if example.dtype is not logits.dtype or example.shape[-1:] != logits.shape[-1:]:
+        return NotImplemented
+    hidden = logits.hidden.reshape(*example.shape[:-1], logits.hidden.shape[-1])
+    return logits.derive(Tensor.reshape, (example.shape,), hidden=hidden)
+
+
+@_supports(Tensor.contiguous, Tensor.clone, torch.clone)
+def _clone(function: Function, logits: LazyLogits, *, memory_format: Any = torch.preserve_format) -> Any:
+    if memory_format not in (torch.preserve_format, torch.contiguous_format):
+        return NotImplemented
+    return logits.derive(Tensor.clone)
+
+
+@_supports(Tensor.__getitem__)
+def _index(function: Function, logits: LazyLogits, index: Any) -> Any:
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if not logits.vocabulary_is_last or parts[-1] is None or not all(map(_is_index, parts)):
+        return NotImplemented
+    indexed = sum(map(_dimensions_indexed, parts))
+    if any(part is Ellipsis for part in parts):
+        reaches_vocabulary = _dimensions_indexed(parts[-1]) > 0
+    else:
+        reaches_vocabulary = indexed >= logits.dim()
+    takes_all = isinstance(parts[-1], slice) and parts[-1] == slice(None)
+    if indexed > logits.dim() or (reaches_vocabulary and not takes_all):
+        return NotImplemented
+    return logits.derive(function, (index,), hidden=logits.hidden[index])
+
+
+def _is_index(part: Any) -> bool:
+    if isinstance(part, Tensor):
+        return part.dtype in (torch.bool, torch.int64)
+    if isinstance(part, bool):
+        return False
+    return part is None or part is Ellipsis or isinstance(part, (int, slice))
+
+
+def _dimensions_indexed(part: Any) -> int:
+    if part is None or part is Ellipsis:
+        return 0
+    return part.dim() if isinstance(part, Tensor) and part.dtype is torch.bool else 1
+
+
+@_supports(Tensor.transpose, torch.transpose, Tensor.permute, torch.permute, Tensor.mT.__get__)  # type: ignore[attr-defined]
+def _permute(function: Function, logits: LazyLogits, *args: Any) -> Any:
+    dims = args[0] if args and isinstance(args[0], Sequence) else args
+    order = list(range(logits.dim()))
+    if function == Tensor.mT.__get__:  # type: ignore[attr-defined]
+        dims = (-2, -1)
+    if not all(isinstance(dim, int) and -logits.dim() <= dim < logits.dim() for dim in dims):
+        return NotImplemented
+    if function in (Tensor.permute, torch.permute):
+        order = [dim % logits.dim() for dim in dims]
+    elif len(dims) == 2:
+        order[dims[0]], order[dims[1]] = order[dims[1]], order[dims[0]]
+    if len(dims) < 2 or sorted(order) != list(range(logits.dim())):
+        return NotImplemented
+    vocabulary = logits.tiled.vocabulary_dim % logits.dim()
+    # The hidden states lack the vocabulary's dimension in its place.
+    tokens = [dim - (dim > vocabulary) for dim in order if dim != vocabulary]
+    tiled = replace(logits.tiled, vocabulary_dim=order.index(vocabulary))
+    return logits.derive(Tensor.permute, (order,), hidden=logits.hidden.permute(*tokens, -1), tiled=tiled)
+
+
+# Operations on each token: recorded, and run on each tile.
+
+
+def _with_step(logits: LazyLogits, step: LogitsStep, args: Sequence[Any] | None = None) -> LazyLogits:
+    """Return lazy logits with one step more; `args` are those of the call, if the step has others."""
+    tiled = replace(logits.tiled, steps=(*logits.tiled.steps, step))
+    return logits.derive(step.function, step.args if args is None else args, step.kwargs, tiled=tiled)
+
+
+def _example(logits: LazyLogits) -> Tensor:
+    """Return a row of logits to learn from which type an operation gives."""
+    return torch.empty(1, logits.tiled.head.vocabulary, dtype=logits.dtype, device=logits.device)
+
+
+@_supports(
+    *(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
+    *(Tensor.to, Tensor.type, Tensor.type_as),
+)
+def _convert(function: Function, logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.keys() - {"device", "dtype", "non_blocking"} or len(args) > 3:
+        return NotImplemented
+    example = function(torch.empty(1, dtype=logits.dtype, device=logits.device), *args, **kwargs)
+    if not isinstance(example, Tensor) or example.device != logits.device:
+        return NotImplemented  # as `type()`, which gives a name
+    if example.dtype is logits.dtype:
+        return logits
+    if not example.is_floating_point():
+        return NotImplemented
+    return _with_step(logits, LogitsStep(Tensor.to, (example.dtype,), {}, example.dtype))
+
+
+@_supports(
+    *(torch.neg, Tensor.neg, Tensor.__neg__, torch.tanh, Tensor.tanh),
+    *(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, Tensor.div, Tensor.__truediv__),
+    *(torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, torch.sub, Tensor.sub, Tensor.__sub__),
+)
+def _elementwise(function: Function, logits: LazyLogits, *operands: Any) -> Any:
+    """Record an operation without operands, with a number, or with one constant for each word."""
+    if not all(type(each) in (int, float) or _is_constant(logits, each) for each in operands):
+        return NotImplemented
+    flat = tuple(each.reshape(-1) if isinstance(each, Tensor) and each.dim() else each for each in operands)
+    dtype = function(_example(logits), *flat).dtype
+    return _with_step(logits, LogitsStep(function, flat, {}, dtype), operands)
+
+
+def _is_constant(logits: LazyLogits, operand: Any) -> bool:
+    if not isinstance(operand, Tensor) or isinstance(operand, LazyLogits) or operand.requires_grad:
+        return False
+    if operand.is_complex() or operand.dim() > logits.dim():
+        return False
+    if operand.dim() == 0:
+        return operand.device in (logits.device, torch.device("cpu"))
+    is_row = operand.numel() == operand.shape[-1] == logits.tiled.head.vocabulary
+    return is_row and logits.vocabulary_is_last and operand.device == logits.device
+
+
+@_supports(
+    *(torch.log_softmax, Tensor.log_softmax, F.log_softmax),
+    *(torch.softmax, Tensor.softmax, F.softmax),
+)
+def _softmax(
+    function: Function, logits: LazyLogits, dim: Any = None, *, _stacklevel: int = 3, dtype: Any = None
+) -> Any:
+    if not _is_over_vocabulary(logits, dim):
+        return NotImplemented
+    # Under autocast it computes in another type than that of the logits.
+    dtype = dtype or function(_example(logits), -1).dtype
+    return _with_step(logits, LogitsStep(function, (-1,), {"dtype": dtype}, dtype))
+
+
+def _is_over_vocabulary(logits: LazyLogits, dim: Any) -> bool:
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        (dim,) = dim
+    is_last = isinstance(dim, int) and dim in (-1, logits.dim() - 1)
+    return is_last and logits.vocabulary_is_last and logits.numel() > 0
+
+
+# Results for each token, and losses: computed tile by tile.
+
+
+def _reduced(
+    logits: LazyLogits,
+    of_tile: Callable[[Tensor, slice], Tensor],
+    *,
+    is_total: bool = False,
+    divisor: Tensor | None = None,
+) -> Tensor:
+    logits.check()
+    flat = logits.hidden.reshape(-1, logits.hidden.shape[-1])
+    return compute_tiled(logits.tiled, flat, Reduction(of_tile, is_total, divisor))
+
+
+@_supports(
+    *(torch.logsumexp, Tensor.logsumexp, torch.argmax, Tensor.argmax),
+    *(torch.sum, Tensor.sum, torch.mean, Tensor.mean),
+)
+def _reduce(
+    function: Function, logits: LazyLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    options = {} if dtype is None else {"dtype": dtype}
+    if dim is None and not keepdim and function in (torch.sum, Tensor.sum, torch.mean, Tensor.mean):
+        total = _reduced(logits, lambda values, _: values.sum(**options), is_total=True)
+        return total / logits.numel() if function in (torch.mean, Tensor.mean) else total
+    if not _is_over_vocabulary(logits, dim):
+        return NotImplemented
+    with torch.set_grad_enabled(torch.is_grad_enabled() and function not in (torch.argmax, Tensor.argmax)):
+        rows = _reduced(logits, lambda values, _: function(values, -1, **options))
+    return rows.reshape(*logits.shape[:-1], 1) if keepdim else rows.reshape(logits.shape[:-1])
+
+
+@_supports(torch.gather, Tensor.gather)
+def _gather(function: Function, logits: LazyLogits, dim: Any, index: Any) -> Any:
+    if not _is_over_vocabulary(logits, dim) or not isinstance(index, Tensor) or index.device != logits.device:
+        return NotImplemented
+    if index.shape[:-1] != logits.shape[:-1]:
+        return NotImplemented
+    flat = index.reshape(-1, index.shape[-1])
+    return _reduced(logits, lambda values, tile: values.gather(-1, flat[tile])).reshape(index.shape)
+
+
+@_supports(F.cross_entropy)
+def _cross_entropy(
+    function: Function,
+    logits: LazyLogits,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: None = None,
+    ignore_index: int = -100,
+    reduce: None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    if size_average is not None or reduce is not None:
+        return NotImplemented  # deprecated names, which torch translates
+    options = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    return _loss(function, logits, target, reduction, options)
+
+
+@_supports(F.nll_loss)
+def _nll_loss(
+    function: Function,
+    logits: LazyLogits,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: None = None,
+    ignore_index: int = -100,
+    reduce: None = None,
+    reduction: str = "mean",
+) -> Any:
+    if size_average is not None or reduce is not None or target.is_floating_point():
+        return NotImplemented
+    options = {"weight": weight, "ignore_index": ignore_index}
+    return _loss(function, logits, target, reduction, options)
+
+
+def _loss(
+    function: Function, logits: LazyLogits, target: Any, reduction: str, options: dict[str, Any]
+) -> Any:
+    if not _can_be_tiled(logits, target, options["weight"]) or reduction not in ("mean", "sum", "none"):
+        return NotImplemented
+    has_probabilities = target.is_floating_point()
+    rows = target if has_probabilities else target.reshape(-1)
+
+    def of_tile(values: Tensor, tile: slice) -> Tensor:
+        kind = "none" if reduction == "none" else "sum"
+        loss: Tensor = function(values, rows[tile], reduction=kind, **options)
+        return loss
+
+    if reduction == "none":
+        return _reduced(logits, of_tile).reshape(target.shape[:-1] if has_probabilities else target.shape)
+    divisor = None
+    if reduction == "mean":
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        if has_probabilities:
+            divisor = torch.full((), math.prod(target.shape[:-1]), dtype=dtype, device=logits.device)
+        else:
+            divisor = _token_count(rows, options["weight"], options["ignore_index"], dtype)
+    return _reduced(logits, of_tile, is_total=True, divisor=divisor)
+
+
+def _can_be_tiled(logits: LazyLogits, target: Any, weight: Tensor | None) -> bool:
+    if not isinstance(target, Tensor) or isinstance(target, LazyLogits):
+        return False
+    constants = [target] if weight is None else [target, weight]
+    if any(each.requires_grad or each.device != logits.device for each in constants):
+        return False
+    if logits.numel() == 0 or logits.dim() < 2 or logits.tiled.vocabulary_dim % logits.dim() != 1:
+        return False
+    if target.is_floating_point():  # probabilities
+        return logits.dim() == 2 and target.shape == logits.shape
+    return target.shape == logits.hidden.shape[:-1]
+
+
+def _token_count(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """Return what torch divides a mean by: the tokens that are not ignored, each with the weight of its class."""
+    is_counted = target != ignore_index
+    if weight is None:
+        return is_counted.sum().to(dtype)
+    return torch.where(is_counted, weight[torch.where(is_counted, target, 0)], 0).sum().to(dtype)

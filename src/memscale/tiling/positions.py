@@ -1,20 +1,20 @@
-"""A position-wise layer, called some positions at a time and recomputed tile by tile in backward.
+"""A position-wise layer, run some positions at a time and recomputed tile by tile in backward.
 
 Note [Tiles of positions]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-Forward calls the layer for one tile after the other, without a graph, and keeps the layer's input alone. Backward
-calls it again, tile by tile, each with a small graph that is used at once. So neither the wide tensors inside the
+Forward runs the layer on one tile after the other, without a graph, and keeps the layer's input alone. Backward
+runs it again, tile by tile, each with a small graph that is used at once. So neither the wide tensors inside the
 layer nor what would be saved of them exist for more than one tile at a time, in either direction.
 
-*Exact.* The tiles are recomputed in the order of forward from the random state of forward, so that dropout draws the
-same masks; they are other masks than the whole layer would have drawn, of the same distribution.
+*Exactness.* The tiles are recomputed in the order of forward from the random state of forward, so that dropout draws
+the same masks; they are other masks than the whole layer would have drawn, of the same distribution.
 
-*Inside a recomputed block.* The input is handed to the hooks around before the layer runs. If those are of a region
-(Note [Regions]) that has nothing else to fill, its recomputation stops there: the layer is computed twice in all,
-once in forward and once for backward, as if its block were recomputed without tiles.
+*Inside a recomputed block.* The input goes through the surrounding saved-tensor hooks before the layer runs. If those
+belong to a region (Note [Regions]) that has nothing else to fill, its recomputation stops there: the layer is computed
+twice in all, once in forward and once for backward, as if its block were recomputed without tiles.
 
-*Parameters* are those that the modules have in forward. Inside an offloaded block these are copies on the device, in
-place of which the parameters behind them are held: they are fetched again in backward, once for all tiles.
+*Parameters* are those that the modules have in forward. Inside an offloaded block these are copies on the device;
+backward uses the parameters behind them, which are copied to the device again, once for all tiles.
 """
 
 from __future__ import annotations
@@ -26,20 +26,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from memscale._torch import (
-    backward_keeps_graph,
-    graph_task_id,
-    hooks_are_allowed,
-    surrounding_hooks,
-)
+from memscale._torch import backward_keeps_graph, graph_task_id, hooks_are_allowed, surrounding_hooks
 from memscale._util.trees import Tree
 from memscale.checkpointing.chain import no_links
 from memscale.checkpointing.conditions import Conditions, ModuleFlags, submodules
 from memscale.checkpointing.inputs import Inputs
-from memscale.tiling.first_order import first_order_only
-from memscale.tiling.ranges import tiles_of
+from memscale.tiling.tiles import first_order_only, sum_dtype, tiles_of, without_saved_tensor_hooks
 
 __all__ = ["run_in_tiles"]
 
@@ -47,14 +40,13 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 
 
 def run_in_tiles(function: Layer, x: torch.Tensor, rows: int, modules: Sequence[nn.Module]) -> torch.Tensor:
-    """`function(x)`, some positions at a time.
+    """Return `function(x)`, computed some positions at a time.
 
     Args:
-        function: Gives for each position what it would give for that position alone. It is called with one
-            sequence, of shape (1, positions, width).
+        function: A position-wise function. It is called with one sequence, of shape (1, positions, width).
         x: Its input, of shape (batch, positions, width).
-        rows: How many positions make a tile.
-        modules: The modules that it uses, whose submodules count as well.
+        rows: Positions per tile.
+        modules: The modules that it uses, with their submodules.
 
     Example:
         >>> layer = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -63,54 +55,44 @@ def run_in_tiles(function: Layer, x: torch.Tensor, rows: int, modules: Sequence[
         >>> torch.allclose(y, layer(x))
         True
     """
-    slots = _Slots(modules)
+    slots = _ParameterSlots(modules)
     tensors = slots.tensors()
     flat = x.reshape(1, -1, x.shape[-1])
     needs_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (x, *tensors))
     if not needs_gradient or not hooks_are_allowed():
-        out = _forward(function, flat, rows)
-        return out.reshape(*x.shape[:-1], out.shape[-1])
-    call = _Call(
-        function,
-        rows,
-        slots,
-        Inputs(Tree.of(((flat,), {})), no_links, surrounding_hooks()),
-        Conditions(ModuleFlags(submodules(modules)), [x.device.type]),
-        x.device,
-        [each.dtype for each in tensors],
-    )
-    out = _Tiles.apply(call, flat, *tensors)  # type: ignore[no-untyped-call]
-    result: torch.Tensor = out.reshape(*x.shape[:-1], out.shape[-1])
-    return result
+        out = _run_tiles(function, flat, rows)
+    else:
+        call = _LayerCall(
+            function,
+            rows,
+            slots,
+            Inputs(Tree.of(((flat,), {})), no_links, surrounding_hooks()),
+            Conditions(ModuleFlags(submodules(modules)), [x.device.type]),
+            x.device,
+            [each.dtype for each in tensors],
+        )
+        out = _TiledLayer.apply(call, flat, *tensors)  # type: ignore[no-untyped-call]
+    return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
-class _Slots:
-    """The places in modules where parameters are, each parameter once."""
+class _ParameterSlots:
+    """Where modules have their parameters; a shared parameter counts once."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._places: list[list[tuple[nn.Module, str]]] = []
-        found: dict[int, int] = {}
+        slots: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in submodules(modules):
             for name, parameter in module._parameters.items():
-                if parameter is None:
-                    continue
-                if id(parameter) not in found:
-                    found[id(parameter)] = len(self._places)
-                    self._places.append([])
-                self._places[found[id(parameter)]].append((module, name))
+                if parameter is not None:
+                    slots.setdefault(id(parameter), []).append((module, name))
+        self._slots = list(slots.values())
 
     def tensors(self) -> list[torch.Tensor]:
-        """What is there now: parameters, or working copies."""
-        tensors: list[torch.Tensor] = []
-        for (module, name), *_ in self._places:
-            parameter = module._parameters[name]
-            assert parameter is not None
-            tensors.append(parameter)
-        return tensors
+        """Return what is there now: parameters, or their copies on the device."""
+        return [module._parameters[name] for (module, name), *_ in self._slots]  # type: ignore[misc]
 
     @contextlib.contextmanager
-    def holding(self, tensors: Sequence[torch.Tensor | None]) -> Iterator[None]:
-        """Inside the block other tensors are there."""
+    def holding(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Put other tensors there inside the block."""
         before = self.tensors()
         try:
             self._put(tensors)
@@ -118,51 +100,51 @@ class _Slots:
         finally:
             self._put(before)
 
-    def _put(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        for places, tensor in zip(self._places, tensors, strict=True):
-            for module, name in places:
+    def _put(self, tensors: Sequence[torch.Tensor]) -> None:
+        for slots, tensor in zip(self._slots, tensors, strict=True):
+            for module, name in slots:
                 module._parameters[name] = tensor  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
-class _Call:
+class _LayerCall:
     """One call of a layer in tiles, for as long as its graph lives."""
 
     function: Layer
     rows: int
-    slots: _Slots
+    slots: _ParameterSlots
     inputs: Inputs
     conditions: Conditions
     device: torch.device
     dtypes: list[torch.dtype]
 
 
-def _forward(function: Layer, flat: torch.Tensor, rows: int) -> torch.Tensor:
-    out: torch.Tensor | None = None
+def _run_tiles(function: Layer, flat: torch.Tensor, rows: int) -> torch.Tensor:
+    out: Any = None
     for tile in tiles_of(flat, 1, rows):
         part = function(flat[:, tile])
         if out is None:
             out = part.new_empty(1, flat.shape[1], part.shape[-1])
         out[:, tile] = part
-    assert out is not None
-    return out
+    result: torch.Tensor = out
+    return result
 
 
-class _Tiles(torch.autograd.Function):
+class _TiledLayer(torch.autograd.Function):
     """See Note [Tiles of positions]."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, flat: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, call: _LayerCall, flat: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.call = call
-        # Without history, or autocast would keep casts of them that have none.
+        # Without history, or autocast would cache casts of them that have none.
         with call.slots.holding([each.detach() for each in tensors]):
-            return _forward(call.function, flat, call.rows)
+            return _run_tiles(call.function, flat, call.rows)
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: _Call | None = ctx.call
+        call: _LayerCall | None = ctx.call
         if call is None:
             raise RuntimeError(
                 "Trying to backward through the graph a second time: the input of a tiled layer has been freed. "
@@ -172,48 +154,39 @@ class _Tiles(torch.autograd.Function):
             ctx.call = None  # or the input would live as long as the loss
         call.conditions.check_parameters()
         ((flat,), _) = call.inputs.rebuild(graph_task_id())
-        wanted = ctx.needs_input_grad[2:]
         with call.conditions.replay():
             parameters = call.slots.tensors()
         leaves = [
             each.detach().to(call.device, dtype).requires_grad_(is_wanted)
-            for each, dtype, is_wanted in zip(parameters, call.dtypes, wanted, strict=True)
+            for each, dtype, is_wanted in zip(parameters, call.dtypes, ctx.needs_input_grad[2:], strict=True)
         ]
         trained = [leaf for leaf in leaves if leaf.requires_grad]
         sums: list[torch.Tensor | None] = [None] * len(trained)
         of_input = torch.empty_like(flat) if ctx.needs_input_grad[1] else None
-        with call.conditions.replay(), saved_tensors_hooks(_as_it_is, _as_it_is), call.slots.holding(leaves):
+        with call.conditions.replay(), without_saved_tensor_hooks(), call.slots.holding(leaves):
             for tile in tiles_of(flat, 1, call.rows):
                 part = flat[:, tile].detach().requires_grad_(of_input is not None)
                 out = call.function(part)
-                inputs = [*trained] if of_input is None else [*trained, part]
+                inputs = trained if of_input is None else [*trained, part]
                 found = torch.autograd.grad(out, inputs, gradient[:, tile], allow_unused=True)
                 del out
                 with torch.no_grad():
                     if of_input is not None:
                         of_input[:, tile] = 0 if found[-1] is None else found[-1]
-                    for index, each in enumerate(found[: len(trained)]):
-                        sums[index] = _sum(sums[index], each)
-        remaining = iter(sums)
+                    sums = [_sum(*each) for each in zip(sums, found[: len(trained)], strict=True)]
+        of_trained = iter(sums)
+        of_parameters = [next(of_trained) if leaf.requires_grad else None for leaf in leaves]
         return (
             None,
             of_input,
-            *(_in_type(next(remaining), leaf) if leaf.requires_grad else None for leaf in leaves),
+            *(
+                None if each is None else each.to(leaf.dtype)
+                for each, leaf in zip(of_parameters, leaves, strict=True)
+            ),
         )
 
 
 def _sum(total: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tensor | None:
-    """A sum over tiles, in float32 at least: the whole layer adds up all positions in one matrix product."""
     if part is None:
         return total
-    if total is None:
-        return part.to(torch.promote_types(part.dtype, torch.float32))
-    return total.add_(part)
-
-
-def _in_type(total: torch.Tensor | None, of: torch.Tensor) -> torch.Tensor | None:
-    return None if total is None else total.to(of.dtype)
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    return part.to(sum_dtype(part.dtype)) if total is None else total.add_(part)

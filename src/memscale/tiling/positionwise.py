@@ -1,19 +1,19 @@
-"""Is a layer position-wise? Shown by following one call of it, on tensors without data.
+"""Decide whether a layer is position-wise, by tracing one call of it on tensors without data.
 
 Note [Position-wise]
 ~~~~~~~~~~~~~~~~~~~~
-A layer is position-wise if what it gives for a position depends on that position of its input alone. It is called
+A layer is position-wise if its output for a position depends on that position of its input alone. It is called
 once on the meta device with an input of (P, Q, width), where P and Q are primes that nothing else in the layer is a
 multiple of. Every tensor that comes from the input must begin with the dimensions (P, Q) or (P · Q); then its rows
-are positions. Each operation on such a tensor must be one that is known to give, for each row, something of that row:
+are positions. Each operation on such a tensor must be known to compute each row from that row:
 
-- elementwise ones, with other operands that do not differ by row;
-- products with a matrix that has nothing to do with the input;
-- reductions, norms and softmax over other dimensions than the first ones;
-- views that leave the first dimensions as they are, flatten them or unflatten them.
+- elementwise operations, with other operands that do not differ by row;
+- products with a matrix that does not come from the input;
+- reductions, norms and softmax over other dimensions than the leading ones;
+- views that keep the leading dimensions as they are, flatten them or unflatten them.
 
-Anything else (attention, convolutions, a mean over the sequence, an operation that is not known) is an objection.
-Nothing is computed, and no random number is drawn.
+Anything else (attention, convolutions, a mean over the sequence, an unknown operation) is refused. Nothing is computed,
+and no random number is drawn.
 """
 
 from __future__ import annotations
@@ -35,59 +35,30 @@ __all__ = ["NotPositionWise", "PositionWise", "show_position_wise"]
 
 P, Q = 10007, 10009
 
-_VIEWS = {
-    *(
-        "alias",
-        "detach",
-        "clone",
-        "contiguous",
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "_reshape_alias",
-        "expand",
-    ),
-    *("permute", "t", "transpose", "squeeze", "unsqueeze"),
-    *("select", "slice", "split", "split_with_sizes", "chunk", "unbind"),
-}
-_PRODUCTS = {"mm", "addmm"}
-_OVER_DIMS = {
-    "mean",
-    "sum",
-    "amax",
-    "amin",
-    "var",
-    "var_mean",
-    "_softmax",
-    "_log_softmax",
-    "linalg_vector_norm",
-}
-_NORMS = {"native_layer_norm", "_fused_rms_norm", "rms_norm"}
-_LIKE = {
-    "empty_like",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "rand_like",
-    "randn_like",
-    "bernoulli",
-    "bernoulli_",
-}
-_OTHERS = {"native_dropout", "_to_copy", "copy_", "glu", "cat", "lift_fresh"}
+# Operations of aten, by what must be checked of them; elementwise ones are known by their tag.
+_VIEWS = """
+    alias detach clone contiguous view _unsafe_view reshape _reshape_alias expand permute t transpose squeeze unsqueeze
+    select slice split split_with_sizes chunk unbind
+    empty_like zeros_like ones_like full_like rand_like randn_like bernoulli bernoulli_
+"""
+_OVER_DIMS = "mean sum amax amin var var_mean _softmax _log_softmax linalg_vector_norm"
+_NORMS = "native_layer_norm _fused_rms_norm rms_norm"
+_PRODUCTS = "mm addmm"
+_OTHER_ELEMENTWISE = "native_dropout _to_copy copy_ glu cat lift_fresh"
 
 
 class NotPositionWise(Exception):
-    """Why a layer is not known to be position-wise."""
+    """Says why a layer is not known to be position-wise."""
 
 
 @dataclass(frozen=True)
 class PositionWise:
-    """What was seen of a position-wise function of a module.
+    """A position-wise function of a module.
 
     Attributes:
         uses: The names of the module's children whose parameters it uses, and of those that have none.
-        width: The elements of its input or output for each position, whichever are more.
-        widest: The elements of the largest tensor in between, for each position.
+        width: Elements per position of its input or output, the larger one.
+        widest: Elements per position of the largest tensor in between.
     """
 
     uses: tuple[str, ...]
@@ -98,7 +69,7 @@ class PositionWise:
 def show_position_wise(
     function: Callable[[torch.Tensor], Any], module: nn.Module, width: int, dtype: torch.dtype
 ) -> PositionWise:
-    """Shows that a function of a module is position-wise. See Note [Position-wise].
+    """Trace a function of a module to show that it is position-wise. See Note [Position-wise].
 
     Args:
         function: The module's forward, or another method.
@@ -107,7 +78,7 @@ def show_position_wise(
         dtype: The type of the input.
 
     Raises:
-        NotPositionWise: It is not, or cannot be followed.
+        NotPositionWise: It is not, or cannot be traced.
 
     Example:
         >>> layer = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
@@ -118,18 +89,18 @@ def show_position_wise(
         Traceback (most recent call last):
         memscale.tiling.positionwise.NotPositionWise: _softmax over positions
     """
-    # Whoever simulates or measures is not to see this, nor to change what is found.
+    # A simulation or a memory tracker around must neither see this nor change the result.
     with torch.no_grad(), disable_current_modes(), _without_data(module):
         x = torch.empty(P, Q, width, dtype=dtype, device="meta")
         random = HostRngState()
         try:
-            with _Follow(x) as follow:
+            with _Tracer(x) as tracer:
                 result = function(x)
         except NotPositionWise:
             raise
         except Exception as error:  # whatever a layer raises that cannot be called like this
             raise NotPositionWise(
-                f"it cannot be followed ({type(error).__name__}: {str(error)[:80]})"
+                f"it cannot be traced ({type(error).__name__}: {str(error)[:80]})"
             ) from error
         finally:
             draws = random.has_moved()
@@ -138,29 +109,29 @@ def show_position_wise(
             raise NotPositionWise("it draws from Python's or NumPy's random numbers, once a call")
         if not isinstance(result, torch.Tensor):
             raise NotPositionWise(f"it returns a {type(result).__name__}")
-        if not follow.is_of_positions(result) or tuple(result.shape[:-1]) != (P, Q):
+        if not tracer.is_of_positions(result) or tuple(result.shape[:-1]) != (P, Q):
             raise NotPositionWise("what it returns is not one vector for each position")
-        uses = tuple(name for name, child in module.named_children() if follow.may_have_run(child))
-        return PositionWise(uses, max(width, result.shape[-1]), follow.widest())
+        uses = tuple(name for name, child in module.named_children() if tracer.may_have_run(child))
+        return PositionWise(uses, max(width, result.shape[-1]), tracer.widest())
 
 
 @contextlib.contextmanager
 def _without_data(root: nn.Module) -> Iterator[None]:
-    """Inside the block parameters and buffers are on the meta device."""
+    """Replace parameters and buffers by meta tensors inside the block."""
     before = [(module, module._parameters, module._buffers) for module in submodules([root])]
-    twins: dict[int, Any] = {}
+    meta: dict[int, Any] = {}
 
-    def twin(tensor: Any) -> Any:
+    def on_meta(tensor: Any) -> Any:
         if tensor is None:
             return None
-        if id(tensor) not in twins:
-            twins[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        return twins[id(tensor)]
+        if id(tensor) not in meta:
+            meta[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return meta[id(tensor)]
 
     try:
         for module, parameters, buffers in before:
-            vars(module)["_parameters"] = {name: twin(each) for name, each in parameters.items()}
-            vars(module)["_buffers"] = {name: twin(each) for name, each in buffers.items()}
+            vars(module)["_parameters"] = {name: on_meta(each) for name, each in parameters.items()}
+            vars(module)["_buffers"] = {name: on_meta(each) for name, each in buffers.items()}
         yield
     finally:
         for module, parameters, buffers in before:
@@ -168,8 +139,8 @@ def _without_data(root: nn.Module) -> Iterator[None]:
             vars(module)["_buffers"] = buffers
 
 
-class _Follow(LightDispatchMode):
-    """Checks every operation. See Note [Position-wise]."""
+class _Tracer(LightDispatchMode):
+    """Check every operation. See Note [Position-wise]."""
 
     def __init__(self, x: torch.Tensor) -> None:
         super().__init__()
@@ -217,22 +188,22 @@ class _Follow(LightDispatchMode):
                 raise NotPositionWise(f"{name} changes a tensor of its own")
             if first.untyped_storage()._cdata == self._input:
                 raise NotPositionWise(f"{name} changes its input in place")
-        if name in _VIEWS or name in _LIKE:
+        if name in _VIEWS.split():
             return
-        if torch.Tag.pointwise in func.tags or name in _OTHERS:
-            _check_alike(name, rows, others)
+        if torch.Tag.pointwise in func.tags or name in _OTHER_ELEMENTWISE.split():
+            _check_operands(name, rows, others)
             if name in ("glu", "cat"):
                 _check_dims(
                     name, args[1] if len(args) > 1 else kwargs.get("dim", -1 if name == "glu" else 0), rows[0]
                 )
-        elif name in _PRODUCTS:
+        elif name in _PRODUCTS.split():
             factor = args[-1] if name == "mm" else args[2]
             bias = None if name == "mm" else args[0]
             if self.is_of_positions(factor) or (bias is not None and (bias.dim() > 1 and bias.shape[0] != 1)):
                 raise NotPositionWise(f"{name} multiplies positions with each other")
-        elif name in _OVER_DIMS:
+        elif name in _OVER_DIMS.split():
             _check_dims(name, args[1] if len(args) > 1 else kwargs.get("dim"), rows[0])
-        elif name in _NORMS:
+        elif name in _NORMS.split():
             if len(args[1]) > rows[0].dim() - _leading(rows[0]):
                 raise NotPositionWise(f"{name} over positions")
         else:
@@ -240,14 +211,14 @@ class _Follow(LightDispatchMode):
 
 
 def _leading(tensor: torch.Tensor) -> int:
-    """How many of a tensor's first dimensions are the positions."""
+    """Return how many of a tensor's leading dimensions are the positions."""
     if tuple(tensor.shape[:2]) == (P, Q):
         return 2
     return 1 if tensor.dim() and tensor.shape[0] == P * Q else 0
 
 
-def _check_alike(name: str, rows: list[torch.Tensor], others: list[torch.Tensor]) -> None:
-    """Operands side by side: each row with its own, all else the same for all rows."""
+def _check_operands(name: str, rows: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    """Check operands of an elementwise operation: rows side by side, all else the same for every row."""
     dim, leading = rows[0].dim(), _leading(rows[0])
     for each in rows:
         if each.dim() != dim or _leading(each) != leading:

@@ -5,8 +5,7 @@ those shown to be position-wise (Note [Position-wise]) with something inside tha
 out. Mostly that is one, the MLP. Some blocks have it in a method of their own instead, which is replaced alike.
 
 Attention that makes all scores is handed to torch's own, where a model has that choice. It is one for the whole
-model: the first block that is tiled makes it. Elsewhere it is computed some queries at a time (Note [Lazy scores]),
-in those modules inside a block that can have it.
+model: the first block that is tiled makes it. Attention that a model has no such choice for is left alone.
 """
 
 from __future__ import annotations
@@ -19,19 +18,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from memscale._torch import hooks_are_allowed
 from memscale.execution_plan import Tiling
 from memscale.techniques.base import Site
 from memscale.techniques.forward import ReplacedForward
 from memscale.tiling import run_in_tiles
 from memscale.tiling.positionwise import NotPositionWise, show_position_wise
-from memscale.tiling.scores import TiledAttention
 from memscale.tiling.sdpa import AttentionHandedOver, eager_attention
 
 if TYPE_CHECKING:
     from memscale.techniques.undo_log import Record
 
-__all__ = ["ActivationTiling", "AttentionForward", "Place", "TiledForward", "find_attention", "find_places"]
+__all__ = ["ActivationTiling", "Place", "TiledForward", "find_places"]
 
 # Methods of a block that are an MLP: of Hugging Face's encoders, and of torch's own transformer layers.
 METHODS = ("feed_forward_chunk", "ff_chunk", "_ff_block")
@@ -69,17 +66,14 @@ class ActivationTiling:
             return "it is a scripted module, whose forward cannot be replaced"
         for module in site.modules:
             self._found[module] = find_places(module)
-        if not any(self._found[module] or find_attention(module, []) for module in site.modules):
-            return "there is neither attention nor a wide layer that is known to be position-wise inside"
+        if not any(self._found[module] for module in site.modules) and not eager_attention(site.model):
+            return "no wide layer inside is known to be position-wise"
         return None
 
     def attach(self, site: Site, record: Record) -> None:
         rows = (site.layer.tiling or Tiling(DEFAULT_ROWS)).rows
         for member, module in zip(site.layer.members, site.modules, strict=True):
             places = self._found.pop(module, None) or find_places(module)
-            for inner in find_attention(module, places):
-                attention, name = module.get_submodule(inner), f"{member}.{inner}"
-                record.set_attribute(attention, "forward", AttentionForward(attention, rows), name=name)
             for place in places:
                 owner = module.get_submodule(place.name)
                 name = ".".join(filter(None, (member, place.name)))
@@ -116,27 +110,6 @@ def find_places(block: nn.Module) -> list[Place]:
     return list(_places("", block))
 
 
-def find_attention(block: nn.Module, places: Sequence[Place]) -> list[str]:
-    """The modules inside a block that may be attention: several matrices, and not position-wise.
-
-    Args:
-        block: The block.
-        places: What `find_places` has found in it.
-    """
-    return list(_attention("", block, {place.name for place in places if place.attribute == "forward"}))
-
-
-def _attention(name: str, module: nn.Module, known: set[str]) -> Iterator[str]:
-    for child_name, child in module.named_children():
-        path = f"{name}.{child_name}" if name else child_name
-        if path in known or "forward" in vars(child):
-            continue
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            yield from _attention(path, child, known)
-        elif sum(parameter.dim() == 2 for parameter in child.parameters()) > 1:
-            yield path
-
-
 def _places(name: str, module: nn.Module) -> Iterator[Place]:
     for method in METHODS:
         uses = _shown(module, method) if hasattr(type(module), method) else None
@@ -171,34 +144,6 @@ def _widths(matrices: Sequence[torch.Tensor]) -> list[int]:
     """What the input's width may be: it is that of a matrix on one of its sides."""
     sides = dict.fromkeys(side for matrix in matrices for side in reversed(matrix.shape))
     return list(sides)[:MOST_WIDTHS]
-
-
-class AttentionForward(ReplacedForward):
-    """The forward of a module whose attention, if it is written out, is computed some queries at a time.
-
-    Args:
-        module: The module.
-        rows: How many queries make a tile.
-    """
-
-    def __init__(self, module: nn.Module, rows: int) -> None:
-        super().__init__(module)
-        self._rows = rows
-        self._has_products = True  # until a call has shown that it has none
-
-    def run(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        if not self._has_products or not hooks_are_allowed():
-            return forward(*args, **kwargs)
-        with TiledAttention(self._rows) as attention:
-            output = forward(*args, **kwargs)
-        self._has_products = attention.products > 0
-        return output
 
 
 class TiledForward(ReplacedForward):
