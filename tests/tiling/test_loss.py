@@ -19,11 +19,11 @@ from torch.utils.data import Dataset
 from executor.test_reversal import assert_as_before, pictures
 from memscale.execution_plan import Checkpointing, LayerPlan, LossTiling, Offloading, Plan
 from memscale.executor import Executor
-from memscale.profiler.blocks import find_blocks
+from memscale.profiler import find_blocks, find_head
 from memscale.simulator import simulate
 from memscale.testing import executing
 from memscale.tiling import LazyLogits
-from memscale.tiling.loss_technique import HeadForward, find_head
+from memscale.tiling.loss_technique import HeadForward
 from support.families import FAMILIES, HIDDEN, VOCAB, Family
 from support.tiles import Tensors, assert_close, gradients, tile_loss
 

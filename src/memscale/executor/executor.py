@@ -26,7 +26,7 @@ from memscale.offload.homes import Homes, training_device
 from memscale.offload.loading import forget_pending
 from memscale.offload.materialise import Materialised, has_meta_tensors
 from memscale.offload.technique import bring_inputs
-from memscale.profiler.batches import PlannedBatches
+from memscale.profiler.sample import PlannedBatches
 from memscale.techniques.forward import ReplacedForward
 from memscale.techniques.undo_log import Record, WeakModule
 from memscale.tiers.store import DiskStore

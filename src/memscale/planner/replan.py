@@ -16,7 +16,7 @@ from memscale.observe.log import say_plan, speaking
 from memscale.planner.entries import NOT_CALLED
 from memscale.planner.make_plan import fits, make_plan
 from memscale.profiler import Sample
-from memscale.profiler.batches import MOST_PLANS, call_key, named_shapes, resized, roundings
+from memscale.profiler.sample import MOST_PLANS, call_key, named_shapes, resized, roundings
 from memscale.units import format_bytes
 
 __all__ = ["follow_batch"]

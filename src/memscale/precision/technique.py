@@ -1,6 +1,20 @@
 """Mixed precision: the model computes in 16 bits, its parameters and their gradients stay in 32.
 
-The mechanism is in `memscale.precision`; see Note [Mixed precision] and Note [Loss scaling] there.
+Note [Mixed precision]
+~~~~~~~~~~~~~~~~~~~~~~
+The model's forward runs under torch's autocast: matrix products in 16 bits, norms, softmax and losses in 32. What
+it returns is cast to 32 bits, so that a loss which the loop computes is in 32 bits as well. A recomputed layer is
+recomputed under the same autocast.
+
+*Offloaded layers.* The masters stay in 32 bits. Of a weight that autocast would cast to 16 bits anyway, the
+working copy is 16-bit from the start: half the bytes on the device and on the way there, the same numbers. Its
+gradient is computed in 16 bits and accumulated in 32.
+
+*Casts are not cached.* Autocast can keep the 16-bit copies of all weights until the forward pass ends, which would
+take as much memory again as recomputation saves. A weight that is used twice is cast twice.
+
+*Precision of the loop.* If autocast is on already when the model is called, the loop (or the Trainer, or accelerate)
+has a precision of its own, and MemScale's has no effect in that call.
 """
 
 from __future__ import annotations
@@ -13,8 +27,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memscale._util.trees import Tree
 from memscale.offload.homes import Homes
-from memscale.precision import LossScale, LossScaling, in_full
+from memscale.precision.loss_scaling import LossScale, LossScaling
 from memscale.techniques.base import Scene
 from memscale.techniques.forward import ReplacedForward
 
@@ -29,10 +44,10 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class MixedPrecision:
-    """What `Plan.precision` says, on a model."""
+    """Puts autocast, and loss scaling for fp16, on a model as `Plan.precision` says."""
 
     def __init__(self) -> None:
-        # By what lasts from one plan to the next: the scale was found by trying, and is not to be found again.
+        # By what lasts from one plan to the next: the scale was found by trial, and is kept.
         self._scales: MutableMapping[Homes, LossScale] = weakref.WeakKeyDictionary()
 
     def attach(self, scene: Scene, record: Record) -> None:
@@ -120,3 +135,25 @@ class AutocastForward(ReplacedForward):
         with torch.autocast(self._device_type, dtype=self._dtype, cache_enabled=False):
             output = forward(*args, **kwargs)
         return in_full(output, self._dtype)
+
+
+def in_full(output: Any, dtype: torch.dtype) -> Any:
+    """Return the output with every tensor of that 16-bit type in 32 bits; the very object if there is none.
+
+    Example:
+        >>> in_full((torch.ones(2, dtype=torch.bfloat16), 3), torch.bfloat16)
+        (tensor([1., 1.]), 3)
+    """
+    tree = Tree.of(output)
+    if not any(tensor.dtype is dtype for tensor in tree.tensors()):
+        return output
+    done: dict[int, torch.Tensor] = {}  # one that is returned twice stays one
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype is not dtype:
+            return tensor
+        if id(tensor) not in done:
+            done[id(tensor)] = tensor.float()
+        return done[id(tensor)]
+
+    return tree.map(torch.Tensor, change).build()

@@ -1,6 +1,6 @@
 """Tiled loss: the head returns lazy logits, of which a loss is computed some tokens at a time.
 
-The mechanism is `memscale.tiling`; here the head of a model is found, and gets a forward. Parameters that are at
+The mechanism is `memscale.tiling`; here the head of a model gets a forward. Parameters that are at
 home elsewhere (offloading) are fetched when the loss is computed, for as long as that takes, and not before.
 """
 
@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from memscale._torch import graph_task_id, hooks_are_allowed, is_traceable_wrapper_subclass
+from memscale._torch import graph_task_id, hooks_are_allowed
 from memscale.checkpointing.conditions import parameter_behind
 from memscale.observe.counters import Meter
 from memscale.offload.mapped_parameters import MappedParameters
-from memscale.profiler.blocks import find_blocks
+from memscale.profiler import find_head
 from memscale.techniques.base import Scene
 from memscale.techniques.forward import ReplacedForward
 from memscale.tiling import Head, LazyLogits, lazy_logits
@@ -27,7 +27,7 @@ from memscale.tiling import Head, LazyLogits, lazy_logits
 if TYPE_CHECKING:
     from memscale.techniques.undo_log import Record
 
-__all__ = ["HeadForward", "TiledLoss", "find_head"]
+__all__ = ["HeadForward", "TiledLoss"]
 
 logger = logging.getLogger("memscale")
 
@@ -40,6 +40,9 @@ class TiledLoss:
         if settings is None:
             return
         name, head, objection = find_head(scene.model)
+        foreign = None if head is None else _foreign_forward(head)
+        if foreign is not None:
+            head, objection = None, f"{name} has a forward of its own ({foreign}), put there by others"
         if head is None:
             if scene.config is None or scene.config.enable_logging:
                 logger.warning("Head and loss are not tiled: %s.", objection)
@@ -49,63 +52,13 @@ class TiledLoss:
         record.set_attribute(head, "forward", forward, name=name)
 
 
-def find_head(model: nn.Module) -> tuple[str, nn.Linear | None, str]:
-    """The linear layer that makes the logits: its name, itself, and, if there is none to be tiled, the reason.
-
-    It is what the model calls its output embeddings, as Hugging Face's models do; else it is outside of the
-    repeated layers, and has an output for each word or, without words, more outputs than others.
-
-    Example:
-        >>> model = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 16), nn.Linear(16, 100))
-        >>> find_head(model)[0]
-        '2'
-    """
-    names = {id(module): name for name, module in model.named_modules()}
-    said = getattr(model, "get_output_embeddings", None)
-    head = said() if callable(said) else None
-    if head is None or id(head) not in names:
-        head = _largest_output(model)
-    if head is None:
-        return "", None, f"{type(model).__name__} has no linear layer for a head"
-    name = names[id(head)]
-    objection = _objection(head)
-    if objection is not None or not isinstance(head, nn.Linear):
-        return name, None, f"{name} {objection}"
-    return name, head, ""
-
-
-def _largest_output(model: nn.Module) -> nn.Module | None:
-    """The last linear layer with an output for each row of an embedding; if there is none, that with the most."""
-    inside = tuple(
-        f"{member}." for block in find_blocks(model) if block.role == "repeated" for member in block.members
-    )
-    linear = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not name.startswith(inside)
-    ]
-    words = {table.num_embeddings for table in model.modules() if isinstance(table, nn.Embedding)}
-    for module in reversed(linear):
-        if module.out_features in words:
-            return module
-    return max(reversed(linear), key=lambda module: module.out_features, default=None)
-
-
-def _objection(head: nn.Module) -> str | None:
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        return f"is a {type(head).__name__}, which computes in a way of its own"
-    weight = head._parameters.get("weight")
-    if weight is None or not weight.is_floating_point() or is_traceable_wrapper_subclass(weight):
-        return "has a weight that is not an ordinary parameter"
+def _foreign_forward(head: nn.Module) -> str | None:
+    """Name the class of a forward that others have put on the head, below the overrides of this library."""
     forward = vars(head).get("forward")
     # A tiled head can do without those of ours: it saves nothing, and fetches what it needs itself.
     while isinstance(forward, ReplacedForward):
         forward = forward._before
-    return (
-        None
-        if forward is None
-        else f"has a forward of its own ({type(forward).__name__}), put there by others"
-    )
+    return None if forward is None else type(forward).__name__
 
 
 class HeadForward(ReplacedForward):
