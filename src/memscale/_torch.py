@@ -37,6 +37,7 @@ __all__ = [
     "disable_current_modes",
     "disable_dynamo",
     "is_traceable_wrapper_subclass",
+    "outside_compiler",
     "pytree",
     "tree_leaves",
     "tree_map",

@@ -15,7 +15,7 @@ from torch import nn
 import memscale
 from memscale import Config
 from memscale._torch import OUTSIDE_BACKWARD, LightDispatchMode, graph_task_id
-from memscale.recovery.shortage import is_out_of_memory
+from memscale.errors import is_out_of_memory
 from memscale.testing import executing
 
 QUIET = Config(enable_logging=False, enable_offloading=False)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._util.interrupts import raise_pending_interrupt
-from memscale.observe.meter import Meter
+from memscale.observe.counters import Meter
 from memscale.offload.data import exchange_data
 from memscale.offload.freed_memory import freed_memory_returns
 from memscale.offload.mapped_parameters import MappedParameters

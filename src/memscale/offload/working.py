@@ -37,7 +37,7 @@ from memscale._torch import (
 )
 from memscale.checkpointing.conditions import mark_as_copy
 from memscale.errors import RecomputeError
-from memscale.observe.meter import Meter
+from memscale.observe.counters import Meter
 from memscale.offload.arrival import arrived
 from memscale.offload.autocast_weights import autocast_dtype, cast_by_autocast
 from memscale.tiers.shared import SharedEngine
