@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._util.interrupts import raise_pending_interrupt
-from memscale.observe.meter import Meter
+from memscale.observe.counters import Meter
 from memscale.offload.data import exchange_data
 from memscale.offload.freed_memory import freed_memory_returns
 from memscale.offload.mapped_parameters import MappedParameters
@@ -24,7 +24,7 @@ from memscale.offload.materialise import Materialised, materialise
 from memscale.optimizer.eight_bit.states import EightBitStates
 from memscale.optimizer.placement import PlacementSteps
 from memscale.optimizer.state_homes import StateHomes
-from memscale.simulator.copies import PLAIN_KINDS
+from memscale.simulator.simulate import PLAIN_KINDS
 from memscale.tiers.layout import is_fake
 from memscale.tiers.store import DiskStore
 

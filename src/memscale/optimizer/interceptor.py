@@ -184,12 +184,15 @@ class StepInterceptor:
     def _run_arithmetic(
         self, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> Any:
-        concerned = self._concerned(optimizer)
-        if not concerned or why_whole(optimizer) is not None:
+        if not self._concerned(optimizer) or why_whole(optimizer) is not None:
             return step(optimizer, *args, **kwargs)
         loss = evaluate_closure(*args, **kwargs)
+        if closure_of(*args, **kwargs) is not None:
+            # Its forward pass may have attached the model's first plan, with other subscribers.
+            for subscriber in self._concerned(optimizer):
+                subscriber.before_step(optimizer)
         call = functools.partial(step, optimizer)
-        for subscriber in reversed(concerned):
+        for subscriber in reversed(self._concerned(optimizer)):
             call = functools.partial(subscriber.around_arithmetic, call, optimizer)
         call()
         return loss
