@@ -13,9 +13,10 @@ weight); there :class:`Refetch` is saved in their place, and backward fetches th
 through the hooks that surround the layer, if there are any (``activations.py``).
 
 Two sums are not in the order of the plain model, and may differ in the last bit: the gradient of a parameter that is
-used several times in a call (a recurrent weight) by a layer that is called several times before one backward, which is
-added up by calls; and the norm of ``clip_grad_norm_``, which adds up the gradients of each device apart. Under autocast
-the plain model casts a weight once for all calls and adds up their gradients in 16 bits; here that is done at home.
+used several times in a call (a recurrent weight, or any weight in a loss that has a gradient in it, by
+``create_graph=True``) by a layer that is called several times before one backward, which is added up by calls; and
+the norm of ``clip_grad_norm_``, which adds up the gradients of each device apart. Under autocast the plain model casts
+a weight once for all calls and adds up their gradients in 16 bits; here that is done at home.
 """
 
 from __future__ import annotations
