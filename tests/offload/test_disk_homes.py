@@ -182,7 +182,7 @@ def test_no_pages_are_left_after_evaluation_and_after_a_step() -> None:
         assert resident_bytes(*gradients) > 0  # the user has looked at all of them
         optimizer.step()
         state = [optimizer.state[each][name] for each in homes.on_disk for name in ("exp_avg", "exp_avg_sq")]
-        assert all(homes.states.is_down(each) and homes.store.holds(each) for each in state)
+        assert all(homes.states.is_stored(each) and homes.store.holds(each) for each in state)
         assert resident_bytes(*homes.on_disk, *gradients, *state) <= STRAY
 
 
@@ -471,7 +471,7 @@ def test_state_stays_down_while_the_plan_is_suspended() -> None:
             plain(torch.randn(2, 128)).sum().backward()
         assert executor.homes.store.bytes_used == used
         optimizer.step()
-        assert executor.homes.states.is_down(optimizer.state[model.layers[0].up.weight]["exp_avg"])
+        assert executor.homes.states.is_stored(optimizer.state[model.layers[0].up.weight]["exp_avg"])
 
 
 # ---------------------------------------------------------------------- below an accelerator

@@ -265,10 +265,10 @@ def test_optimizer_built_before_or_after(when: str) -> None:
         ours = ours or adamw(model)
         got += steps(model, ours, len(got), 4)
         state = ours.state[model.layers[0].up.weight]
-        assert executor.homes.states.is_down(state["exp_avg"])
+        assert executor.homes.states.is_stored(state["exp_avg"])
         assert executor.homes.store.holds(state["exp_avg_sq"])
         assert_same(result(model, ours, got), result(plain, theirs, expected))
-    assert not executor.homes.states.is_down(ours.state[model.layers[0].up.weight]["exp_avg"])
+    assert not executor.homes.states.is_stored(ours.state[model.layers[0].up.weight]["exp_avg"])
     assert_same(result(model, ours, got), result(plain, theirs, expected))
 
 

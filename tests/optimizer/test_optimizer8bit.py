@@ -19,12 +19,9 @@ from torch import nn, optim
 from memscale import Config
 from memscale.execution_plan import OptimizerPlan, Plan
 from memscale.executor import Executor
-from memscale.optimizer.eight_bit import moment_bytes, parameters_in_eight_bits
-from memscale.optimizer.eight_bit.moments import Moment
-from memscale.optimizer.streamed import StreamedSteps
+from memscale.optimizer.eight_bit import Bitsandbytes, Moment, moment_bytes, parameters_in_eight_bits
 from memscale.simulator import simulate
 from memscale.testing import executing
-from support.optimizers import Elsewhere
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
@@ -187,7 +184,7 @@ def test_a_large_parameter_comes_in_slices_with_the_same_numbers() -> None:
             optimizer.step()
             if step == 1:  # state in 32 bits is cut as well
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        assert executor._homes.moments.steps.buckets_run == calls  # type: ignore[union-attr]
+        assert executor._homes.states.steps.buckets_run == calls  # type: ignore[union-attr]
         moments = optimizer.state[model[0].weight]
         return weights(model), [*tensors_of(moments["exp_avg"]), *tensors_of(moments["exp_avg_sq"])]
 
@@ -564,13 +561,11 @@ def test_without_bitsandbytes_there_is_one_notice_and_the_standard_optimizer(
 def test_a_failure_in_mid_run_leaves_state_in_32_bits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from memscale.optimizer.eight_bit.quantizer import Bitsandbytes
-
     model = net()
     attached(model)
     optimizer = adamw(model)
     train(model, optimizer, range(2))
-    monkeypatch.setattr(Bitsandbytes, "down", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(Bitsandbytes, "quantize", lambda *_, **__: 1 / 0)
     with caplog.at_level(logging.INFO, "memscale"):
         losses = train(model, optimizer, range(2, 5))
     assert len(caplog.records) == 1
@@ -629,27 +624,6 @@ def test_a_simulation_does_not_import_bitsandbytes(monkeypatch: pytest.MonkeyPat
         optimizer.step()
         assert isinstance(optimizer.state[model.first.weight]["exp_avg"], Moment)
     assert "bitsandbytes" not in sys.modules
-
-
-def test_state_in_eight_bits_waits_in_a_lower_tier() -> None:
-    model = net()
-    attached(model)
-    expected = train(model, adamw(model))
-
-    with executing() as gpu:
-        on_device = net(device=gpu.device)
-        attached(on_device)
-        place = Elsewhere()
-        streamed = StreamedSteps(on_device.parameters(), place, 2**16)
-        streamed.attach()
-        optimizer = adamw(on_device)
-        assert train(on_device, optimizer, device=gpu.device) == pytest.approx(expected, rel=1e-6)
-        moment = optimizer.state[on_device.first.weight]["exp_avg"]
-        assert isinstance(moment, Moment)
-        assert moment["codes"].device.type == "cpu"
-        assert streamed.is_down(moment["codes"])
-        assert place.ups > 0
-        streamed.detach()
 
 
 def test_a_large_parameter_is_cut_by_the_one_who_knows_its_moments() -> None:

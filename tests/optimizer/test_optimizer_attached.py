@@ -16,7 +16,7 @@ from memscale import Config
 from memscale.errors import TierFullError
 from memscale.execution_plan import OptimizerPlan, Plan
 from memscale.executor import Executor
-from memscale.optimizer.state_places import HostPlace
+from memscale.optimizer.state_stores import HostStateStore
 from memscale.testing import executing
 from support.disk import QUIET, adamw, assert_same_state, disk_plan, on_disk, resident_bytes
 from support.wrapping import Stack
@@ -141,12 +141,12 @@ def test_host_memory_is_counted_while_it_is_used() -> None:
     from memscale.tiers.store import DiskStore
 
     with executing() as gpu:
-        place = HostPlace(DiskStore(), capacity=10_000)
-        first = place.down(torch.ones(1000, device=gpu.device))
-        second = place.new(torch.empty(1000, device="meta"))
+        place = HostStateStore(DiskStore(), capacity=10_000)
+        first = place.store(torch.ones(1000, device=gpu.device))
+        second = place.allocate(torch.empty(1000, device="meta"))
         assert place.bytes_used == 8000
         with pytest.raises(TierFullError):
-            place.down(torch.ones(1000, device=gpu.device))
+            place.store(torch.ones(1000, device=gpu.device))
         del first
         assert place.bytes_used == 4000
         del second
@@ -174,7 +174,7 @@ def test_loaded_state_goes_down_with_the_next_step() -> None:
         optimizer.load_state_dict(saved)
         assert_same_state(optimizer.state_dict(), saved)
         steps(model, optimizer, 1)
-        assert executor.homes.states.is_down(optimizer.state[model.layers[0].up.weight]["exp_avg"])
+        assert executor.homes.states.is_stored(optimizer.state[model.layers[0].up.weight]["exp_avg"])
 
 
 def test_detach_leaves_nothing_in_torch() -> None:

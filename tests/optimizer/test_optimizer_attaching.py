@@ -12,7 +12,7 @@ import torch
 from torch import nn, optim
 from torch.optim import optimizer as torch_optimizer
 
-from memscale.optimizer.streamed import StreamedSteps
+from memscale.optimizer.bucketed_steps import BucketedSteps
 from support.optimizers import (
     Elsewhere,
     Mapped,
@@ -53,7 +53,7 @@ def test_detach_leaves_nothing(mapped, tmp_path):
     assert all(vars(optimizer)[name] is attributes[name] for name in attributes)
     assert all(group["params"] is each for group, each in zip(optimizer.param_groups, lists, strict=True))
     for each in leaves(optimizer.state_dict()["state"]):
-        assert not steps.is_down(each)
+        assert not steps.is_stored(each)
         assert not each.untyped_storage().is_shared()
     moved = steps.bytes_moved
     steps_of(tensors, optimizer, 1, 2)
@@ -81,7 +81,7 @@ def test_parameters_of_others_stay_up():
         optimizer = optim.AdamW(in_groups(tensors))
         steps_of(tensors, optimizer, 4)
         for index, tensor in enumerate(tensors):
-            assert steps.is_down(optimizer.state[tensor]["exp_avg"]) == (index < 4)
+            assert steps.is_stored(optimizer.state[tensor]["exp_avg"]) == (index < 4)
         assert_equal((tensors, optimizer.state_dict()), plain_adamw())
 
 
@@ -94,7 +94,7 @@ def test_two_of_them_on_one_optimizer(first):
             optimizer = optim.AdamW(in_groups(tensors))
             steps_of(tensors, optimizer, 2)
             assert all(
-                (outer if index < 4 else inner).is_down(optimizer.state[tensor]["exp_avg"])
+                (outer if index < 4 else inner).is_stored(optimizer.state[tensor]["exp_avg"])
                 for index, tensor in enumerate(tensors)
                 if tensor.dim()
             )
@@ -146,7 +146,7 @@ def test_nothing_is_kept_alive():
     function = optim.AdamW.step.__closure__[0].cell_contents
     module, place = model(), Elsewhere()
     gone = weakref.ref(module), weakref.ref(place)
-    module.steps = StreamedSteps(module.parameters(), place, 1, least_bytes=1)
+    module.steps = BucketedSteps(module.parameters(), place, 1, least_bytes=1)
     module.steps.attach()
     optimizer = optim.AdamW(module.parameters())
     for step in range(3):
@@ -158,7 +158,7 @@ def test_nothing_is_kept_alive():
             loss_of(module, step).backward()
         optimizer.step()
     assert tensors[0] in optimizer.state
-    assert gone[1]().ups > 0
+    assert gone[1]().loads > 0
     del optimizer, tensors
     gc.collect()
     assert gone[0]() is None

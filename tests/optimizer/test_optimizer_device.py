@@ -141,7 +141,7 @@ def test_simulated_as_executed():
                 optimizer.step()
                 peaks.append((tracker.peak_bytes(device), tracker.live_bytes(device)))
             assert on_host(optimizer)
-            return peaks, steps.bytes_moved, steps.buckets_run, place.downs, place.ups
+            return peaks, steps.bytes_moved, steps.buckets_run, place.stores, place.loads
 
     with executing("64MiB") as gpu:
         executed = train(gpu.device, gpu.tracker)
@@ -176,7 +176,7 @@ def test_counters_on_the_host_stay_and_loading_brings_state_up():
             optimizer.load_state_dict(saved)
             moments = [each for each in leaves(optimizer.state_dict()["state"]) if each.dim()]
             assert {each.device for each in moments} == {gpu.device}
-            steps.settle(optimizer)
+            steps.store_state(optimizer)
             assert on_host(optimizer)
 
 

@@ -78,7 +78,7 @@ def test_error_in_a_bucket(at, step, error, mapped, tmp_path):
         with_state = len(tensors) if step else at
         assert len(saved["state"]) == with_state
         assert [len(group["params"]) for group in saved["param_groups"]] == [3, 1, 4]
-        assert all(steps.is_down(each) for each in leaves(saved["state"]) if each.dim())
+        assert all(steps.is_stored(each) for each in leaves(saved["state"]) if each.dim())
         torch.save(saved, io.BytesIO())
         # A parameter has been stepped, or it has not; its state always with it.
         expected = parameters()
@@ -95,7 +95,7 @@ def test_error_in_a_bucket(at, step, error, mapped, tmp_path):
     assert_equal((tensors, optimizer.state_dict()), (expected, plain.state_dict()))
 
 
-@pytest.mark.parametrize("method", ["down", "up", "rest"])
+@pytest.mark.parametrize("method", ["store", "load", "release_pages"])
 @pytest.mark.parametrize("at", [0, 1, 5, 7])
 def test_place_that_fails(method, at):
     """A full disk, say: what is not down stays up, nothing is lost, and the step after is a step."""
@@ -118,7 +118,7 @@ def test_place_that_fails(method, at):
     place = Breaking()
     with streamed(tensors, place, bucket_bytes=1) as steps:
         optimizer = optim.AdamW(in_groups(tensors))
-        if method != "down":
+        if method != "store":
             give_gradients(tensors, 0)
             optimizer.step()
         before = snapshot(optimizer)
@@ -134,15 +134,15 @@ def test_place_that_fails(method, at):
             assert state["exp_avg"].shape == state["exp_avg_sq"].shape == tensor.shape
         give_gradients(tensors, 2)
         optimizer.step()
-        assert all(steps.is_down(each) for each in leaves(optimizer.state_dict()["state"]) if each.dim())
-    assert not any(steps.is_down(each) for each in leaves(optimizer.state_dict()["state"]))
+        assert all(steps.is_stored(each) for each in leaves(optimizer.state_dict()["state"]) if each.dim())
+    assert not any(steps.is_stored(each) for each in leaves(optimizer.state_dict()["state"]))
 
 
 def test_error_of_the_place_does_not_hide_the_first():
     class Broken(Elsewhere):
         broken = False
 
-        def rest(self, tensor):
+        def release_pages(self, tensor):
             if self.broken:
                 raise TierFullError("no room")
 

@@ -105,7 +105,7 @@ class Nested(optim.SGD):
 @pytest.mark.parametrize("mapped", [False, True])
 def test_state_in_containers(mapped):
     class Same(Elsewhere):
-        def up(self, tensor, parameter):
+        def load(self, tensor, parameter):
             return tensor
 
     def run(stream):
@@ -118,7 +118,7 @@ def test_state_in_containers(mapped):
                 optimizer.step()
             state = optimizer.state[tensors[0]]
             assert state["same"] is state["pair"][0]
-            assert not stream or (steps.is_down(state["same"]) and steps.is_down(state["factors"][1]))
+            assert not stream or (steps.is_stored(state["same"]) and steps.is_stored(state["factors"][1]))
             duplicate, between = copy.deepcopy(optimizer), copy.deepcopy(optimizer.state_dict())
         others = [each for group in duplicate.param_groups for each in group["params"]]
         for each, every in ((optimizer, tensors), (duplicate, others)):
@@ -153,7 +153,7 @@ def test_state_that_is_not_its_own_stays():
         optimizer = Sharing(tensors)
         give_gradients(tensors, 0)
         optimizer.step()
-        assert {key: steps.is_down(value) for key, value in optimizer.state[tensors[0]].items()} == {
+        assert {key: steps.is_stored(value) for key, value in optimizer.state[tensors[0]].items()} == {
             "weight": False,
             "part": False,
             "scalar": False,
@@ -167,7 +167,7 @@ def test_small_state_stays():
         optimizer = optim.AdamW(tensors)
         give_gradients(tensors, 0)
         optimizer.step()
-        assert [steps.is_down(optimizer.state[each]["exp_avg"]) for each in tensors] == [False, True]
+        assert [steps.is_stored(optimizer.state[each]["exp_avg"]) for each in tensors] == [False, True]
 
 
 def test_named_parameters():

@@ -10,8 +10,8 @@ from torch import nn, optim
 from torch.optim import optimizer as torch_optimizer
 
 from memscale.errors import ConfigError, ConfigTypeError
+from memscale.optimizer.bucketed_steps import BucketedSteps
 from memscale.optimizer.kinds import ONE_BY_ONE, arithmetic_of, has_own_step, why_whole
-from memscale.optimizer.streamed import StreamedSteps
 from support.optimizers import Elsewhere, assert_equal, give_gradients, in_groups, parameters, streamed
 
 
@@ -189,7 +189,7 @@ def test_an_overridden_step_runs_once(hooked_below):
             assert optimizer.calls == [len(tensors)] * 5
             assert events.count("closure") == 5
             assert not stream or (steps.buckets_run == 5 * len(tensors) and not steps.skipped)
-            assert not stream or steps.is_down(optimizer.state[tensors[0]]["exp_avg"])
+            assert not stream or steps.is_stored(optimizer.state[tensors[0]]["exp_avg"])
             return tensors, optimizer.average, events, optimizer.state_dict()
 
     assert_equal(run(True), run(False))
@@ -240,10 +240,10 @@ def test_left_alone_late_gets_its_state_back():
         optimizer = optim.AdamW(tensors)
         give_gradients(tensors, 0)
         optimizer.step()
-        assert steps.is_down(optimizer.state[tensors[0]]["exp_avg"])
+        assert steps.is_stored(optimizer.state[tensors[0]]["exp_avg"])
         optimizer.param_groups[0]["differentiable"] = True
         optimizer.step()
-        assert not steps.is_down(optimizer.state[tensors[0]]["exp_avg"])
+        assert not steps.is_stored(optimizer.state[tensors[0]]["exp_avg"])
         assert "differentiable" in steps.skipped[optimizer]
 
 
@@ -294,8 +294,8 @@ def test_closure_evaluated_twice():
 
 def test_wrong_arguments():
     with pytest.raises(ConfigTypeError, match=r"bucket_bytes .* '1MB'"):
-        StreamedSteps([], Elsewhere(), "1MB")
+        BucketedSteps([], Elsewhere(), "1MB")
     with pytest.raises(ConfigTypeError):
-        StreamedSteps([], Elsewhere(), True)
+        BucketedSteps([], Elsewhere(), True)
     with pytest.raises(ConfigError, match="bucket_bytes=0"):
-        StreamedSteps([], Elsewhere(), 0)
+        BucketedSteps([], Elsewhere(), 0)

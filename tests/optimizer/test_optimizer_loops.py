@@ -31,15 +31,15 @@ def test_state_is_elsewhere_between_steps():
         optimizer = optim.AdamW(tensors)
         steps_of(tensors, optimizer, 3)
         homes = [each for each in leaves(optimizer.state_dict()["state"]) if each.dim()]
-        assert all(steps.is_down(each) for each in homes)
+        assert all(steps.is_stored(each) for each in homes)
         large = [each for each in tensors if each.dim()]
-        assert place.downs == 2 * len(large)  # once, then the values go back into the same homes
-        assert place.ups == 2 * place.downs
+        assert place.stores == 2 * len(large)  # once, then the values go back into the same homes
+        assert place.loads == 2 * place.stores
         total = sum(each.nbytes for each in homes)
         assert steps.bytes_moved == 5 * total  # down, up, down, up, down
-        assert place.most_up < total
+        assert place.most_loaded < total
         assert {id(each) for each in (*homes, *tensors, *(each.grad for each in tensors))} <= set(
-            place.rested
+            place.released
         )
 
 
@@ -63,8 +63,8 @@ def test_settle_takes_down_what_is_there():
     optimizer = optim.AdamW(tensors)
     steps_of(tensors, optimizer, 1)
     with streamed(tensors) as steps:
-        steps.settle(optimizer)
-        assert all(steps.is_down(each) for each in leaves(optimizer.state_dict()["state"]) if each.dim())
+        steps.store_state(optimizer)
+        assert all(steps.is_stored(each) for each in leaves(optimizer.state_dict()["state"]) if each.dim())
 
 
 def test_state_without_a_gradient_goes_down_too():
@@ -74,7 +74,7 @@ def test_state_without_a_gradient_goes_down_too():
     with streamed(tensors) as steps:
         give_gradients(tensors, 1, without=range(4))
         optimizer.step()
-        assert all(steps.is_down(each) for each in leaves(optimizer.state_dict()["state"]) if each.dim())
+        assert all(steps.is_stored(each) for each in leaves(optimizer.state_dict()["state"]) if each.dim())
 
 
 def test_step_hooks_run_once_and_see_everything():

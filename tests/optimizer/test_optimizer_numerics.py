@@ -101,7 +101,7 @@ def test_state_in_files(name, tmp_path):
     kind, options = KINDS[name]
     place = Mapped(tmp_path)
     steps = compare(functools.partial(kind, **rate(kind), **options), place)
-    assert place.ups > 0
+    assert place.loads > 0
     assert steps.bytes_moved > 0
 
 
@@ -163,7 +163,7 @@ def test_any_shapes_buckets_and_groups(
                 give_gradients(tensors, step, without if step != 1 else ())
                 optimizer.step()
             if stream:
-                assert place.most_up <= max(bucket_bytes, max(each.nbytes for each in tensors) * 3)
+                assert place.most_loaded <= max(bucket_bytes, max(each.nbytes for each in tensors) * 3)
             return tensors, optimizer.state_dict()
 
     assert_equal(run(True), run(False))

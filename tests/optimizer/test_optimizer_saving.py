@@ -60,7 +60,7 @@ def test_load_state_dict_in_the_middle():
         for tensor, weight in zip(tensors, weights, strict=True):
             tensor.data.copy_(weight)
         steps_of(tensors, optimizer, 2, 2)
-        assert all(steps.is_down(each) for each in leaves(optimizer.state_dict()["state"]) if each.dim())
+        assert all(steps.is_stored(each) for each in leaves(optimizer.state_dict()["state"]) if each.dim())
         assert_equal((tensors, optimizer.state_dict()), plain_adamw())
 
 

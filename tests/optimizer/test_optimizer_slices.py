@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn, optim
 
-from memscale.optimizer.slices import LEAST_BYTES
+from memscale.optimizer.buckets import LEAST_SLICE_BYTES
 from support.optimizers import Elsewhere, Mapped, assert_equal, steps_of, streamed
 
 ROWS, COLUMNS = 300, 256  # 300 KiB, not a whole number of slices
-SLICES = -(-ROWS * COLUMNS * 4 // LEAST_BYTES)
+SLICES = -(-ROWS * COLUMNS * 4 // LEAST_SLICE_BYTES)
 
 SETTINGS = {
     "AdamW": lambda tensors: optim.AdamW(tensors, lr=1e-2),
@@ -52,7 +52,7 @@ def test_same_numbers(name, mapped, tmp_path):
         assert_equal((ours, optimizer.state_dict()), (plain, theirs.state_dict()))
         for value in optimizer.state[ours[0]].values():
             if isinstance(value, torch.Tensor) and value.dim():
-                assert steps.is_down(value)
+                assert steps.is_stored(value)
                 assert value.shape == ours[0].shape
         assert set(optimizer.state) <= set(ours)  # no slice is left there
     assert_equal((ours, optimizer.state_dict()), (plain, theirs.state_dict()))
@@ -65,12 +65,12 @@ def test_state_is_up_a_slice_at_a_time():
         steps_of(ours, optimizer, 3)
     whole = 2 * ours[0].nbytes
     assert (
-        0 < place.most_up <= 2 * LEAST_BYTES < whole or place.most_up == whole
+        0 < place.most_loaded <= 2 * LEAST_SLICE_BYTES < whole or place.most_loaded == whole
     )  # all of it at the end, by detach
     place = Elsewhere()
     with streamed(ours, place, bucket_bytes=1):
         steps_of(ours, optimizer, 2)
-        assert 0 < place.most_up <= 2 * LEAST_BYTES
+        assert 0 < place.most_loaded <= 2 * LEAST_SLICE_BYTES
 
 
 def test_state_from_before_goes_down():
@@ -80,7 +80,7 @@ def test_state_from_before_goes_down():
     steps_of(ours, optimizer, 2)
     with streamed(ours, bucket_bytes=1) as steps:
         steps_of(ours, optimizer, 2, 2)
-        assert steps.is_down(optimizer.state[ours[0]]["exp_avg"])
+        assert steps.is_stored(optimizer.state[ours[0]]["exp_avg"])
     assert_equal((ours, optimizer.state_dict()), (plain, theirs.state_dict()))
 
 
@@ -116,20 +116,9 @@ def test_rows_and_columns_are_not_cut(make, calls):
     assert_equal((ours, optimizer.state_dict()), (plain, theirs.state_dict()))
 
 
-def test_it_can_be_switched_off():
-    from memscale.optimizer.streamed import StreamedSteps
-
-    ours = tensors()
-    steps = StreamedSteps(ours, Elsewhere(), 1, least_bytes=1, slices=False)
-    steps.attach()
-    steps_of(ours, optim.AdamW(ours), 1)
-    assert steps.buckets_run == 3
-    steps.detach()
-
-
 def test_an_error_in_a_slice_leaves_the_groups_whole():
     class Full(Elsewhere):
-        def new(self, like):
+        def allocate(self, like):
             raise RuntimeError("full")
 
     ours = tensors()

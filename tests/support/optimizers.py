@@ -8,7 +8,7 @@ import weakref
 import torch
 from torch import nn, optim
 
-from memscale.optimizer.streamed import StreamedSteps
+from memscale.optimizer.bucketed_steps import BucketedSteps
 
 SHAPES = ((16, 8), (8,), (32, 16), (4, 3, 2, 2), (), (24, 16), (16,), (5, 7))
 
@@ -17,25 +17,25 @@ class Elsewhere:
     """Host memory: state is copied down, and up to the parameter's device."""
 
     def __init__(self):
-        self.downs = self.ups = 0
-        self.rested = []  # their ids: a place holds on to nothing
-        self.most_up = 0  # bytes of the copies that were alive at once
+        self.stores = self.loads = 0
+        self.released = []  # their ids: a place holds on to nothing
+        self.most_loaded = 0  # bytes of the copies that were alive at once
         self._alive = {}
 
-    def down(self, tensor):
-        self.downs += 1
+    def store(self, tensor):
+        self.stores += 1
         return tensor.detach().to("cpu", copy=True)
 
-    def up(self, tensor, parameter):
-        self.ups += 1
+    def load(self, tensor, parameter):
+        self.loads += 1
         copy = tensor.to(parameter.device, copy=True)
         self._alive[id(copy)] = copy.nbytes
         weakref.finalize(copy, self._alive.pop, id(copy))
-        self.most_up = max(self.most_up, sum(self._alive.values()))
+        self.most_loaded = max(self.most_loaded, sum(self._alive.values()))
         return copy
 
-    def new(self, like):
-        self.downs += 1
+    def allocate(self, like):
+        self.stores += 1
         return torch.empty_like(like, device="cpu")
 
     def reserve(self, like, parameter):
@@ -44,8 +44,8 @@ class Elsewhere:
     def fill(self, home, values):
         home.copy_(values)
 
-    def rest(self, tensor):
-        self.rested.append(id(tensor))
+    def release_pages(self, tensor):
+        self.released.append(id(tensor))
 
 
 class Mapped(Elsewhere):
@@ -55,21 +55,21 @@ class Mapped(Elsewhere):
         super().__init__()
         self._folder = folder
 
-    def down(self, tensor):
-        self.downs += 1
-        path = self._folder / f"{self.downs}.bin"
+    def store(self, tensor):
+        self.stores += 1
+        path = self._folder / f"{self.stores}.bin"
         flat = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype)
         return flat.view(tensor.shape).copy_(tensor)
 
-    def up(self, tensor, parameter):
-        self.ups += 1
+    def load(self, tensor, parameter):
+        self.loads += 1
         return tensor
 
 
 @contextlib.contextmanager
 def streamed(parameters, place=None, bucket_bytes=4096, least_bytes=1):
     """Steps are streamed inside the block; tests have small tensors, so every one moves."""
-    steps = StreamedSteps(parameters, place or Elsewhere(), bucket_bytes, least_bytes=least_bytes)
+    steps = BucketedSteps(parameters, place or Elsewhere(), bucket_bytes, least_bytes=least_bytes)
     steps.attach()
     try:
         yield steps

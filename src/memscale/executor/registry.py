@@ -6,8 +6,7 @@ from memscale.checkpointing.technique import GradientCheckpointing
 from memscale.offload.freed_memory import FreedMemory
 from memscale.offload.technique import Offloading
 from memscale.offload.transfers import Transfers
-from memscale.optimizer.eight_bit_technique import EightBitOptimizer
-from memscale.optimizer.state_technique import OptimizerState
+from memscale.optimizer.technique import OptimizerState
 from memscale.precision.technique import MixedPrecision
 from memscale.techniques.base import LayerTechnique, ModelTechnique
 from memscale.tiling.loss_technique import TiledLoss
@@ -24,7 +23,6 @@ LAYER_TECHNIQUES: dict[str, LayerTechnique] = {
 MODEL_TECHNIQUES: tuple[ModelTechnique, ...] = (
     FreedMemory(),
     Transfers(),
-    EightBitOptimizer(),
     OptimizerState(),
     TiledLoss(),
     MixedPrecision(),

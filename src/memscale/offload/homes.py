@@ -2,7 +2,7 @@
 
 Parameters keep their identity when they move, so that optimizers, schedulers and the user's own references go on
 as before. An optimizer's state follows its parameter, before a step and when everything goes back, unless the plan
-has a place of its own for it (``state_homes.py``).
+has a place of its own for it (``optimizer/states.py``).
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from memscale.offload.data import exchange_data
 from memscale.offload.freed_memory import freed_memory_returns
 from memscale.offload.mapped_parameters import MappedParameters
 from memscale.offload.materialise import Materialised, materialise
-from memscale.optimizer.eight_bit.states import EightBitStates
 from memscale.optimizer.placement import PlacementSteps
-from memscale.optimizer.state_homes import StateHomes
+from memscale.optimizer.states import OptimizerStates
 from memscale.simulator.simulate import PLAIN_KINDS
 from memscale.tiers.layout import is_fake
 from memscale.tiers.store import DiskStore
@@ -54,8 +53,7 @@ class Homes:
             gradients and optimizer state; None for no other limit than the host's own.
         store: The disk.
         mapped: The parameters that are at home on disk.
-        states: Where optimizer state waits.
-        moments: What of it is in 8 bits.
+        states: Where optimizer state is kept, and what of it is in 8 bits.
 
     Example:
         >>> model = nn.Linear(2, 2)
@@ -69,8 +67,7 @@ class Homes:
         self.host_capacity: int | None = None
         self.store = store or DiskStore()
         self.mapped = MappedParameters(self.store, meter)
-        self.states = StateHomes(self.store, meter)
-        self.moments = EightBitStates(meter)
+        self.states = OptimizerStates(self.store, meter)
         self._parameters: dict[int, tuple[nn.Parameter, torch.device]] = {}
         self._on_disk: dict[int, nn.Parameter] = {}
         self._for_disk: set[int] = (
@@ -166,7 +163,6 @@ class Homes:
         """Everything where it was before the first :meth:`arrange`."""
         self._steps.unsubscribe()
         self.states.restore()
-        self.moments.restore()
         for parameter in self.on_disk:
             self._bring_back(parameter)
         for parameter, before in self._parameters.values():
@@ -191,8 +187,7 @@ class Homes:
         """Take optimizer state to its place now, and not before the next step: the device may be short of memory."""
         for optimizer in self._steps.optimizers:
             self._steps.follow(optimizer)
-            if self.states.steps is not None:
-                self.states.steps.settle(optimizer)
+            self.states.store_state(optimizer)
 
     def _bring_back(self, parameter: nn.Parameter) -> None:
         self.mapped.bring_back(parameter)
@@ -210,10 +205,6 @@ class Homes:
         every = (parameter for parameter, _ in self._parameters.values())
         return [each for each in every if each.device == HOST and id(each) not in left_out]
 
-    def keeps_state(self, tensor: torch.Tensor) -> bool:
-        """Return whether a state tensor is where the plan has it, and must be left there."""
-        return self.states.is_down(tensor)
-
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has parameters of its own, in memory; no optimizer has stepped them yet.
         return {
@@ -221,7 +212,6 @@ class Homes:
             "host_capacity": self.host_capacity,
             "store": self.store,
             "mapped": self.mapped,
-            "moments": self.moments,  # first, as in a plan: it goes on inside of what streams
             "states": self.states,
             "parameters": list(self._parameters.values()),
             "buffers": self._buffers,
@@ -230,7 +220,7 @@ class Homes:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["store"])  # type: ignore[misc]
         self.device = state["device"]
-        self.mapped, self.moments, self.states = state["mapped"], state["moments"], state["states"]
+        self.mapped, self.states = state["mapped"], state["states"]
         self.host_capacity = state["host_capacity"]
         self._parameters = {id(parameter): (parameter, before) for parameter, before in state["parameters"]}
         self._buffers = state["buffers"]

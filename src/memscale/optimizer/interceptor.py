@@ -37,10 +37,9 @@ class StepOrder(enum.IntEnum):
     """The subscribers of a step, the outermost first."""
 
     LOSS_SCALING = 0  # decides whether a step is made
-    BUCKETS = 1  # calls the arithmetic once for each bucket, with the bucket's state loaded
-    EIGHT_BIT = 2  # dequantizes the moments of a bucket that is in memory
-    PLACEMENT = 3  # chooses the implementation for the parameters of one call
-    RECOVERY = 4  # repeats one call
+    BUCKETS = 1  # calls the arithmetic once for each bucket, with the bucket's state loaded and in 32 bits
+    PLACEMENT = 2  # chooses the implementation for the parameters of one call
+    RECOVERY = 3  # repeats one call
 
 
 class StepSubscriber:

@@ -1,10 +1,10 @@
-"""Which optimizers can be stepped a few parameters at a time: those whose arithmetic is torch's own.
+"""What is known of the classes of torch.optim: which can be stepped a few parameters at a time, in slices, in 8 bits.
 
 Note [Whose arithmetic is split]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 The classes in :data:`ONE_BY_ONE` treat every parameter by itself: its new value depends on its gradient, its own
 state and its group's settings. Calling their ``step`` for some parameters, and then for the others, gives the same
-bits as one call for all.
+bits as one call for all. They keep no counters of a group or of the optimizer that several calls would change.
 
 Of any other ``step`` that is not known. It may scale by the norm of all gradients, count its calls, update a moving
 average of the model, or write to a log, and no inspection or trial run would show all of that. So code that is not
@@ -15,11 +15,22 @@ torch's is called once per step, with all parameters, and its state stays where 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 
 from torch import optim
 from torch.optim import Optimizer
 
-__all__ = ["ONE_BY_ONE", "arithmetic_of", "has_own_step", "why_whole"]
+__all__ = [
+    "ELEMENTWISE",
+    "FOREACH_DIFFERS",
+    "MOMENTS",
+    "ONE_BY_ONE",
+    "arithmetic_of",
+    "has_moments",
+    "has_own_step",
+    "why_32_bits",
+    "why_whole",
+]
 
 ONE_BY_ONE: tuple[type[Optimizer], ...] = tuple(
     getattr(optim, name)
@@ -42,6 +53,27 @@ ONE_BY_ONE: tuple[type[Optimizer], ...] = tuple(
     if hasattr(optim, name)  # Muon is new
 )
 """All classes of torch.optim but LBFGS, whose direction and step length come from all parameters together."""
+
+ELEMENTWISE = frozenset(ONE_BY_ONE) - {
+    getattr(optim, name) for name in ("Adafactor", "Muon", "SparseAdam") if hasattr(optim, name)
+}
+"""Those that treat every element of a parameter by itself: they can step a slice of it."""
+
+FOREACH_DIFFERS = frozenset({optim.ASGD, optim.NAdam, optim.RAdam})
+"""Those whose ``foreach`` implementation rounds differently from the loop over parameters."""
+
+MOMENTS: Mapping[str, bool] = {
+    "exp_avg": True,
+    "exp_avg_sq": False,
+    "max_exp_avg_sq": False,
+    "momentum_buffer": True,
+    "square_avg": False,
+    "sum": False,
+}
+"""The names of state that can be kept in 8 bits, and whether it has a sign."""
+
+# The classes that bitsandbytes has 8-bit versions of, by name: of the class, or of one that it derives from.
+_EIGHT_BIT_NAMES = ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad")
 
 _OWNERS = {inspect.unwrap(vars(kind)["step"]): kind for kind in ONE_BY_ONE if "step" in vars(kind)}
 
@@ -85,3 +117,26 @@ def why_whole(optimizer: Optimizer) -> str | None:
     if any(group.get("differentiable") for group in (optimizer.defaults, *optimizer.param_groups)):
         return "differentiable=True: gradients flow through its state"
     return None
+
+
+def has_moments(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer keeps moments at all: SGD without momentum has no state."""
+    is_plain = "SGD" in _class_names(optimizer) and not any(
+        group.get("momentum") for group in optimizer.param_groups
+    )
+    return not is_plain
+
+
+def why_32_bits(optimizer: Optimizer) -> str | None:
+    """Return why the moments of this optimizer stay in 32 bits, or None if they can be kept in 8."""
+    if type(optimizer).__module__.startswith("bitsandbytes"):
+        return "it keeps its state as it was told to itself"
+    if not any(name in _EIGHT_BIT_NAMES for name in _class_names(optimizer)):
+        return f"of optimizers only {', '.join(_EIGHT_BIT_NAMES)} and what derives from them are known to bear 8 bits"
+    if any(group.get("centered") for group in optimizer.param_groups):
+        return "centered=True takes the root of a difference, which coarse numbers would make negative"
+    return why_whole(optimizer)
+
+
+def _class_names(optimizer: Optimizer) -> list[str]:
+    return [kind.__name__ for kind in type(optimizer).__mro__]

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from memscale.errors import WrapError
 from memscale.memory.allocator import CachingAllocator
-from memscale.optimizer.eight_bit.kinds import MOMENTS, why_in_full
-from memscale.optimizer.kinds import arithmetic_of, why_whole
+from memscale.optimizer.eight_bit import is_moment
+from memscale.optimizer.kinds import arithmetic_of, why_32_bits, why_whole
 from memscale.optimizer.new_state import NewState, step_alone
 from memscale.profiler import ModelProfile, Place, find_blocks
 
@@ -89,7 +89,7 @@ def needs_of(optimizer: Optimizer, model: nn.Module, place: Place) -> OptimizerN
                 guessed = True
                 found = {"exp_avg": parameter, "exp_avg_sq": parameter}
             state[name] = tuple(
-                StateTensor(value.nbytes, _is_moment(each, value, parameter)) for each, value in found.items()
+                StateTensor(value.nbytes, is_moment(each, value, parameter)) for each, value in found.items()
             )
     if not state:
         raise WrapError(
@@ -101,7 +101,7 @@ def needs_of(optimizer: Optimizer, model: nn.Module, place: Place) -> OptimizerN
     temporaries = None if whole else _simulated_temporaries(optimizer, place)
     if temporaries is None:
         temporaries = (0.0, 2.0) if place.kind == "cpu" else (1.0, 0.0)  # as for AdamW
-    eight_bit = whole is None and why_in_full(optimizer) is None
+    eight_bit = why_32_bits(optimizer) is None
     return OptimizerNeeds(kind, state, temporaries, whole is None, eight_bit, tuple(notes))
 
 
@@ -135,10 +135,6 @@ def with_optimizer(
 def _tensors_of(state: object) -> dict[str, Tensor]:
     values = state.items() if isinstance(state, dict) else ()
     return {str(name): value for name, value in values if isinstance(value, Tensor) and value.dim()}
-
-
-def _is_moment(name: str, value: Tensor, parameter: Tensor) -> bool:
-    return name in MOMENTS and value.dtype is torch.float32 and value.shape == parameter.shape
 
 
 def _simulated_temporaries(optimizer: Optimizer, place: Place) -> tuple[float, float]:

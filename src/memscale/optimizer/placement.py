@@ -15,21 +15,20 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memscale._torch import takes_foreach
 from memscale.errors import TierFullError
 from memscale.optimizer.buckets import bytes_of_gradient
+from memscale.optimizer.eight_bit import stored_layout
 from memscale.optimizer.interceptor import StepOrder, StepSubscriber
-from memscale.optimizer.kinds import arithmetic_of, why_whole
+from memscale.optimizer.kinds import FOREACH_DIFFERS, arithmetic_of, why_whole
 from memscale.optimizer.new_state import NewState
-from memscale.optimizer.slices import as_left
+from memscale.optimizer.states import OptimizerStates
 from memscale.units import format_bytes
 
-__all__ = ["FOREACH_DIFFERS", "Placement", "PlacementSteps"]
-
-FOREACH_DIFFERS = frozenset({optim.ASGD, optim.NAdam, optim.RAdam})
+__all__ = ["Placement", "PlacementSteps"]
 
 _HOST = torch.device("cpu")
 
@@ -45,6 +44,10 @@ class Placement(Protocol):
     def host_capacity(self) -> int | None:
         """The cap on host memory for parameters with gradients and state, in bytes; None for no cap."""
 
+    @property
+    def states(self) -> OptimizerStates:
+        """Where optimizer state is kept, if the plan says so."""
+
     def parameter_ids(self) -> Container[int]:
         """Return the ids of the parameters that are placed."""
 
@@ -54,9 +57,6 @@ class Placement(Protocol):
         Args:
             with_disk_bound: Whether to include those of a layer on disk that are too small for a page there.
         """
-
-    def keeps_state(self, tensor: Tensor) -> bool:
-        """Return whether a state tensor is in a place of its own, and must be left there."""
 
 
 class PlacementSteps(StepSubscriber):
@@ -98,7 +98,8 @@ class PlacementSteps(StepSubscriber):
             and placement.device not in (None, _HOST)
             and placement.host_capacity is not None
         ):
-            check_room(optimizer, placement.host_masters(with_disk_bound=False), placement.host_capacity)
+            masters = placement.host_masters(with_disk_bound=False)
+            check_room(optimizer, masters, placement.host_capacity, placement.states)
 
     def around_arithmetic(self, call: Callable[[], Any], optimizer: Optimizer) -> None:
         placement = self._placement()
@@ -120,7 +121,7 @@ class PlacementSteps(StepSubscriber):
                 continue
             for name, value in state.items():
                 moves = isinstance(value, Tensor) and value.dim() > 0 and value.device != parameter.device
-                if moves and not placement.keeps_state(value):
+                if moves and not placement.states.is_stored(value):
                     state[name] = value.to(parameter.device)
 
 
@@ -150,7 +151,9 @@ def as_on_the_device(optimizer: Optimizer, masters: set[int], device: torch.devi
             group["foreach"] = None
 
 
-def check_room(optimizer: Optimizer, masters: Sequence[Tensor], capacity: int) -> None:
+def check_room(
+    optimizer: Optimizer, masters: Sequence[Tensor], capacity: int, states: OptimizerStates
+) -> None:
     """Raise if the state that a step is about to make for masters exceeds the cap on host memory with them.
 
     Raises:
@@ -165,8 +168,9 @@ def check_room(optimizer: Optimizer, masters: Sequence[Tensor], capacity: int) -
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) in ids:
+                quantized = states.quantizes(optimizer, parameter)
                 for name, like in layout.of(group, parameter).items():
-                    new += sum(left.nbytes for _, left in as_left(optimizer, parameter, name, like))
+                    new += sum(part.nbytes for _, part in stored_layout(name, like, quantized=quantized))
     if not new:
         return
     used = sum(

@@ -33,7 +33,7 @@ from memscale.config import Config
 from memscale.errors import is_out_of_memory
 from memscale.executor import executor_of
 from memscale.observe.log import speaking
-from memscale.optimizer.groups import Member, SplitStep, members_of
+from memscale.optimizer.buckets import Member, SplitStep, members_of
 from memscale.optimizer.interceptor import StepOrder, StepSubscriber
 from memscale.optimizer.kinds import why_whole
 from memscale.recovery.plans import explain

@@ -1,0 +1,385 @@
+"""Optimizer state in 8 bits between steps, under the user's own optimizer.
+
+Note [Eight bits between steps]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+An optimizer's moments are in 8 bits only while it does not step. In a step they are dequantized, a bucket
+of parameters at a time, the optimizer's own arithmetic runs, and its results are quantized again (by `bitsandbytes`,
+in blocks of 256 numbers with a scale each). So whatever the optimizer is told,
+learning rates, groups, schedulers, closures, `amsgrad`, `maximize`, `foreach`, `fused`, holds as ever, and its
+weight decay is its own: `bitsandbytes`' own Adam has that of AdamW.
+
+*Exact where it can be.* A number is made coarser only after it went through a step. State that was loaded, or
+was there before, is used as it is; `state_dict` gives the very numbers that the next step would begin with.
+So a run that is saved, ended and resumed goes on as if it had not been, though the file holds ordinary 32-bit
+state which any optimizer of that class can load.
+
+*What stays in 32 bits.* Parameters with fewer than 4,096 elements, as `bitsandbytes` has it. The weights of
+embeddings: their gradients are zero but for the rows of this batch, so that the numbers of one block differ by
+orders of magnitude, and the small ones would be lost. A head that is tied to an embedding is that embedding.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from memscale._torch import FakeTensor, is_traceable_wrapper_subclass
+from memscale.errors import MemScaleError
+from memscale.optimizer.kinds import MOMENTS
+
+__all__ = [
+    "BLOCK",
+    "Bitsandbytes",
+    "EightBitState",
+    "Moment",
+    "Quantizer",
+    "Unavailable",
+    "find_quantizer",
+    "moment_bytes",
+    "parameters_in_eight_bits",
+    "why_unavailable",
+]
+
+LEAST_ELEMENTS = 4096
+"""Smaller parameters stay in 32 bits, as in bitsandbytes: they are little memory, and often delicate."""
+
+BLOCK = 256
+"""How many numbers share a scale, as in bitsandbytes' optimizers."""
+
+_ZERO = 127  # its code, in the map of numbers with a sign
+OLDEST = (0, 49)  # before it, the CPU had no such kernels
+
+
+def parameters_in_eight_bits(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a model whose moments are kept in 8 bits: see Note [Eight bits between steps].
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 64))
+        >>> [tuple(each.shape) for each in parameters_in_eight_bits(model)]
+        [(64, 64)]
+    """
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, kinds)}
+    return [
+        parameter
+        for parameter in model.parameters()
+        if id(parameter) not in embeddings
+        and parameter.numel() >= LEAST_ELEMENTS
+        and parameter.dtype is torch.float32
+        and parameter.layout is torch.strided
+        and not is_traceable_wrapper_subclass(parameter)
+    ]
+
+
+def moment_bytes(elements: int) -> int:
+    """Return the bytes of one moment of so many numbers: a code each, and the scale of each block.
+
+    Example:
+        >>> moment_bytes(1024 * 1024) / (1024 * 1024)
+        1.015625
+    """
+    return elements + 4 * -(-elements // BLOCK)
+
+
+class Moment(dict[str, Tensor]):
+    """A state tensor in 8 bits, in the place of the tensor: its ``codes``, and the ``scales`` of its blocks.
+
+    It is a dict so that whatever moves an optimizer's tensors, to a lower tier say, finds them.
+    """
+
+    def __init__(
+        self, codes: Tensor, scales: Tensor, *, signed: bool, shape: torch.Size, stride: tuple[int, ...]
+    ) -> None:
+        super().__init__(codes=codes, scales=scales)
+        self.signed = signed
+        self.shape = shape
+        self.stride = stride
+
+    @property
+    def dequantized_bytes(self) -> int:
+        """Its bytes in 32 bits."""
+        return 4 * self.shape.numel()
+
+    def part(self, part: slice) -> tuple[Tensor, Tensor]:
+        """Return codes and scales of a part that begins where a block does."""
+        stop = min(part.stop, self.shape.numel())
+        return self["codes"][part.start : stop], self["scales"][part.start // BLOCK : -(-stop // BLOCK)]
+
+
+def moment_layout(like: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of a moment of that shape, without values, on the meta device."""
+    elements = like.numel()
+    return {
+        "codes": torch.empty(elements, dtype=torch.uint8, device="meta"),
+        "scales": torch.empty(-(-elements // BLOCK), device="meta"),
+    }
+
+
+def stored_layout(name: str, like: Tensor, *, quantized: bool) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield what a new state tensor is after its step: where in the parameter's state, and a tensor as large."""
+    if quantized and name in MOMENTS:
+        for key, part in moment_layout(like).items():
+            yield (name, key), part
+    else:
+        yield (name,), like
+
+
+def is_moment(name: Any, value: Any, parameter: Tensor) -> bool:
+    """Return whether an entry of a parameter's state is a moment in 32 bits that can be quantized."""
+    return (
+        name in MOMENTS
+        and isinstance(value, Tensor)
+        and value.dtype is torch.float32
+        and value.layout is torch.strided
+        and value.shape == parameter.shape
+    )
+
+
+class EightBitState:
+    """Quantizes and dequantizes the moments of some parameters.
+
+    Args:
+        parameters: The parameters.
+        quantizer: bitsandbytes.
+        logger: Warned, once, if quantization fails in the middle of training.
+
+    Attributes:
+        has_failed: Whether it has; then nothing is quantized any more.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], quantizer: Quantizer, logger: logging.Logger
+    ) -> None:
+        # Not weakly: torch.utils.swap_tensors refuses parameters that are referred to weakly.
+        self.parameters = {id(each): each for each in parameters}
+        self.has_failed = False
+        self._quantizer = quantizer
+        self._logger = logger
+
+    def quantize(self, state: Any, parameter: Tensor) -> None:
+        """Quantize the moments that a step has left in a parameter's state; if that fails, stop for good."""
+        for name, value in _items(state):
+            if self.has_failed or not is_moment(name, value, parameter):
+                continue
+            try:
+                state[name] = self._quantized(value, signed=MOMENTS[name])
+            except Exception as error:
+                self.has_failed = True
+                self._logger.warning(
+                    "Optimizer state stays in 32 bits from now on: bitsandbytes failed (%s: %s).",
+                    type(error).__name__,
+                    error,
+                )
+
+    def dequantize(self, state: Any, parameter: Tensor) -> None:
+        """Make the moments in a parameter's state ordinary tensors beside it."""
+        for name, value in _items(state):
+            if isinstance(value, Moment):
+                state[name] = self._dequantized(value, parameter)
+
+    def ordinary(self, state: Any, parameter: Tensor, device: torch.device | None = None) -> Any:
+        """Return a parameter's state with its moments in 32 bits, on a device; the original stays as it is."""
+        if not any(isinstance(value, Moment) for _, value in _items(state)):
+            return state
+        return {
+            name: self._dequantized(value, parameter).to(device or parameter.device)
+            if isinstance(value, Moment)
+            else value
+            for name, value in _items(state)
+        }
+
+    def quantize_part(self, values: Tensor, part: slice, moment: Moment) -> None:
+        """Quantize a slice of a moment into it."""
+        new = self._quantizer.quantize(values, signed=moment.signed)
+        for target, source in zip(moment.part(part), new, strict=True):
+            target.copy_(source)
+
+    def dequantize_part(self, moment: Moment, part: slice, device: torch.device) -> Tensor:
+        """Return a slice of a moment in 32 bits, flat."""
+        codes, scales = (each.to(device) for each in moment.part(part))
+        return self._quantizer.dequantize(codes, scales, signed=moment.signed)
+
+    def _quantized(self, tensor: Tensor, *, signed: bool) -> Moment:
+        if not _is_dense(tensor):
+            tensor = tensor.contiguous()
+        # In the order of memory, whatever the layout is (channels last, say).
+        codes, scales = self._quantizer.quantize(tensor.as_strided((tensor.numel(),), (1,)), signed=signed)
+        return Moment(codes, scales, signed=signed, shape=tensor.shape, stride=tensor.stride())
+
+    def _dequantized(self, moment: Moment, parameter: Tensor) -> Tensor:
+        # On the parameter's device, where the quantizer was tried, wherever the codes are kept.
+        codes, scales = (moment[name].to(parameter.device) for name in ("codes", "scales"))
+        numbers = self._quantizer.dequantize(codes, scales, signed=moment.signed)
+        return numbers.as_strided(moment.shape, moment.stride)
+
+
+def _items(state: Any) -> list[tuple[Any, Any]]:
+    return list(state.items()) if isinstance(state, dict) else []
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements fill their memory without gaps, from its beginning, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return tensor.storage_offset() == 0
+
+
+class Unavailable(MemScaleError, RuntimeError):
+    """bitsandbytes is missing, too old, or does not work on a device."""
+
+
+class Quantizer(Protocol):
+    """Converts flat 32-bit tensors to 8-bit codes and back."""
+
+    def quantize(self, tensor: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+        """Return the codes, one byte a number, and the scale of each block."""
+
+    def dequantize(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+        """Return the numbers in 32 bits."""
+
+
+class Bitsandbytes:
+    """Quantizes by the kernels of bitsandbytes.
+
+    Args:
+        functional: the module ``bitsandbytes.functional``.
+    """
+
+    def __init__(self, functional: Any) -> None:
+        self._functional = functional
+        self._maps: dict[tuple[bool, torch.device], Tensor] = {}
+
+    def quantize(self, tensor: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+        codes, scales = torch.ops.bitsandbytes.quantize_blockwise(tensor, self._map(tensor, signed), BLOCK)
+        if signed:
+            # On the CPU it takes zero for the next small number, and a weight without gradient would drift by it.
+            codes.masked_fill_(tensor == 0, _ZERO)
+        return codes, scales
+
+    def dequantize(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+        numbers: Tensor = torch.ops.bitsandbytes.dequantize_blockwise(
+            codes, scales, self._map(codes, signed), BLOCK, torch.float32
+        )
+        return numbers
+
+    def check(self, device: torch.device) -> None:
+        """Try the kernels on a device.
+
+        Raises:
+            Unavailable: They do not work there.
+        """
+        try:
+            numbers = torch.linspace(-1, 1, 2 * BLOCK, device=device)
+            again = self.dequantize(*self.quantize(numbers, signed=True), signed=True)
+            error = float((again - numbers).abs().max())
+            zero = float(self._map(numbers, True)[_ZERO])
+        except Exception as raised:
+            raise Unavailable(f"bitsandbytes does not run on {device} ({_in_short(raised)})") from raised
+        if zero != 0:
+            raise Unavailable(
+                f"bitsandbytes has other codes than expected (that of zero stands for {zero:.2g})"
+            )
+        if not error < 0.02:
+            raise Unavailable(f"bitsandbytes computes wrong numbers on {device} (off by {error:.2g})")
+
+    def _map(self, beside: Tensor, signed: bool) -> Tensor:
+        """Return the number that each code stands for: fine near zero, coarse near the largest."""
+        key = (signed, beside.device)
+        if key not in self._maps:
+            self._maps[key] = self._functional.create_dynamic_map(signed=signed).to(beside.device)
+        return self._maps[key]
+
+
+class ShapesOnly:
+    """Makes the same tensors without values, for tensors without data."""
+
+    def quantize(self, tensor: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+        codes = torch.empty_like(tensor, dtype=torch.uint8)
+        return codes, torch.empty(-(-tensor.numel() // BLOCK), device=tensor.device)
+
+    def dequantize(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+        return torch.empty_like(codes, dtype=torch.float32)
+
+
+def find_quantizer(parameters: Iterable[Tensor]) -> Quantizer:
+    """Return bitsandbytes, tried on the devices of the parameters that are to be stepped.
+
+    Raises:
+        Unavailable: It can't be used; the message says why.
+    """
+    parameters = list(parameters)
+    if any(isinstance(parameter, FakeTensor) for parameter in parameters):
+        # Not imported: inside a simulation it would find a GPU that is not there, and make its tables of nothing.
+        _check_version(_installed_version())
+        return ShapesOnly()
+    try:
+        with _quietly():
+            module = importlib.import_module("bitsandbytes")
+            functional = importlib.import_module("bitsandbytes.functional")
+    except ImportError as error:
+        raise Unavailable(f"{_MISSING} ({_in_short(error)}); {_INSTALL}") from error
+    except Exception as error:  # its native libraries fail in many ways
+        raise Unavailable(f"{_MISSING} ({_in_short(error)})") from error
+    _check_version(str(getattr(module, "__version__", "0")))
+    quantizer = Bitsandbytes(functional)
+    for device in {parameter.device for parameter in parameters if not parameter.is_meta}:
+        quantizer.check(device)
+    return quantizer
+
+
+def why_unavailable() -> str | None:
+    """Return why bitsandbytes can't be used, as far as is known without importing it; None if it may be usable."""
+    try:
+        _check_version(_installed_version())
+    except Unavailable as reason:
+        return str(reason)
+    return None
+
+
+_MISSING = "bitsandbytes can't be imported"
+_INSTALL = "pip install 'open-memscale[bnb]'"
+
+
+def _installed_version() -> str:
+    try:
+        return importlib.metadata.version("bitsandbytes")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise Unavailable(f"bitsandbytes is not installed; {_INSTALL}") from error
+
+
+def _check_version(version: str) -> None:
+    if _numbers(version) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise Unavailable(f"bitsandbytes is {version}, and at least {oldest} is needed")
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Suppress warnings at import about missing kernels for 4-bit inference."""
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.split(".")[:2]
+    return tuple(int(part) if part.isdecimal() else 0 for part in parts)
+
+
+def _in_short(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:120]}"
