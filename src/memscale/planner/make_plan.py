@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 from memscale._torch import DDP_STATIC_GRAPH_REDUCED, FAKE_TENSOR_LOGGER, disable_current_modes
 from memscale._util.rng import RngState
 from memscale.config import Config, ConfigFields
-from memscale.errors import ProfileError
+from memscale.errors import ProfileError, is_out_of_memory
 from memscale.execution_plan import ALLOWANCES, Plan, Tier
 from memscale.executor import Executor
 from memscale.hardware import Hardware
+from memscale.observe.log import speaking
 from memscale.optimizer.needs import OptimizerNeeds, needs_of, with_optimizer
 from memscale.planner import decide, plain_point, room_of, unseen_bytes
 from memscale.planner.cache import PlanCache, plan_key
@@ -33,7 +34,6 @@ from memscale.planner.sizes import batch_size_of, length_of, with_batch_size, wi
 from memscale.planner.structure import decide_by_structure
 from memscale.profiler import ModelProfile, Place, Sample, find_blocks, find_head, profile_model
 from memscale.profiler.run import profile_static, uses_cache
-from memscale.report.log import speaking
 from memscale.simulator.fake import batch_value_reads
 from memscale.units import format_bytes
 
@@ -496,8 +496,6 @@ def _measured(
     model: nn.Module, plan: Plan, look: Look, sample: Sample, config: Config, hardware: Hardware
 ) -> Plan:
     """Run a step with the plan; one that there is no room for now leaves the engine's estimate."""
-    from memscale.recovery.shortage import is_out_of_memory  # its package imports this module
-
     plan = replace(plan, notes=(*plan.notes, *_way(look.profile)))
     plain = Step(plan.baseline_peak_bytes, plan.baseline_saved_bytes)
     place = Place.of(hardware.device)
