@@ -355,6 +355,13 @@ def leaves_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return list(found.values())
 
 
+def forget_global_forward_hook(hook_id: int) -> None:
+    """Remove what torch 2.13 leaves behind of a global forward hook with keyword arguments that was removed."""
+    from torch.nn.modules import module as module_hooks
+
+    module_hooks._global_forward_hooks_with_kwargs.pop(hook_id, None)
+
+
 # -- tensors
 
 
