@@ -12,7 +12,7 @@ from memscale.errors import ProfileError
 from memscale.execution_plan import Plan
 from memscale.executor import Executor
 from memscale.hardware import Hardware, detect
-from memscale.planner.entries import NOT_CALLED
+from memscale.planner.assembly import NOT_CALLED
 from memscale.planner.make_plan import fits, make_plan
 from memscale.profiler import Sample
 from memscale.profiler.sample import MOST_PLANS, call_key, named_shapes, resized, roundings
