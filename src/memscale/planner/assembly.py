@@ -289,9 +289,7 @@ def plan_by_structure(
     peak = parameters + 3 * trained  # weights, gradients, Adam's moments; activations are not known
     layers = []
     for block in blocks:
-        layer = LayerPlan(
-            block.name, block.members, (), BY_STRUCTURE, "left as it is until the first batch"
-        )
+        layer = LayerPlan(block.name, block.members, (), BY_STRUCTURE, "left as it is until the first batch")
         if recompute and block.role == "repeated":
             reason = "a repeated block; what it needs will be known from the first batch"
             layer = replace(

@@ -218,7 +218,7 @@ class _Search:
         return None
 
     def _fit(self, sample: Sample, config: Config) -> tuple[BatchFit | None, float]:
-        """Return a batch with its simulated plan, None if that does not fit; and the simulated peak over the estimate."""
+        """Return a batch with its plan, None if that does not fit; and the simulated peak over the estimate."""
         known = self._profiled(sample, config)
         plan, excess = simulated_plan(self._model, sample, _without_values(config), self._hardware, known)
         if not fits(plan, self._hardware, config):

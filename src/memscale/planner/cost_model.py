@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memscale.config import Config
-from memscale.executor.registry import TECHNIQUES
+from memscale.executor.registry import LAYER_TECHNIQUES
 from memscale.hardware import Hardware
 from memscale.offload.cost import activation_seconds
 from memscale.planner.frontier import Option, Row, Trade, trade_of
@@ -37,7 +37,9 @@ __all__ = ["CostModel", "bucket_bytes", "room_below"]
 PAGE_BYTES = 4096  # files on disk take whole pages
 SLAB_BYTES = 2**16  # the file that small tensors share
 SEGMENT_LENGTHS = (2, 3, 4, 6, 8)  # blocks recomputed as one, among which the frontier is searched
-MOST_KEPT_IN_SEGMENT = 2  # products a block: a segment returns all it dropped at once, so keeping more gains little
+MOST_KEPT_IN_SEGMENT = (
+    2  # products a block: a segment returns all it dropped at once, so keeping more gains little
+)
 LARGEST_BUCKET = 64 * 2**20  # bytes: runs long enough to be read at the disk's full rate
 SMALLEST_BUCKET = 2**20  # bytes
 BUCKET_SHARE = 1 / 8  # of the parameters, between the two
@@ -120,7 +122,7 @@ class CostModel:
     def _options_of(self, block: BlockProfile) -> _BlockOptions:
         activations: dict[str, tuple[BlockOption, ...]] = {}
         parameters = None
-        for technique in TECHNIQUES.values():
+        for technique in LAYER_TECHNIQUES.values():
             options = tuple(technique.options(block, self.terms))
             activations[technique.name] = tuple(each for each in options if each.target == "activations")
             parameters = next((each for each in options if each.target == "parameters"), parameters)
@@ -128,7 +130,9 @@ class CostModel:
 
     def activation_option(self, index: int, choice: Choice) -> BlockOption | None:
         """Return the option that a choice takes for a block's activations."""
-        return self._options[index].activations[choice.technique][choice.variant] if choice.technique else None
+        return (
+            self._options[index].activations[choice.technique][choice.variant] if choice.technique else None
+        )
 
     def parameter_option(self, index: int, choice: Choice) -> BlockOption | None:
         """Return the option that a choice takes for a block's parameters."""
@@ -145,7 +149,9 @@ class CostModel:
         for odd_offloaded in (False, True) if self.terms.config.enable_offloading else (False,):
             allowed = self._may_be_offloaded(odd_offloaded)
             if allowed is not None:
-                options = [self._options_at(index, allowed, odd_offloaded) for index in range(len(self.blocks))]
+                options = [
+                    self._options_at(index, allowed, odd_offloaded) for index in range(len(self.blocks))
+                ]
                 yield replace(self._frame(odd_offloaded, self.prefetch), options=options)
 
     def trade(self, candidate: Candidate) -> Trade[Choices]:
@@ -183,7 +189,9 @@ class CostModel:
             return offloaded
         pairs = zip(self.blocks, choices, strict=True)
         pages = sum(self._unused_in_pages(block) for block, choice in pairs if choice.offloaded)
-        inputs = sum(self.input_bytes(index) for index, choice in enumerate(choices) if choice.input_offloaded)
+        inputs = sum(
+            self.input_bytes(index) for index, choice in enumerate(choices) if choice.input_offloaded
+        )
         return offloaded + pages + inputs + (SLAB_BYTES if offloaded else 0)
 
     def _unused_in_pages(self, block: BlockProfile) -> int:
@@ -296,9 +304,7 @@ class CostModel:
     def _most_kept(self, index: int) -> int:
         return len(self._options[index].activations["checkpointing"]) - 1
 
-    def _with_input_offloaded(
-        self, index: int, choices: Choices, option: BlockOption
-    ) -> Iterator[Choices]:
+    def _with_input_offloaded(self, index: int, choices: Choices, option: BlockOption) -> Iterator[Choices]:
         """Yield a block or segment with its input on the device, and with its input on the tier below."""
         yield choices
         if choices[0].offloaded and option.reruns_forward and not option.keep and self.input_bytes(index):
@@ -317,9 +323,7 @@ class CostModel:
 
     # One option --------------------------------------------------------------------------------------
 
-    def _option(
-        self, start: int, choices: Choices, odd_offloaded: bool, prefetch: int
-    ) -> Option[Choices]:
+    def _option(self, start: int, choices: Choices, odd_offloaded: bool, prefetch: int) -> Option[Choices]:
         """Return what choices for one block or segment cost; computed once for equal blocks after equal ones."""
         # Beside an offloaded layer the next ones are prefetched; if all blocks are offloaded that is in the row.
         prefetched = prefetch * self._largest_layer if choices[0].offloaded and not odd_offloaded else 0
@@ -483,9 +487,7 @@ def _kept_in_segment(products: int) -> Iterator[tuple[int, int]]:
 
 def _undominated(options: Sequence[Option[Choices]]) -> list[Option[Choices]]:
     """Return the options that no other of the same span equals or beats in everything; of equal ones the first."""
-    costs = [
-        (o.seconds, o.resident, o.held, o.forward, o.backward, o.gradient, o.stepping) for o in options
-    ]
+    costs = [(o.seconds, o.resident, o.held, o.forward, o.backward, o.gradient, o.stepping) for o in options]
     return [
         option
         for index, option in enumerate(options)

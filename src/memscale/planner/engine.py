@@ -26,7 +26,9 @@ __all__ = ["Under", "decide", "has_plan_within", "points", "points_by_hand", "po
 
 FEASIBILITY_WIDTH = 40  # partial plans kept at a position where it is enough to know that there is a plan
 EQUAL_TIME = 0.02  # of a plan's time: what another may take more if it is surer to fit
-REFINE_HEADROOM = 1 / 400  # of a limit, left free at first, or the simulation would reject every other refined plan
+REFINE_HEADROOM = (
+    1 / 400
+)  # of a limit, left free at first, or the simulation would reject every other refined plan
 
 Under = Sequence[tuple[Setting, ModelProfile]]
 """The settings to choose from, each with what the model needs under it."""
@@ -78,9 +80,7 @@ def _decide(
     profile: ModelProfile, hardware: Hardware, config: Config, under: Under, margin: int, refine: bool
 ) -> Plan:
     under = under or ((NOTHING, profile),)
-    found = [
-        point for setting, needs in under for point in points_by_hand(needs, hardware, config, setting)
-    ]
+    found = [point for setting, needs in under for point in points_by_hand(needs, hardware, config, setting)]
     # The frontier is computed for the setting under which plans by hand are best.
     best = _choose(found, hardware, config, margin).point.setting
     needs = next(needs for setting, needs in under if setting is best)
@@ -166,9 +166,7 @@ def _frontier_points(
     profile: ModelProfile, hardware: Hardware, config: Config, setting: Setting
 ) -> list[Point]:
     model = CostModel(profile, hardware, config, setting, _prefetch_depths(hardware, config)[0])
-    candidates = [
-        Candidate(_choices(trade.options)) for row in model.rows() for trade in best_trades(row)
-    ]
+    candidates = [Candidate(_choices(trade.options)) for row in model.rows() for trade in best_trades(row)]
     return _with_room_below(points_of(candidates, profile, hardware, config, setting), hardware, config)
 
 

@@ -203,7 +203,8 @@ def _interpolated(values: Sequence[Any], weights: Sequence[float]) -> Any:
     if is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in fields(first)]
         return replace(
-            first, **{name: _interpolated([getattr(value, name) for value in values], weights) for name in names}
+            first,
+            **{name: _interpolated([getattr(value, name) for value in values], weights) for name in names},
         )
     if type(first) is tuple and len({len(value) for value in values}) == 1:
         return tuple(_interpolated(each, weights) for each in zip(*values, strict=True))
@@ -216,7 +217,7 @@ def mixed_seconds(points: Sequence[Point], peak: int) -> float | None:
     """Return about the step time of the fastest mixture of plans up to a peak; None if none fits.
 
     Where some layers follow one plan and the others another, peak and time lie about on a line between those of the two
-    plans. So the lower convex hull of a few plans is close to the frontier (mostly within 2% on the benchmark's models),
+    plans. So the lower convex hull of a few plans is close to the frontier (mostly within 2% on the benchmark's),
     in a tenth of the time. It serves to compare sizes of a batch; a plan for the user comes from the frontier.
     """
     hull: list[Point] = []  # fastest first; each saves memory, for more and more time a byte

@@ -105,7 +105,7 @@ def make_plan(
         return found
     value_reads = batch_value_reads()
     with rehearsal(model):
-        plan, excess = simulated_plan(model, sample, config, hardware, optimizer=optimizer)
+        plan, excess = simulated_plan(model, sample, config, hardware, None, optimizer)
         plan = replace(plan, notes=(*plan.notes, *_scripted_note(model)))
         if suggest and not fits(plan, hardware, config) and plan.prediction_source == "simulated":
             advice = _what_would_fit(model, sample, config, hardware, excess, optimizer)
@@ -313,9 +313,7 @@ def _attach(plan: Plan, config: Config, twin: nn.Module) -> None:
     Executor(twin, replace(plan, layers=layers), config).attach()
 
 
-def _plain_step(
-    model: nn.Module, needs: ProfiledModel, sample: Sample, hardware: Hardware
-) -> Step | None:
+def _plain_step(model: nn.Module, needs: ProfiledModel, sample: Sample, hardware: Hardware) -> Step | None:
     """Return the plain step of a deep model, which follows from a few of its blocks; None where it is simulated."""
     profile, place = needs.profile, Place.of(hardware.device)
     if profile.source != "static" or profile.blocks_left_out < DEEP:

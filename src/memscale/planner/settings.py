@@ -189,7 +189,9 @@ def _by_name(device: DeviceSpec, wanted: str) -> tuple[Precision | None, str]:
     name = _DTYPES.get(wanted.lower())
     if name is None:
         raise ConfigError(f"The precision {shown(wanted)} is not known; allowed are {', '.join(_DTYPES)}.")
-    short, supported = ("bf16", device.supports_bf16) if name == "bfloat16" else ("fp16", device.supports_fp16)
+    short, supported = (
+        ("bf16", device.supports_bf16) if name == "bfloat16" else ("fp16", device.supports_fp16)
+    )
     if not supported:
         return None, f"{short} was asked for, and {device.name} has none{_note(device, short)}"
     return _precision(name, f"{short} was asked for; {device.name} computes it {_rate(device, name)}")
