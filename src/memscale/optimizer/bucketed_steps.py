@@ -33,8 +33,7 @@ from memscale.observe.counters import WatchedState
 from memscale.optimizer.buckets import Buckets, Member, SlicedParameter, SplitStep, members_of, slice_length
 from memscale.optimizer.eight_bit import EightBitState, Moment, is_moment, stored_layout
 from memscale.optimizer.interceptor import StepOrder, StepSubscriber
-from memscale.optimizer.kinds import has_moments, why_32_bits, why_whole
-from memscale.optimizer.new_state import NewState
+from memscale.optimizer.kinds import NewState, has_moments, why_32_bits, why_whole
 from memscale.optimizer.state_stores import PAGE, Origins, StateMover, StateStore
 
 __all__ = ["BucketedSteps"]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, MutableMapping
 from types import CellType
 from typing import Any, ClassVar
 
@@ -116,6 +116,9 @@ class StepInterceptor:
         self._subscribers: tuple[weakref.ref[StepSubscriber], ...] = ()  # outermost first
         self._handles: list[RemovableHandle] = []
         self._replaced: dict[int, tuple[CellType, Callable[..., Any]]] = {}
+        self._intercepted: MutableMapping[type[Optimizer], object] = (
+            weakref.WeakKeyDictionary()
+        )  # their steps
 
     def add(self, subscriber: StepSubscriber) -> None:
         """Call a subscriber; of those with the same order the last one is outermost."""
@@ -139,6 +142,7 @@ class StepInterceptor:
             for cell, original in self._replaced.values():
                 cell.cell_contents = original
             self._replaced.clear()
+            self._intercepted.clear()
 
     def _alive(self) -> list[StepSubscriber]:
         return [each for reference in self._subscribers if (each := reference()) is not None]
@@ -149,11 +153,9 @@ class StepInterceptor:
     @outside_compiler
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         concerned = self._concerned(optimizer)
-        if concerned:
-            kind = type(optimizer)
-            owner = arithmetic_of(kind)
-            self._replace(step_cell(kind), self._run_step)
-            self._replace(arithmetic_cell(vars(owner)["step"]) if owner else None, self._run_arithmetic)
+        kind = type(optimizer)
+        if concerned and self._intercepted.get(kind) is not kind.step:
+            self._intercept(kind)
         for subscriber in concerned:
             subscriber.before_step(optimizer)
 
@@ -161,6 +163,12 @@ class StepInterceptor:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for subscriber in self._concerned(optimizer):
             subscriber.after_step(optimizer)
+
+    def _intercept(self, kind: type[Optimizer]) -> None:
+        owner = arithmetic_of(kind)
+        self._replace(step_cell(kind), self._run_step)
+        self._replace(arithmetic_cell(vars(owner)["step"]) if owner else None, self._run_arithmetic)
+        self._intercepted[kind] = kind.step
 
     def _replace(self, cell: CellType | None, run: Callable[..., Any]) -> None:
         if cell is None or id(cell) in self._replaced:

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from memscale.errors import WrapError
 from memscale.memory.allocator import CachingAllocator
 from memscale.optimizer.eight_bit import is_moment
-from memscale.optimizer.kinds import arithmetic_of, why_32_bits, why_whole
-from memscale.optimizer.new_state import NewState, step_alone
+from memscale.optimizer.kinds import NewState, arithmetic_of, step_alone, why_32_bits, why_whole
 from memscale.profiler import ModelProfile, Place, find_blocks
 
 __all__ = ["OptimizerNeeds", "StateTensor", "needs_of", "with_optimizer"]

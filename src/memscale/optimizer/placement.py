@@ -23,8 +23,7 @@ from memscale.errors import TierFullError
 from memscale.optimizer.buckets import bytes_of_gradient
 from memscale.optimizer.eight_bit import stored_layout
 from memscale.optimizer.interceptor import StepOrder, StepSubscriber
-from memscale.optimizer.kinds import FOREACH_DIFFERS, arithmetic_of, why_whole
-from memscale.optimizer.new_state import NewState
+from memscale.optimizer.kinds import FOREACH_DIFFERS, NewState, arithmetic_of, why_whole
 from memscale.optimizer.states import OptimizerStates
 from memscale.units import format_bytes
 

@@ -111,7 +111,7 @@ class LossScaling(StepSubscriber):
         start_scaling(self)
         self.subscribe()
 
-    def detach(self) -> None:
+    def undo(self) -> None:
         """Scale and check nothing any more."""
         self._is_attached = False
         self.unsubscribe()

@@ -64,7 +64,7 @@ class MixedPrecision:
             scale = self._scales.setdefault(site.homes, LossScale())
             scaling = LossScaling(site.model, scale, logs=site.logs)
             scaling.attach()
-            log.add(_Scaling(scaling))
+            log.add(scaling)
         log.add_stage(site.model, AutocastStage(dtype, site.device.type, scaling))
 
 
@@ -79,16 +79,6 @@ def _reason(site: ModelSite) -> str | None:
     if not any(parameter.dtype is torch.float32 for parameter in site.model.parameters()):
         return "the model has no parameters in 32 bits"
     return None
-
-
-class _Scaling:
-    """Loss scaling that was begun."""
-
-    def __init__(self, scaling: LossScaling) -> None:
-        self._scaling = scaling
-
-    def undo(self) -> None:
-        self._scaling.detach()
 
 
 class AutocastStage(ForwardStage):

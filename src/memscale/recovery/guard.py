@@ -12,7 +12,7 @@ from memscale.executor import executor_of
 from memscale.recovery.backward import CaughtBackward, executor_for
 from memscale.recovery.calls import Call
 from memscale.recovery.forward import RecoverStage
-from memscale.recovery.steps import CaughtSteps
+from memscale.recovery.steps import StepRecovery
 
 if TYPE_CHECKING:
     from memscale.techniques.undo_log import UndoLog
@@ -32,7 +32,7 @@ class StepGuard:
 
     def begin(self, model: nn.Module, log: UndoLog) -> None:
         log.add(CaughtBackward())
-        log.add(CaughtSteps(model))
+        log.add(StepRecovery(model))
 
     def cover(self, model: nn.Module, log: UndoLog) -> None:
         if not isinstance(model, torch.jit.ScriptModule):  # its forward cannot be replaced

@@ -1,21 +1,21 @@
-"""Out of memory in an optimizer's step: its arithmetic again, a few parameters at a time.
+"""Recovery from out-of-memory errors in an optimizer's step: its arithmetic again, a few parameters at a time.
 
-Note [Steps again]
-~~~~~~~~~~~~~~~~~~
-``foreach`` arithmetic makes temporaries as large as all parameters together, in the middle of a step: when they do not
-fit, moments and parameters have been changed already. So a step can be repeated only from copies, and copies of
-everything at every step would cost more than they are worth. Hence:
+Note [Repeated steps]
+~~~~~~~~~~~~~~~~~~~~~
+``foreach`` arithmetic allocates temporaries as large as all parameters together, in the middle of a step: when they do
+not fit, moments and parameters have been changed already. A step can therefore be repeated only from copies, and copies
+of everything at every step would cost more than they are worth. Hence:
 
-- Where the device has less free than a step may need, the step is run in buckets, each from copies of its operands
-  on the host, which are kept until the step is through. A bucket that runs out of memory is put back and cut in two.
-- Elsewhere a step runs as it is, and what it changes is watched (by versions: no copies). If memory runs out all the
-  same, before anything was changed (state is made first), the step is run again in buckets.
-- If something was changed, the user is told so: there is nothing to put it back from. On a CPU, whose free memory
-  says little, this is also what is done; after the first time its steps are run in buckets.
+- Where the device has less free memory than a step may need, the step is run in buckets, each with copies of its
+  operands on the host, which are kept until the step is done. A bucket that runs out of memory is restored and halved.
+- Elsewhere a step runs as it is, and version counters tell what it changed. If memory runs out all the same before
+  anything was changed (state is allocated first), the step is run again in buckets.
+- If something was changed, the error says so: there is nothing to restore it from. This is also what happens on a
+  CPU, whose free memory says little; after the first time its steps are run in buckets.
 
-A parameter that does not fit by itself is the end: everything is put back, and the error is the user's. So it is in a
-first step if there is no room for the state of all parameters: the plan is not changed in the middle of a step.
-A step that is not one of torch.optim's (``optimizer_kinds.py``) is not repeated.
+If one parameter alone does not fit, everything is restored and the error is raised. The same holds in a first step
+without room for the state of all parameters: the plan is not changed in the middle of a step. A step that is not one
+of torch.optim's (``optimizer/kinds.py``) is not repeated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale._torch import LightDispatchMode, a_dispatch_mode_is_active, pytree
+from memscale._torch import LightDispatchMode, a_dispatch_mode_is_active, written_tensors
 from memscale.config import Config
 from memscale.errors import is_out_of_memory
 from memscale.executor import executor_of
@@ -40,22 +40,22 @@ from memscale.recovery.plans import explain
 from memscale.recovery.shortage import add_note, free_memory
 from memscale.techniques.forward import WeakModule
 
-__all__ = ["CaughtSteps"]
+__all__ = ["StepRecovery"]
 
 BUCKET_BYTES = 64 * 2**20
-_TEMPORARIES = 2  # bytes that a step may need in between, for each byte of parameters
+_TEMPORARIES = 2  # bytes of temporaries that a step may need, for each byte of parameters
 _NEW_STATE = 2  # the same for state that is not there yet: as for Adam
 _CHANGED = "the update had begun, and parameters or moments were changed: load them from a checkpoint before going on"
 _EXPLAINED = "_memscale_explained"
 _NOT_OURS = "its step is not torch.optim's own"
 _NO_ROOM = (
     "beside the state of those before it, one parameter alone does not fit; all is as before the step. Under a plan "
-    "for less (a memory_budget, mode='aggressive') optimizer state waits on the host"
+    "for less (a memory_budget, mode='aggressive') optimizer state is kept on the host"
 )
 
 
-class CaughtSteps(StepSubscriber):
-    """Looks after the steps of a model's parameters, whichever optimizer makes them."""
+class StepRecovery(StepSubscriber):
+    """Repeats steps of a model's parameters that run out of memory, whichever optimizer makes them."""
 
     order = StepOrder.RECOVERY
 
@@ -107,9 +107,9 @@ class CaughtSteps(StepSubscriber):
         if self._is_short(optimizer):
             self._in_buckets(optimizer, call)
             return
-        watch = _Watch(optimizer)
+        versions = _Versions(optimizer)
         try:
-            with watch.looking():
+            with versions.recorded():
                 call()
             return
         except Exception as error:
@@ -118,7 +118,7 @@ class CaughtSteps(StepSubscriber):
             failure = error
         self._ran_out = True
         came_from = _free(optimizer, failure)
-        if not watch.put_back():
+        if not versions.restore():
             self._explain(failure, _CHANGED, came_from)
             raise failure
         self._in_buckets(optimizer, call)
@@ -147,18 +147,18 @@ class CaughtSteps(StepSubscriber):
                     else:
                         is_kept = False
                     continue
-                operands.put_back()
+                operands.restore()
                 came_from = _free(optimizer, failure)
                 if len(bucket) == 1:
                     for earlier in done:
-                        earlier.put_back()
+                        earlier.restore()
                     self._explain(failure, _NO_ROOM if is_kept else _CHANGED, came_from)
                     raise failure
                 pending += bucket[::-1]
                 limit = max(1, sum(map(_bytes_of, bucket)) // 2)
 
     def _is_short(self, optimizer: Optimizer) -> bool:
-        """Whether a device may not have what a step needs in between."""
+        """Return whether a device may lack the memory for a step's temporaries and new state."""
         if self._ran_out:
             return True
         needed: dict[torch.device, int] = {}
@@ -191,7 +191,7 @@ class CaughtSteps(StepSubscriber):
 
 
 def _attempt(call: Callable[[], Any]) -> Exception | None:
-    """The error, if memory ran out."""
+    """Return the error if memory ran out."""
     try:
         call()
     except Exception as error:
@@ -201,8 +201,8 @@ def _attempt(call: Callable[[], Any]) -> Exception | None:
     return None
 
 
-class _Watch:
-    """What a step finds, so that it can be said whether it changed anything."""
+class _Versions:
+    """The versions of a step's operands, which tell whether it changed anything."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -215,8 +215,8 @@ class _Watch:
         }
 
     @contextlib.contextmanager
-    def looking(self) -> Iterator[None]:
-        """Around the step: under a dispatch mode versions do not tell, and so its operations are looked at."""
+    def recorded(self) -> Iterator[None]:
+        """Run the step in this block: under a dispatch mode versions do not change, and its writes are recorded."""
         if not a_dispatch_mode_is_active():
             yield
             return
@@ -227,8 +227,8 @@ class _Watch:
         finally:
             self._seen_writing = writes.seen
 
-    def put_back(self) -> bool:
-        """Take back what was made anew; False if something else was changed."""
+    def restore(self) -> bool:
+        """Discard state that was made anew; return False if something else was changed."""
         if self._seen_writing or any(
             parameter._version != version for parameter, version in self._parameters
         ):
@@ -244,7 +244,7 @@ class _Watch:
 
 
 class _Writes(LightDispatchMode):
-    """Sees whether an operation writes to anything but a counter."""
+    """Notes whether an operation writes to anything but a counter."""
 
     def __init__(self, parameters: set[int]) -> None:
         super().__init__()
@@ -253,31 +253,21 @@ class _Writes(LightDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func._schema.is_mutable and not self.seen:
-            given = {
-                **dict(zip((each.name for each in func._schema.arguments), args, strict=False)),
-                **(kwargs or {}),
-            }
-            written = [
-                given.get(each.name)
-                for each in func._schema.arguments
-                if each.alias_info is not None and each.alias_info.is_write
-            ]
-            self.seen = any(
-                each.dim() or id(each) in self._parameters for each in pytree.tree_leaves(written)
-            )
+        if not self.seen:
+            written = written_tensors(func, args, kwargs or {})
+            self.seen = any(each.dim() or id(each) in self._parameters for each in written)
         return result
 
 
 def _kept(value: Any) -> torch.Tensor | int | None:
-    """Of a counter its value, of a larger tensor its version."""
+    """Return the value of a counter, the version of a larger tensor."""
     if not isinstance(value, torch.Tensor):
         return None
     return value.clone() if value.dim() == 0 else value._version
 
 
 class _Operands:
-    """Copies, on the host, of what a bucket's arithmetic changes."""
+    """Copies on the host of what a bucket's arithmetic changes."""
 
     def __init__(self, optimizer: Optimizer, bucket: Iterable[Member]) -> None:
         self._optimizer = optimizer
@@ -291,7 +281,7 @@ class _Operands:
                 if parameter in optimizer.state
             }
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         with torch.no_grad():
             for parameter, copy in self._parameters:
                 parameter.copy_(copy)
@@ -328,13 +318,13 @@ def _bytes_of(member: Member) -> int:
 
 
 def _free(optimizer: Optimizer, failure: Exception) -> str:
-    """Let go of what an error holds; where it came from."""
+    """Free what an error's traceback holds; return where the error came from."""
     devices = {member.parameter.device for member in members_of(optimizer)}
     return "".join([free_memory(device, failure) for device in devices])
 
 
 def _free_bytes(device: torch.device, wanted: int) -> int:
-    """What a device can still give, what its allocator holds on to included; as much as wanted if it does not say."""
+    """Return the memory a device can still allocate, its allocator's cache included; `wanted` if that is unknown."""
     module: Any = torch.get_device_module(device)
     if not all(hasattr(module, name) for name in ("mem_get_info", "memory_reserved", "memory_allocated")):
         return wanted
