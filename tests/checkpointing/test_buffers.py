@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from memscale.checkpointing import buffers as buffers_module
+from memscale.checkpointing import state as buffers_module
 from memscale.errors import RecomputeError
 from support.regions import Mlp, assert_same, in_region, regions_alive, train
 

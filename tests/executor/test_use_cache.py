@@ -12,7 +12,7 @@ from torch import nn
 from memscale.checkpointing import region as region_module
 from memscale.config import Config
 from memscale.executor import Executor
-from memscale.executor.use_cache import NoCache, no_cache_hooks
+from memscale.executor.hooks import NoCache, no_cache_hooks
 from support.checkpointed import checkpoint_plan, wrapped
 from support.families import FAMILIES
 

@@ -2,14 +2,13 @@
 
 Note [Keeping outputs]
 ~~~~~~~~~~~~~~~~~~~~~~
-A region that recomputes everything pays its whole forward again. Some outputs are dear to compute and cheap
-to keep (a matrix product, an attention); a `KeepPolicy` names them. In forward, a dispatch mode sees each
-operation after autograd has, and keeps a detached alias of what a named operation returns. In the
-recomputation another mode returns the kept output in place of running the operation: below autograd, so the
-graph, and what it saves, comes out as in forward.
+A region that recomputes everything runs its whole forward again. Some outputs are expensive to compute and
+cheap to keep (a matrix product, an attention); a `KeepPolicy` names them. In forward, a dispatch mode below
+autograd keeps a detached alias of what a named operation returns. In the recomputation another mode returns
+the kept output instead of running the operation; the graph, and what it saves, is as in forward.
 
-Operations are told apart by their overload and their place in the order of calls, which are the same both
-times. Not every operation can be kept; these are computed again, named or not:
+Operations are identified by their overload and their place in the order of calls, which are the same both
+times. These are computed again, named or not:
 
 - An operation that changes an argument or returns an alias of one (views, `add_`, `out=`), by its schema:
   there is nothing of its own to keep.
@@ -17,15 +16,15 @@ times. Not every operation can be kept; these are computed again, named or not:
 - A cast (`aten._to_copy`): autocast caches casts of weights, so their number may differ from one call to the
   next.
 - An output whose memory was written to after it was kept (`relu_(linear(x))`). Inside the region the mode
-  sees every write, and compares storages: the version of the output does not tell, as the result of
-  `_unsafe_view` (every 3-D `linear` without a bias) or `unsafe_chunk` (the gates of a GRU) shares its memory
-  and has a counter of its own. After the region the versions of the output and of what the region returned in
-  the same memory tell.
+  sees every write, and compares storages: the output's version is not enough, as the result of `_unsafe_view`
+  (every 3-D `linear` without a bias) or `unsafe_chunk` (the gates of a GRU) shares its memory and has a
+  counter of its own. After the region, the versions of the output and of what the region returned in the same
+  memory are compared.
 
 An operation that draws random numbers may be kept. The random state it left behind is kept with it and set
-when it is skipped, so what comes after draws the same numbers.
+when it is skipped, so later operations draw the same numbers.
 
-Kept outputs are never needed for a right result, only for a fast one. So each is given up as soon as a
+Kept outputs are never needed for a correct result, only for a fast one. So each is dropped as soon as a
 backward pass that frees the graph has used it; one that retains the graph leaves them for the next.
 """
 
@@ -46,7 +45,7 @@ from memscale._torch import (
 )
 from memscale._util.rng import TorchRngState
 from memscale._util.trees import Tree
-from memscale.checkpointing.inputs import version_of
+from memscale.checkpointing.state import version_of
 from memscale.errors import ConfigError, ConfigTypeError, shown
 
 __all__ = ["KeepPolicy", "Kept"]
@@ -85,7 +84,7 @@ class KeepPolicy:
                 )
 
     def calls(self) -> Mapping[str, frozenset[int]]:
-        """Of each named operation, the calls to keep; `EVERY` among them for all."""
+        """Return the numbers of the calls to keep of each named operation; `EVERY` among them for all."""
         calls: dict[str, set[int]] = {}
         for op in self.ops:
             name, _, number = op.partition("#")
@@ -109,8 +108,8 @@ class Kept:
     def recompute_mode(self) -> LightDispatchMode:
         return _Replay(self)
 
-    def settle(self, returned: Iterable[torch.Tensor]) -> None:
-        """Forward has run: drop what it changed, and watch what it returned in the memory of kept outputs."""
+    def end_forward(self, returned: Iterable[torch.Tensor]) -> None:
+        """Drop what forward has changed, and watch what it returned in the memory of kept outputs."""
         self._outputs = {call: output for call, output in self._outputs.items() if output.is_intact()}
         for tensor in returned:
             for call in self._calls_of(tensor):
@@ -144,7 +143,7 @@ class Kept:
             self._calls_by_storage.setdefault(key, []).append(call)
 
     def take(self, call: tuple[str, int]) -> _Output | None:
-        """The kept output of a call, if there is one and nobody has changed it since."""
+        """Return the kept output of a call, if there is one and nobody has changed it since."""
         output = self._outputs.get(call) if backward_keeps_graph() else self._outputs.pop(call, None)
         return output if output is not None and output.is_intact() else None
 
@@ -169,7 +168,8 @@ class _Output:
     def is_intact(self) -> bool:
         return all(version_of(tensor) == version for tensor, version in self._watched)
 
-    def give(self) -> Any:
+    def restore(self) -> Any:
+        """Return the output, and set the random state that the call left behind."""
         if self._rng is not None:
             self._rng.restore()
         # Fresh aliases: autograd writes the history of the recomputation into what it is given.
@@ -221,7 +221,7 @@ class _Replay(_CountingMode):
     ) -> Any:
         call = self.call_of(func)
         output = None if call is None else self.kept.take(call)
-        return func(*args, **(kwargs or {})) if output is None else output.give()
+        return func(*args, **(kwargs or {})) if output is None else output.restore()
 
 
 def _can_be_kept(func: Any) -> bool:

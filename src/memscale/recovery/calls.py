@@ -27,8 +27,7 @@ from torch import nn
 
 from memscale._torch import disabled_torch_function, graph_task_id
 from memscale._util.trees import Tree
-from memscale.checkpointing.buffers import Buffers
-from memscale.checkpointing.conditions import Conditions, ModuleFlags, submodules
+from memscale.checkpointing.state import Buffers, Conditions, ModuleFlags, submodules
 from memscale.profiler.sample import Sample
 
 __all__ = ["Call", "call_of"]
@@ -68,29 +67,29 @@ class Call:
     def take_back(self) -> None:
         """Forward has failed: random state and buffers as it found them."""
         self._conditions.restore_random()
-        self._buffers.take_back()
+        self._buffers.restore()
 
     def settle(self) -> None:
         """Forward has run."""
-        self._conditions.forward_has_run()
-        self._buffers.settle()
+        self._conditions.end_forward()
+        self._buffers.end_forward()
 
     def parameters(self) -> list[torch.Tensor]:
         """The model's."""
-        return self._conditions.parameters()
+        return self._conditions.flags.parameters()
 
     @property
     def has_computed_parameters(self) -> bool:
         """Whether the model was called with weights that are not leaves, by `torch.func.functional_call`."""
-        return self._conditions.any_was_computed
+        return self._conditions.flags.any_was_computed
 
     def check_parameters(self) -> None:
         """Raise a ``RecomputeError`` if the model's parameters have been changed since."""
-        self._conditions.check_parameters()
+        self._conditions.flags.check_parameters()
 
     def parameters_moved(self) -> None:
         """Another plan has them elsewhere, with the same values."""
-        self._conditions.parameters_moved()
+        self._conditions.flags.parameters_moved()
 
     @contextlib.contextmanager
     def as_it_was(self) -> Iterator[None]:

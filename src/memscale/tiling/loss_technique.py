@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memscale._torch import graph_task_id, hooks_are_allowed
-from memscale.checkpointing.conditions import parameter_behind
+from memscale.checkpointing.state import parameter_behind
 from memscale.observe.counters import Meter
 from memscale.offload.mapped_parameters import MappedParameters
 from memscale.profiler import find_head
