@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import memscale
-from executor.test_reversal import assert_as_before, pictures
 from memscale import Config, Plan
 from memscale._util.interrupts import interrupts_deferred, raise_pending_interrupt
 from memscale.errors import WrapError
@@ -25,6 +24,7 @@ from memscale.offload.homes import Homes
 from memscale.planner.replan import follow_batch
 from memscale.recovery import StepGuard
 from support.every_technique import PLANS, TILED, batch, build, device_of
+from support.pictures import assert_as_before, pictures
 
 SOURCE = str(Path(memscale.__file__).parent)
 
