@@ -44,7 +44,7 @@ from memscale.checkpointing.state import Slot, version_of
 if TYPE_CHECKING:
     from memscale.checkpointing.region import Region
 
-__all__ = ["Link", "Segment", "Surroundings", "links_to", "order_to_run", "remember"]
+__all__ = ["Link", "OuterHooks", "Segment", "links_to", "order_to_run", "remember"]
 
 _numbers = itertools.count()
 
@@ -53,7 +53,7 @@ class Segment:
     """A token that the regions of one chain have in common."""
 
 
-class _Origin:
+class _RegionOutput:
     """The region that made a tensor, and as which of its outputs."""
 
     __slots__ = ("_region", "_version", "index", "number")
@@ -64,15 +64,15 @@ class _Origin:
         self.index = index
         self.number = number
 
-    def region_of(self, tensor: torch.Tensor, surroundings: Surroundings) -> Region | None:
+    def region_of(self, tensor: torch.Tensor, outer_hooks: OuterHooks) -> Region | None:
         """Return the region, if it is alive and this tensor is still its output, under the same hooks."""
         region = self._region()
         if region is None or version_of(tensor) != self._version:
             return None
-        return region if region.surroundings.are(surroundings) else None
+        return region if region.outer_hooks.same_as(outer_hooks) else None
 
 
-class Surroundings:
+class OuterHooks:
     """The saved-tensor hooks around a region, by which one run of an outer region is told from another."""
 
     __slots__ = ("_hook",)
@@ -85,9 +85,9 @@ class Surroundings:
         except TypeError:
             self._hook = _nothing
 
-    def are(self, others: Surroundings) -> bool:
+    def same_as(self, other: OuterHooks) -> bool:
         mine = self._hook()
-        return mine is not None and mine is others._hook()
+        return mine is not None and mine is other._hook()
 
 
 class _NoHooks:
@@ -101,7 +101,7 @@ def _nothing() -> None:
     return None
 
 
-_origins: MutableMapping[torch.Tensor, _Origin] = WeakTensorKeyDictionary()
+_origins: MutableMapping[torch.Tensor, _RegionOutput] = WeakTensorKeyDictionary()
 
 
 def remember(region: Region, outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
@@ -110,17 +110,17 @@ def remember(region: Region, outputs: Iterable[torch.Tensor], inputs: Iterable[t
     number = next(_numbers)
     for index, tensor in enumerate(outputs):
         if id(tensor) not in given and not isinstance(tensor, torch.nn.Parameter):
-            _origins[tensor] = _Origin(region, index, number, version_of(tensor))
+            _origins[tensor] = _RegionOutput(region, index, number, version_of(tensor))
 
 
 def links_to(
-    tensors: Iterable[torch.Tensor], surroundings: Surroundings
+    tensors: Iterable[torch.Tensor], outer_hooks: OuterHooks
 ) -> tuple[Segment | None, Callable[[torch.Tensor], Slot | None] | None]:
     """Return the segment that a region with these inputs joins, and a function that finds an input's link into it."""
-    origins: dict[int, tuple[_Origin, Region]] = {}
+    origins: dict[int, tuple[_RegionOutput, Region]] = {}
     for tensor in tensors:
         origin = _origins.get(tensor)
-        region = None if origin is None else origin.region_of(tensor, surroundings)
+        region = None if origin is None else origin.region_of(tensor, outer_hooks)
         if origin is not None and region is not None:
             origins[id(tensor)] = (origin, region)
     if not origins:

@@ -98,7 +98,7 @@ class Kept:
     def __init__(self, policy: KeepPolicy, device_types: Sequence[str]) -> None:
         self._calls = policy.calls()
         self._device_types = device_types
-        self._outputs: dict[tuple[str, int], _Output] = {}
+        self._outputs: dict[tuple[str, int], _KeptOutput] = {}
         self._calls_by_storage: dict[int | None, list[tuple[str, int]]] = {}
         self.recording = True
 
@@ -134,7 +134,7 @@ class Kept:
         return name in self._calls
 
     def put(self, call: tuple[str, int], result: object, is_random: bool) -> None:
-        output = _Output(result, TorchRngState(self._device_types) if is_random else None)
+        output = _KeptOutput(result, TorchRngState(self._device_types) if is_random else None)
         keys = output.storage_keys()
         if None in keys:
             return  # writes to it could not be seen
@@ -142,13 +142,13 @@ class Kept:
         for key in keys:
             self._calls_by_storage.setdefault(key, []).append(call)
 
-    def take(self, call: tuple[str, int]) -> _Output | None:
+    def take(self, call: tuple[str, int]) -> _KeptOutput | None:
         """Return the kept output of a call, if there is one and nobody has changed it since."""
         output = self._outputs.get(call) if backward_keeps_graph() else self._outputs.pop(call, None)
         return output if output is not None and output.is_intact() else None
 
 
-class _Output:
+class _KeptOutput:
     """What one call returned, and the random state it left behind."""
 
     __slots__ = ("_rng", "_tree", "_watched")

@@ -52,7 +52,7 @@ from memscale._torch import (
     surrounding_hooks,
 )
 from memscale._util.trees import Tree
-from memscale.checkpointing.chain import Link, Segment, Surroundings, links_to, order_to_run, remember
+from memscale.checkpointing.chain import Link, OuterHooks, Segment, links_to, order_to_run, remember
 from memscale.checkpointing.keep import KeepPolicy, Kept
 from memscale.checkpointing.state import (
     Buffers,
@@ -130,15 +130,15 @@ def run_region(
 
     types = {tensor.device.type for tensor in tensors}
     hooks = surrounding_hooks()
-    surroundings = Surroundings(hooks)
-    segment, find_link = links_to(tensors, surroundings) if chain else (None, None)
+    outer_hooks = OuterHooks(hooks)
+    segment, find_link = links_to(tensors, outer_hooks) if chain else (None, None)
     region = Region(
         function,
         Inputs(tree, hooks, find_link),
         Conditions(flags, types),
         Buffers(inside),
         None if keep is None else Kept(keep, sorted(types | flags.device_types)),
-        surroundings,
+        outer_hooks,
         segment or Segment(),
     )
     versions = [version_of(tensor) for tensor in tensors]
@@ -178,7 +178,7 @@ class Region:
         conditions: Conditions,
         buffers: Buffers,
         kept: Kept | None,
-        surroundings: Surroundings,
+        outer_hooks: OuterHooks,
         segment: Segment,
     ) -> None:
         self.function = function
@@ -186,12 +186,12 @@ class Region:
         self.conditions = conditions
         self.buffers = buffers
         self.kept = kept
-        self.surroundings = surroundings
+        self.outer_hooks = outer_hooks
         self.segment = segment
         self.saved: list[Saved] = []
         self.successors: list[weakref.ref[Link]] = []
         self.filled: set[int] = set()  # backward passes in which all holders have been filled once
-        self._outputs: dict[tuple[int, int], _Output] = {}
+        self._outputs: dict[tuple[int, int], _ChainedOutput] = {}
 
     def run_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         mode = contextlib.nullcontext() if self.kept is None else self.kept.forward_mode()
@@ -236,7 +236,7 @@ class Region:
                     )
                 key = (task, link.index)
                 if key not in self._outputs:
-                    self._outputs[key] = _Output(outputs[link.index].detach())
+                    self._outputs[key] = _ChainedOutput(outputs[link.index].detach())
                 self._outputs[key].waiting.add(id(link))
 
     def take_output(self, task: int, link: Link) -> torch.Tensor:
@@ -251,7 +251,7 @@ class Region:
         return output.tensor.detach()
 
 
-class _Output:
+class _ChainedOutput:
     """A recomputed output, and the links that have not had it yet."""
 
     __slots__ = ("tensor", "waiting")

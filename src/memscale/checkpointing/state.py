@@ -133,13 +133,13 @@ def _keep(tensor: torch.Tensor, position: int, hooks: Hooks | None) -> Slot:
     # outer region recomputes it first. If they move tensors to the host (`torch.autograd.graph.save_on_cpu`),
     # the inputs go there.
     if hooks is None or isinstance(tensor, nn.Parameter):
-        return _Held(tensor, position)
+        return _HeldInput(tensor, position)
     pack, unpack = hooks
     with torch.no_grad():
-        return _Packed(pack(tensor), unpack, tensor.requires_grad)
+        return _PackedInput(pack(tensor), unpack, tensor.requires_grad)
 
 
-class _Held:
+class _HeldInput:
     """An input kept as it is."""
 
     __slots__ = ("_needs_leaf", "_position", "_tensor", "_version")
@@ -164,7 +164,7 @@ class _Held:
         return tensor.detach().requires_grad_() if self._needs_leaf else tensor
 
 
-class _Packed:
+class _PackedInput:
     """An input kept by the hooks around the region. See Note [Inputs go through the surrounding hooks]."""
 
     __slots__ = ("_packed", "_requires_grad", "_unpack")
