@@ -34,7 +34,15 @@ if TYPE_CHECKING:
     from memscale.optimizer.needs import OptimizerNeeds
     from memscale.report.exporters import Metrics
 
-__all__ = ["EXECUTOR", "Executor", "Guard", "TrainingBatch", "disk_of", "executor_of", "refuse_nested"]
+__all__ = [
+    "EXECUTOR",
+    "Executor",
+    "RecoveryGuard",
+    "TrainingBatch",
+    "disk_of",
+    "executor_of",
+    "refuse_nested",
+]
 
 logger = logging.getLogger("memscale")
 
@@ -42,7 +50,7 @@ TrainingBatch = Callable[["Executor", tuple[Any, ...], dict[str, Any]], None]
 """What is called before each forward pass in training: the executor, and the arguments of the call."""
 
 
-class Guard(Protocol):
+class RecoveryGuard(Protocol):
     """Catches out-of-memory errors in a step. It must be right for a copy of the model when it is copied."""
 
     @property
@@ -103,7 +111,7 @@ class Executor:
         *,
         device: torch.device | None = None,
         on_training_batch: TrainingBatch | None = None,
-        guard: Guard | None = None,
+        guard: RecoveryGuard | None = None,
         metrics: Metrics | None = None,
         disk: DiskStore | None = None,
         meter: Meter | None = None,
