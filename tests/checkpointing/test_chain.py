@@ -386,7 +386,7 @@ class TestWhereItCannotChain:
         _chained(torch.exp)(leaf).sum().backward()
         assert torch.equal(leaf.grad, torch.exp(leaf))
         with torch.no_grad():
-            assert chain._origins[hidden].region_of(hidden, chain.Surroundings(None)) is None
+            assert chain._origins[hidden].region_of(hidden, chain.OuterHooks(None)) is None
 
     def test_a_region_that_saves_nothing_is_gone_at_once(self) -> None:
         x = X.clone().requires_grad_()
