@@ -3,7 +3,7 @@
 Note [Keeping outputs]
 ~~~~~~~~~~~~~~~~~~~~~~
 A region that recomputes everything runs its whole forward again. Some outputs are expensive to compute and
-cheap to keep (a matrix product, an attention); a `KeepPolicy` names them. In forward, a dispatch mode below
+cheap to keep (a matrix product, an attention); a plan names them. In forward, a dispatch mode below
 autograd keeps a detached alias of what a named operation returns. In the recomputation another mode returns
 the kept output instead of running the operation; the graph, and what it saves, is as in forward.
 
@@ -30,8 +30,8 @@ backward pass that frees the graph has used it; one that retains the graph leave
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,67 +46,43 @@ from memscale._torch import (
 from memscale._util.rng import TorchRngState
 from memscale._util.trees import Tree
 from memscale.checkpointing.state import version_of
-from memscale.errors import ConfigError, ConfigTypeError, shown
 
-__all__ = ["KeepPolicy", "Kept"]
+__all__ = ["KeepMode", "Kept", "ReplayMode"]
 
 EVERY = -1
+"""Among the numbers of an operation's calls: all of them."""
 
 
-@dataclass(frozen=True)
-class KeepPolicy:
-    """Which operations of a region to keep the outputs of.
-
-    Attributes:
-        ops: Operations as `"aten.addmm.default"`, every call of it in the region, or
-            `"aten.addmm.default#3"`, the fourth call of it (counted from 0). Which operations cannot be kept:
-            Note [Keeping outputs].
+@functools.lru_cache
+def calls_to_keep(ops: tuple[str, ...]) -> Mapping[str, frozenset[int]]:
+    """Return the numbers of the calls to keep of each operation that `ops` names.
 
     Example:
-        >>> KeepPolicy(("aten.addmm.default#0", "aten.mm.default"))
-        KeepPolicy(ops=('aten.addmm.default#0', 'aten.mm.default'))
+        >>> calls_to_keep(("aten.addmm.default#0", "aten.mm.default"))
+        {'aten.addmm.default': frozenset({0}), 'aten.mm.default': frozenset({-1})}
     """
-
-    ops: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.ops, tuple) or not all(isinstance(op, str) for op in self.ops):
-            raise ConfigTypeError(
-                "KeepPolicy.ops must be a tuple of names such as ('aten.addmm.default',), not "
-                f"{shown(self.ops)}."
-            )
-        for op in self.ops:
-            name, sign, number = op.partition("#")
-            if name.count(".") != 2 or not all(name.split(".")) or (sign and not number.isdecimal()):
-                raise ConfigError(
-                    f"KeepPolicy.ops: {shown(op)} names no operation. Write namespace.operation.overload, "
-                    "such as 'aten.addmm.default', and '#3' behind it for the fourth call only."
-                )
-
-    def calls(self) -> Mapping[str, frozenset[int]]:
-        """Return the numbers of the calls to keep of each named operation; `EVERY` among them for all."""
-        calls: dict[str, set[int]] = {}
-        for op in self.ops:
-            name, _, number = op.partition("#")
-            calls.setdefault(name, set()).add(int(number) if number else EVERY)
-        return {name: frozenset(numbers) for name, numbers in calls.items()}
+    calls: dict[str, set[int]] = {}
+    for op in ops:
+        name, _, number = op.partition("#")
+        calls.setdefault(name, set()).add(int(number) if number else EVERY)
+    return {name: frozenset(numbers) for name, numbers in calls.items()}
 
 
 class Kept:
-    """The outputs kept for one region."""
+    """The outputs kept for one region.
 
-    def __init__(self, policy: KeepPolicy, device_types: Sequence[str]) -> None:
-        self._calls = policy.calls()
+    Args:
+        ops: Operations as `"aten.addmm.default"`, every call of it in the region, or `"aten.addmm.default#3"`, the
+            fourth call of it.
+        device_types: Devices whose random state the operations may change.
+    """
+
+    def __init__(self, ops: tuple[str, ...], device_types: Sequence[str]) -> None:
+        self.calls = calls_to_keep(ops)
         self._device_types = device_types
         self._outputs: dict[tuple[str, int], _KeptOutput] = {}
         self._calls_by_storage: dict[int | None, list[tuple[str, int]]] = {}
         self.recording = True
-
-    def forward_mode(self) -> LightDispatchMode:
-        return _Keep(self)
-
-    def recompute_mode(self) -> LightDispatchMode:
-        return _Replay(self)
 
     def end_forward(self, returned: Iterable[torch.Tensor]) -> None:
         """Drop what forward has changed, and watch what it returned in the memory of kept outputs."""
@@ -127,11 +103,8 @@ class Kept:
         return self._calls_by_storage.get(storage_key(tensor), ())
 
     def wants(self, name: str, number: int) -> bool:
-        numbers = self._calls.get(name, frozenset())
+        numbers = self.calls.get(name, frozenset())
         return number in numbers or EVERY in numbers
-
-    def names(self, name: str) -> bool:
-        return name in self._calls
 
     def put(self, call: tuple[str, int], result: object, is_random: bool) -> None:
         output = _KeptOutput(result, TorchRngState(self._device_types) if is_random else None)
@@ -188,7 +161,7 @@ class _CountingMode(LightDispatchMode):
     def call_of(self, func: Any) -> tuple[str, int] | None:
         if func not in self._names:
             name = str(func)
-            self._names[func] = name if self.kept.names(name) and _can_be_kept(func) else None
+            self._names[func] = name if name in self.kept.calls and _can_be_kept(func) else None
         known = self._names[func]
         if known is None:
             return None
@@ -197,7 +170,7 @@ class _CountingMode(LightDispatchMode):
         return (known, number) if self.kept.wants(known, number) else None
 
 
-class _Keep(_CountingMode):
+class KeepMode(_CountingMode):
     """Forward: keep what the named operations return."""
 
     def __torch_dispatch__(
@@ -213,7 +186,7 @@ class _Keep(_CountingMode):
         return result
 
 
-class _Replay(_CountingMode):
+class ReplayMode(_CountingMode):
     """Recomputation: return what was kept in place of running the operation."""
 
     def __torch_dispatch__(

@@ -3,7 +3,7 @@
 Note [Regions]
 ~~~~~~~~~~~~~~
 Forward runs the function once, under saved-tensor hooks that give autograd an empty `Holder` for each tensor
-it would save. Nothing is kept but the inputs (and what a `KeepPolicy` names). When backward opens the first
+it would save. Nothing is kept but the inputs (and the outputs in Note [Keeping outputs]). When backward opens the first
 holder, the function runs again under the conditions of the first time, with hooks that put each tensor it
 saves into the holder of the same number; the graph it builds on the way is thrown away. Autograd attaches the
 original graph to what it unpacks, so double backward works.
@@ -53,7 +53,7 @@ from memscale._torch import (
 )
 from memscale._util.trees import Tree
 from memscale.checkpointing.chain import Link, OuterHooks, Segment, links_to, order_to_run, remember
-from memscale.checkpointing.keep import KeepPolicy, Kept
+from memscale.checkpointing.keep import KeepMode, Kept, ReplayMode
 from memscale.checkpointing.state import (
     Buffers,
     Conditions,
@@ -83,7 +83,7 @@ def run_region(
     kwargs: Mapping[str, Any],
     *,
     modules: Sequence[nn.Module] = (),
-    keep: KeepPolicy | None = None,
+    keep: tuple[str, ...] = (),
     chain: bool = False,
 ) -> T:
     """Call a function so that backward recomputes what it needs instead of finding it saved.
@@ -102,7 +102,8 @@ def run_region(
         kwargs: Its keyword arguments.
         modules: The modules that the function uses, whose submodules count as well: their flags are put back
             for the recomputation, and their buffers and attributes neither spoil it nor are changed by it.
-        keep: Operations whose outputs are kept instead of recomputed; see `KeepPolicy`.
+        keep: Operations whose outputs are kept instead of recomputed, as `"aten.addmm.default"` for every call or
+            `"aten.addmm.default#3"` for the fourth; see Note [Keeping outputs].
         chain: Do not keep an input that is the output of the region before; see Note [Chained regions].
 
     Raises:
@@ -137,7 +138,7 @@ def run_region(
         Inputs(tree, hooks, find_link),
         Conditions(flags, types),
         Buffers(inside),
-        None if keep is None else Kept(keep, sorted(types | flags.device_types)),
+        Kept(keep, sorted(types | flags.device_types)) if keep else None,
         outer_hooks,
         segment or Segment(),
     )
@@ -194,7 +195,7 @@ class Region:
         self._outputs: dict[tuple[int, int], _ChainedOutput] = {}
 
     def run_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        mode = contextlib.nullcontext() if self.kept is None else self.kept.forward_mode()
+        mode = contextlib.nullcontext() if self.kept is None else KeepMode(self.kept)
         with saved_tensors_hooks(self._pack, _unpack), mode:
             return self.function(*args, **kwargs)
 
@@ -477,7 +478,7 @@ class _Rerun:
             if kept is not None:
                 stack.callback(setattr, kept, "recording", kept.recording)
                 kept.recording = False  # forward may still be running: Note [Regions], early stop
-                stack.enter_context(kept.recompute_mode())
+                stack.enter_context(ReplayMode(kept))
             stack.enter_context(saved_tensors_hooks(self._pack, _as_it_is))
             try:
                 output = region.function(*args, **kwargs)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from memscale.checkpointing import KeepPolicy, run_region
+from memscale.checkpointing.region import run_region
 from memscale.errors import WrapError
 from memscale.execution_plan import Checkpointing
 from memscale.observe.counters import WatchedLayer
@@ -70,7 +70,7 @@ class _Region:
     """Runs a block as a region, with the settings of its plan."""
 
     def __init__(self, settings: Checkpointing, layer: WatchedLayer) -> None:
-        self.keep = KeepPolicy(settings.keep) if settings.keep else None
+        self.keep = settings.keep
         self.chain = settings.chained
         self.layer = layer
 
