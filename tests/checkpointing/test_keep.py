@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from memscale.checkpointing import run_region
+from memscale.checkpointing.keep import calls_to_keep
+from memscale.errors import ConfigError
 from support.regions import LiveBytes, Mlp, assert_same, flops, in_region, regions_alive, train
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -285,3 +287,11 @@ def test_no_mode_is_entered_without_a_policy() -> None:
     assert depths == [0, 0]
     run_region(function, (x,), {}, keep=(ADDMM,)).sum().backward()
     assert depths == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "op", ["mm", "aten.mm", "aten.mm.default#", "aten.mm.default#x", "aten..default", "a.b.c.d"]
+)
+def test_it_is_said_what_is_wrong_with_a_name(op: str) -> None:
+    with pytest.raises(ConfigError, match=r"namespace\.operation\.overload"):
+        calls_to_keep((op,))

@@ -46,8 +46,9 @@ from memscale._torch import (
 from memscale._util.rng import TorchRngState
 from memscale._util.trees import Tree
 from memscale.checkpointing.state import version_of
+from memscale.errors import ConfigError, shown
 
-__all__ = ["KeepMode", "Kept", "ReplayMode"]
+__all__ = ["KeepMode", "Kept", "ReplayMode", "calls_to_keep"]
 
 EVERY = -1
 """Among the numbers of an operation's calls: all of them."""
@@ -57,13 +58,21 @@ EVERY = -1
 def calls_to_keep(ops: tuple[str, ...]) -> Mapping[str, frozenset[int]]:
     """Return the numbers of the calls to keep of each operation that `ops` names.
 
+    Raises:
+        ConfigError: A name is not that of an operation.
+
     Example:
         >>> calls_to_keep(("aten.addmm.default#0", "aten.mm.default"))
         {'aten.addmm.default': frozenset({0}), 'aten.mm.default': frozenset({-1})}
     """
     calls: dict[str, set[int]] = {}
     for op in ops:
-        name, _, number = op.partition("#")
+        name, sign, number = op.partition("#")
+        if name.count(".") != 2 or not all(name.split(".")) or (sign and not number.isdecimal()):
+            raise ConfigError(
+                f"{shown(op)} names no operation to keep. Write namespace.operation.overload, such as "
+                "'aten.addmm.default', and '#3' behind it for the fourth call only."
+            )
         calls.setdefault(name, set()).add(int(number) if number else EVERY)
     return {name: frozenset(numbers) for name, numbers in calls.items()}
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memscale.checkpointing.keep import calls_to_keep
 from memscale.checkpointing.region import run_region
 from memscale.errors import WrapError
 from memscale.execution_plan import Checkpointing
@@ -70,6 +71,7 @@ class _Region:
     """Runs a block as a region, with the settings of its plan."""
 
     def __init__(self, settings: Checkpointing, layer: WatchedLayer) -> None:
+        calls_to_keep(settings.keep)  # raises now if a name is wrong, and not in the first step
         self.keep = settings.keep
         self.chain = settings.chained
         self.layer = layer
