@@ -17,7 +17,7 @@ from memscale.offload.prefetch import Prefetcher
 from memscale.offload.technique import StreamedForward
 from memscale.techniques.base import Scene
 from memscale.techniques.forward import ReplacedForward, top_forward
-from memscale.tiers.shared import SharedEngine, async_settings
+from memscale.tiers.engine import Engine, async_settings
 
 if TYPE_CHECKING:
     from memscale.techniques.undo_log import Record
@@ -33,7 +33,7 @@ class Transfers:
     """
 
     def attach(self, scene: Scene, record: Record) -> None:
-        engine = SharedEngine(async_settings(scene.plan, scene.config))
+        engine = Engine(async_settings(scene.plan, scene.config))
         if engine.is_async:
             _attach_prefetcher(scene, record, engine)
         _attach_activations(scene, record, engine)
@@ -42,7 +42,7 @@ class Transfers:
 # ---------------------------------------------------------------------- parameters
 
 
-def _attach_prefetcher(scene: Scene, record: Record, engine: SharedEngine) -> None:
+def _attach_prefetcher(scene: Scene, record: Record, engine: Engine) -> None:
     streamed = {
         id(forward.module): forward for forward in record.forwards() if isinstance(forward, StreamedForward)
     }
@@ -103,7 +103,7 @@ class _EndPass:
 # ---------------------------------------------------------------------- activations
 
 
-def _attach_activations(scene: Scene, record: Record, engine: SharedEngine) -> None:
+def _attach_activations(scene: Scene, record: Record, engine: Engine) -> None:
     logs = scene.config is None or scene.config.enable_logging
     on_host: Activations | None = None
     on_disk: Activations | None = None
