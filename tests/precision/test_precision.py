@@ -28,9 +28,10 @@ from memscale.execution_plan import (
 )
 from memscale.executor import Executor
 from memscale.hardware import virtual_hardware
-from memscale.hardware.cpu import CpuFeatures, cpu_device
+from memscale.hardware.devices import CpuFeatures, cpu_device
 from memscale.planner.precision_rules import choose_precision
 from memscale.precision.loss_scaling import GROWTH_INTERVAL, LossScale
+from memscale.precision.technique import AutocastStage
 from memscale.simulator import simulate
 from memscale.testing import executing
 
@@ -111,7 +112,9 @@ def layers_plan(precision: str | None, *techniques: str) -> Plan:
 
 
 def scale_of(model: nn.Module) -> Any:
-    return vars(model)["forward"]._scaling
+    stage = vars(model)["forward"].find(AutocastStage)
+    assert stage is not None
+    return stage._scaling
 
 
 # ---------------------------------------------------------------------- autocast

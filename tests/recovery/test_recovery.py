@@ -15,7 +15,7 @@ from torch import nn
 import memscale
 from memscale import Config
 from memscale._torch import OUTSIDE_BACKWARD, LightDispatchMode, graph_task_id
-from memscale.recovery.shortage import is_out_of_memory
+from memscale.errors import is_out_of_memory
 from memscale.testing import executing
 
 QUIET = Config(enable_logging=False, enable_offloading=False)
@@ -178,6 +178,21 @@ def test_out_of_memory_in_backward(loss_of: Any, where: float) -> None:
     assert_same(run(model, loss_of, trouble), expected)
     assert trouble.raised == 1
     assert model._memscale_executor.plan.predicted_peak_bytes < before.predicted_peak_bytes
+
+
+def test_out_of_memory_in_a_second_pass_over_a_kept_graph() -> None:
+    """The gradients of outputs that the first pass has brought are not counted again."""
+
+    def second_loss(model: nn.Module, seed: int) -> torch.Tensor:
+        output = model(ids(seed), labels=ids(seed))
+        output["loss"].backward(retain_graph=True)
+        loss: torch.Tensor = output["logits"].square().mean()
+        return loss
+
+    expected = run(build(), second_loss)
+    trouble = RunsOut(int(0.9 * counted(second_loss, backward=True)), backward=True)
+    assert_same(run(wrapped(), second_loss, trouble), expected)
+    assert trouble.raised == 1
 
 
 def test_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

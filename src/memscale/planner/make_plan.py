@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 from memscale._torch import DDP_STATIC_GRAPH_REDUCED, FAKE_TENSOR_LOGGER, disable_current_modes
 from memscale._util.rng import RngState
 from memscale.config import Config, ConfigFields
-from memscale.errors import ProfileError
+from memscale.errors import ProfileError, is_out_of_memory
 from memscale.execution_plan import ALLOWANCES, Plan, Tier
 from memscale.executor import Executor
 from memscale.hardware import Hardware
+from memscale.observe.log import speaking
 from memscale.optimizer.needs import OptimizerNeeds, needs_of, with_optimizer
 from memscale.planner import decide, plain_point, room_of, unseen_bytes
 from memscale.planner.cache import PlanCache, plan_key
@@ -31,12 +32,9 @@ from memscale.planner.predict import Step, measure, predict, with_figures_of
 from memscale.planner.settings import Batch, settings_for
 from memscale.planner.sizes import batch_size_of, length_of, with_batch_size, with_length
 from memscale.planner.structure import decide_by_structure
-from memscale.profiler import ModelProfile, Place, Sample, find_blocks, profile_model
-from memscale.profiler.cache import uses_cache
-from memscale.profiler.static import profile_static
-from memscale.report.log import speaking
-from memscale.simulator import known as known_values
-from memscale.tiling.loss_technique import find_head
+from memscale.profiler import ModelProfile, Place, Sample, find_blocks, find_head, profile_model
+from memscale.profiler.run import profile_static, uses_cache
+from memscale.simulator.fake import batch_value_reads
 from memscale.units import format_bytes
 
 # At a plan that fits, if the simulation finds that the engine's does not: with a closer look, or without.
@@ -94,7 +92,7 @@ def make_plan(
     found = None if key is None else plans_made.find((key, suggest), sample)
     if found is not None:
         return found
-    asked = known_values.asked
+    value_reads = batch_value_reads()
     with rehearsal(model):
         plan, excess = rehearsed(model, sample, config, hardware, known, on_likely, optimizer)
         plan = replace(plan, notes=(*plan.notes, *_left_out(model)))
@@ -102,7 +100,7 @@ def make_plan(
             advice = _what_would_fit(model, sample, config, hardware, excess, optimizer)
             plan = replace(plan, notes=(*plan.notes, *advice))
     if key is not None and plan.prediction_source == "simulated":
-        plans_made.add((key, suggest), sample, plan, by_values=known_values.asked > asked)
+        plans_made.add((key, suggest), sample, plan, by_values=batch_value_reads() > value_reads)
     return plan
 
 
@@ -498,8 +496,6 @@ def _measured(
     model: nn.Module, plan: Plan, look: Look, sample: Sample, config: Config, hardware: Hardware
 ) -> Plan:
     """Run a step with the plan; one that there is no room for now leaves the engine's estimate."""
-    from memscale.recovery.shortage import is_out_of_memory  # its package imports this module
-
     plan = replace(plan, notes=(*plan.notes, *_way(look.profile)))
     plain = Step(plan.baseline_peak_bytes, plan.baseline_saved_bytes)
     place = Place.of(hardware.device)

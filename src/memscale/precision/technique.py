@@ -30,13 +30,13 @@ from torch import nn
 from memscale._util.trees import Tree
 from memscale.offload.homes import Homes
 from memscale.precision.loss_scaling import LossScale, LossScaling
-from memscale.techniques.base import Scene
-from memscale.techniques.forward import ReplacedForward
+from memscale.techniques.base import ModelSite
+from memscale.techniques.forward import ForwardStage, Stage
 
 if TYPE_CHECKING:
-    from memscale.techniques.undo_log import Record
+    from memscale.techniques.undo_log import UndoLog
 
-__all__ = ["AutocastForward", "MixedPrecision"]
+__all__ = ["AutocastStage", "MixedPrecision"]
 
 logger = logging.getLogger("memscale")
 
@@ -50,35 +50,33 @@ class MixedPrecision:
         # By what lasts from one plan to the next: the scale was found by trial, and is kept.
         self._scales: MutableMapping[Homes, LossScale] = weakref.WeakKeyDictionary()
 
-    def attach(self, scene: Scene, record: Record) -> None:
-        if scene.plan.precision is None:
+    def attach(self, site: ModelSite, log: UndoLog) -> None:
+        if site.plan.precision is None:
             return
-        logs = scene.config is None or scene.config.enable_logging
-        objection = _objection(scene)
-        if objection is not None:
-            if logs:
-                logger.warning("No mixed precision: %s.", objection)
+        reason = _reason(site)
+        if reason is not None:
+            if site.logs:
+                logger.warning("No mixed precision: %s.", reason)
             return
-        dtype = _DTYPES[scene.plan.precision.dtype]
+        dtype = _DTYPES[site.plan.precision.dtype]
         scaling = None
         if dtype is torch.float16:
-            scale = self._scales.setdefault(scene.homes, LossScale())
-            scaling = LossScaling(scene.model, scale, logs=logs)
+            scale = self._scales.setdefault(site.homes, LossScale())
+            scaling = LossScaling(site.model, scale, logs=site.logs)
             scaling.attach()
-            record.add(_Scaling(scaling))
-        forward = AutocastForward(scene.model, dtype, scene.device.type, scaling)
-        record.set_attribute(scene.model, "forward", forward)
+            log.add(_Scaling(scaling))
+        log.add_stage(site.model, AutocastStage(dtype, site.device.type, scaling))
 
 
-def _objection(scene: Scene) -> str | None:
-    if isinstance(scene.model, torch.jit.ScriptModule):
+def _reason(site: ModelSite) -> str | None:
+    if isinstance(site.model, torch.jit.ScriptModule):
         return "the model is a scripted module, whose forward cannot be replaced"
-    if "_original_forward" in vars(scene.model):
+    if "_original_forward" in vars(site.model):
         return "accelerate has put mixed precision of its own on the model"
-    kind = scene.device.type
+    kind = site.device.type
     if not torch.amp.is_autocast_available(kind):
         return f"torch has no autocast for {kind}"
-    if not any(parameter.dtype is torch.float32 for parameter in scene.model.parameters()):
+    if not any(parameter.dtype is torch.float32 for parameter in site.model.parameters()):
         return "the model has no parameters in 32 bits"
     return None
 
@@ -93,47 +91,33 @@ class _Scaling:
         self._scaling.detach()
 
 
-class AutocastForward(ReplacedForward):
-    """The forward of a model that computes in 16 bits, in training and in evaluation.
+class AutocastStage(ForwardStage):
+    """Lets a model compute in 16 bits, in training and in evaluation.
 
     Args:
-        module: The model.
         dtype: The 16-bit type.
         device_type: Where it computes.
         scaling: Told of every call, if the loss is scaled.
     """
 
-    def __init__(
-        self, module: nn.Module, dtype: torch.dtype, device_type: str, scaling: LossScaling | None = None
-    ) -> None:
-        super().__init__(module)
+    order = Stage.AUTOCAST
+    in_evaluation = True
+
+    def __init__(self, dtype: torch.dtype, device_type: str, scaling: LossScaling | None = None) -> None:
         self._dtype = dtype
         self._device_type = device_type
         self._scaling = scaling
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        if self._successor is not None or self._is_released:
-            return super().__call__(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return self.outside_compiler(*args, **kwargs)
-        module = self.module
-        forward = self._forward_of(module)
+    def run(
+        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         has_its_own = torch.is_autocast_enabled(self._device_type)
         if self._scaling is not None and torch.is_grad_enabled():
             self._scaling.note_forward(ours=not has_its_own)
         if has_its_own:
-            return forward(*args, **kwargs)
-        return self.run(module, forward, args, kwargs)
-
-    def run(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+            return call_next(*args, **kwargs)
         with torch.autocast(self._device_type, dtype=self._dtype, cache_enabled=False):
-            output = forward(*args, **kwargs)
+            output = call_next(*args, **kwargs)
         return in_full(output, self._dtype)
 
 

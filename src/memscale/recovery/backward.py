@@ -28,13 +28,13 @@ from typing import Any
 import torch
 
 from memscale._torch import OUTSIDE_BACKWARD, graph_task_id, leaves_of
-from memscale.errors import RecomputeError
+from memscale.errors import RecomputeError, is_out_of_memory
 from memscale.execution_plan import Plan
 from memscale.executor import Executor
 from memscale.recovery.calls import Call, call_of
 from memscale.recovery.forward import planned_forward
 from memscale.recovery.plans import explain, heavier_plans, say_recovered
-from memscale.recovery.shortage import add_note, free_memory, is_out_of_memory
+from memscale.recovery.shortage import add_note, free_memory
 
 __all__ = ["CaughtBackward", "executor_for"]
 
@@ -139,6 +139,8 @@ class _Pass:
         self._keeps = keeps
         self._inputs = inputs
         self.calls, outside = _reached(roots)
+        for call in self.calls:
+            call.gradients = {}  # of an earlier pass, over a graph that was kept
         self._outside = [id(leaf) for leaf in outside]
         leaves = [*outside, *(leaf for call in self.calls for leaf in _leaves_inside(call))]
         self._leaves = {id(leaf): leaf for leaf in leaves}
@@ -152,7 +154,7 @@ class _Pass:
 
     def repeat(self, roots: list[torch.Tensor], failure: Exception, backward: Backward) -> None:
         executors = self._executors()
-        why = self._objection(executors)
+        why = self._objection(executors, roots)
         tried: list[Plan] = []
         came_from = ""
         if not why:
@@ -180,12 +182,12 @@ class _Pass:
                 found[id(executor)] = executor
         return list(found.values())
 
-    def _objection(self, executors: Sequence[Executor]) -> str:
+    def _objection(self, executors: Sequence[Executor], roots: Sequence[torch.Tensor]) -> str:
         if self._keeps or self._inputs:
             return "it was called with retain_graph, create_graph or inputs"
         if any(_calls.get(call) is None for call in self.calls) or not executors:
             return "the model was detached since its forward"
-        if any(call.gradients is None for call in self.calls):
+        if any(number not in call.gradients for call, number in _outputs_used(roots) if call in self.calls):
             return "it failed before it came to the model, in the loss or in what is around the model"
         if any(call.has_computed_parameters for call in self.calls):
             return "the model was called with computed weights (torch.func.functional_call), which it goes on through"
@@ -231,15 +233,16 @@ class _Pass:
         gradients: list[torch.Tensor] = []
         for call in self.calls:
             executor = _calls[call]()
-            if executor is None or call.gradients is None:  # see `_objection`
+            if executor is None:  # see `_objection`
                 continue
             with call.as_it_was():
                 output = planned_forward(executor.model)(*call.sample.args, **call.sample.kwargs)
-            for tensor, gradient in zip(call.outputs_of(output), call.gradients, strict=True):
+            tensors = call.outputs_of(output)
+            for number, gradient in call.gradients.items():
                 if gradient is not None:
-                    outputs.append(tensor)
+                    outputs.append(tensors[number])
                     gradients.append(gradient)
-            del output
+            del output, tensors
         missing = [leaf for leaf in leaves_of(outputs) if id(leaf) not in self._arrived]
         if missing:
             backward(outputs, gradients, inputs=missing)
@@ -281,9 +284,9 @@ def _reached(roots: Sequence[torch.Tensor]) -> tuple[list[Call], list[torch.Tens
     seen: set[Any] = set(waiting)
     while waiting:
         node: Any = waiting.pop()
-        call = call_of(node)
-        if call is not None:
-            calls[id(call)] = call
+        found = call_of(node)
+        if found is not None:
+            calls[id(found[0])] = found[0]
             continue
         leaf = getattr(node, "variable", None)  # of the nodes that accumulate
         if leaf is not None:
@@ -293,6 +296,11 @@ def _reached(roots: Sequence[torch.Tensor]) -> tuple[list[Call], list[torch.Tens
                 seen.add(following)
                 waiting.append(following)
     return list(calls.values()), list(leaves.values())
+
+
+def _outputs_used(roots: Sequence[torch.Tensor]) -> list[tuple[Call, int]]:
+    """The outputs of calls that a pass from these comes to, by way of other calls too."""
+    return [found for found in map(call_of, _nodes_of(roots)) if found is not None]
 
 
 def _let_go(roots: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> None:

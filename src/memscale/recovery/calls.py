@@ -2,21 +2,25 @@
 
 Note [The boundary]
 ~~~~~~~~~~~~~~~~~~~
-What a model returns goes to the loop through one node of autograd, which changes nothing. When backward comes to
-that node, it has the gradients of the model's outputs, complete, and those from outside only: a model may return its
-loss beside the logits that the loss was made from, and the gradient that goes from one to the other inside must not
-be taken for one that came from the loop. With these gradients, the model's forward can be run again and its backward
+Each tensor that a model returns goes to the loop through a node of autograd, which changes nothing. When backward
+comes to that node, it has the gradient of the output, complete, and from outside only: a model may return its loss
+beside the logits that the loss was made from, and the gradient that goes from one to the other inside must not be
+taken for one that came from the loop. With these gradients, the model's forward can be run again and its backward
 too, without the loop.
 
-The node comes before all others that are ready (by its sequence number), so that of two calls of one model both
-have their gradients before the backward of either begins.
+There is a node for each output, because a node leads backward to all of its inputs: what is behind an output that the
+loss does not use would run without a gradient, and raise if it can't be differentiated, or take zeros for one if it is
+a user's `torch.autograd.Function`.
+
+The nodes come before all others that are ready (by their sequence numbers), so that of two outputs, or of two calls of
+one model, both have their gradients before backward goes on inside.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,7 +46,7 @@ class Call:
         device: where the model computes, if its parameters are elsewhere.
 
     Attributes:
-        gradients: of its outputs, once backward has brought them.
+        gradients: of its outputs, by their numbers, as far as backward has brought them.
         awaits_backward: whether a graph of it is there that backward has not been through.
         on_backward: called when backward comes to it, with the graph task id.
     """
@@ -52,7 +56,7 @@ class Call:
     ) -> None:
         inside = submodules([model])
         self.sample = Sample(tuple(args), dict(kwargs))
-        self.gradients: tuple[torch.Tensor | None, ...] | None = None
+        self.gradients: dict[int, torch.Tensor | None] = {}
         self.awaits_backward = False
         self.on_backward: Callable[[int], None] | None = None
         types = {tensor.device.type for tensor in self.sample.tensors()}
@@ -101,18 +105,20 @@ class Call:
         if not inner:
             return output
         self.awaits_backward = True
-        outer = _Boundary.apply(self, *inner)  # type: ignore[no-untyped-call]
-        _go_first(outer[0].grad_fn)
-        exchanged = {id(one): other for one, other in zip(inner, outer, strict=True)}
+        exchanged: dict[int, torch.Tensor] = {}
+        for number, tensor in enumerate(inner):
+            outer = _Boundary.apply(self, number, tensor)  # type: ignore[no-untyped-call]
+            _go_first(outer.grad_fn)
+            exchanged[id(tensor)] = outer
         return tree.map(torch.Tensor, lambda tensor: exchanged.get(id(tensor), tensor)).build()
 
     def outputs_of(self, output: Any) -> list[torch.Tensor]:
-        """Of an output of the same call made again, those tensors that the gradients are of."""
+        """Of an output of the same call made again, those tensors that the gradients are of, by their numbers."""
         return _differentiable(Tree.of(output))
 
     def release(self) -> None:
         """Backward is through: hold on to nothing."""
-        self.gradients = None
+        self.gradients = {}
         self.sample = Sample((), {})
         self._buffers = Buffers(())
 
@@ -135,25 +141,27 @@ class _Boundary(torch.autograd.Function):
     """See Note [The boundary]."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: Call, number: int, tensor: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.memscale_call = call
-        return tuple(tensor.detach() for tensor in tensors)
+        ctx.memscale_number = number
+        return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None, torch.Tensor | None]:
         call: Call = ctx.memscale_call
         call.awaits_backward = False
         if call.on_backward is not None:
             call.on_backward(graph_task_id())
         if not torch.is_grad_enabled():  # else they are to be differentiated themselves
-            call.gradients = gradients
-        return None, *gradients
+            call.gradients[ctx.memscale_number] = gradient
+        return None, None, gradient
 
 
-def call_of(node: Any) -> Call | None:
-    """The call whose boundary a node of autograd is."""
-    return cast("Call | None", getattr(node, "memscale_call", None))
+def call_of(node: Any) -> tuple[Call, int] | None:
+    """The call whose boundary a node of autograd belongs to, and the number of the output."""
+    call: Call | None = getattr(node, "memscale_call", None)
+    return None if call is None else (call, node.memscale_number)
 
 
 def _go_first(node: Any) -> None:

@@ -13,61 +13,57 @@ import torch
 from torch import nn
 
 from memscale._torch import hooks_are_allowed
-from memscale.errors import RecomputeError
+from memscale.errors import RecomputeError, is_out_of_memory
 from memscale.execution_plan import Plan
 from memscale.executor import Executor, executor_of
 from memscale.recovery.calls import Call
 from memscale.recovery.plans import explain, heavier_plans, say_recovered
-from memscale.recovery.shortage import add_note, free_memory, is_out_of_memory
-from memscale.techniques.forward import OWN, ReplacedForward
+from memscale.recovery.shortage import add_note, free_memory
+from memscale.techniques.forward import OVERRIDE, ForwardOverride, ForwardStage, Stage
 
 if TYPE_CHECKING:
     from memscale.recovery.guard import StepGuard
 
-__all__ = ["RecoveringForward", "planned_forward"]
+__all__ = ["RecoverStage", "planned_forward"]
 
 
-class RecoveringForward(ReplacedForward):
-    """The forward of a whole model, outside of all techniques.
+class RecoverStage(ForwardStage):
+    """Makes a call of a whole model again if it runs out of memory.
 
     Args:
-        module: The model.
         guard: Told of every call whose backward is to come.
         is_opaque: Whether there is anything inside that a compiler must not trace through. If there is not, a compiled
             model is compiled as ever, and an out-of-memory error in it is raised.
     """
 
-    def __init__(self, module: nn.Module, guard: StepGuard, *, is_opaque: bool = True) -> None:
-        super().__init__(module)
+    order = Stage.RECOVER
+
+    def __init__(self, guard: StepGuard, *, is_opaque: bool = True) -> None:
         self._guard = guard
         self.is_opaque = is_opaque
 
     def run(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         executor = executor_of(module)
         if executor is None or not hooks_are_allowed() or cast(Any, torch.jit).is_tracing():
-            return forward(*args, **kwargs)
+            return call_next(*args, **kwargs)
         call = Call(module, args, dict(kwargs), executor.homes.device)
         try:
-            output = forward(*args, **kwargs)
+            output = call_next(*args, **kwargs)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             failure = error
         else:
-            return self._finished(call, output)
+            return self._finished(module, call, output)
         # Not in the `except` above: as long as that runs, the frames that failed hold their tensors.
-        return self._finished(call, _again(executor, call, failure))
+        return self._finished(module, call, _again(executor, call, failure))
 
-    def _finished(self, call: Call, output: Any) -> Any:
+    def _finished(self, module: nn.Module, call: Call, output: Any) -> Any:
         call.settle()
         output = call.through_boundary(output)
-        self._guard.note(self.module, call)
+        self._guard.note(module, call)
         return output
 
 
@@ -110,5 +106,5 @@ def _tried(executor: Executor, call: Call, plan: Plan) -> Any:
 
 def planned_forward(model: nn.Module) -> Callable[..., Any]:
     """A model's forward with all techniques of its plan, inside of the one that recovers."""
-    forward = vars(model).get(OWN) or model.forward
-    return forward.__wrapped__ if isinstance(forward, RecoveringForward) else forward
+    override = vars(model).get(OVERRIDE)
+    return override.inside_of(Stage.RECOVER) if isinstance(override, ForwardOverride) else model.forward

@@ -11,11 +11,11 @@ from torch import nn
 from memscale.executor import executor_of
 from memscale.recovery.backward import CaughtBackward, executor_for
 from memscale.recovery.calls import Call
-from memscale.recovery.forward import RecoveringForward
+from memscale.recovery.forward import RecoverStage
 from memscale.recovery.steps import CaughtSteps
 
 if TYPE_CHECKING:
-    from memscale.techniques.undo_log import Record
+    from memscale.techniques.undo_log import UndoLog
 
 __all__ = ["StepGuard"]
 
@@ -30,14 +30,14 @@ class StepGuard:
     def awaits_backward(self) -> bool:
         return any(call.awaits_backward for call in self._calls)
 
-    def begin(self, model: nn.Module, record: Record) -> None:
-        record.add(CaughtBackward())
-        record.add(CaughtSteps(model))
+    def begin(self, model: nn.Module, log: UndoLog) -> None:
+        log.add(CaughtBackward())
+        log.add(CaughtSteps(model))
 
-    def cover(self, model: nn.Module, record: Record) -> None:
+    def cover(self, model: nn.Module, log: UndoLog) -> None:
         if not isinstance(model, torch.jit.ScriptModule):  # its forward cannot be replaced
-            is_opaque = any(forward.is_opaque for forward in record.forwards())
-            record.set_attribute(model, "forward", RecoveringForward(model, self, is_opaque=is_opaque))
+            is_opaque = any(stage.is_opaque for _, stage in log.stages())
+            log.add_stage(model, RecoverStage(self, is_opaque=is_opaque))
 
     def note(self, model: nn.Module, call: Call) -> None:
         """A call was made, and its backward is to come."""

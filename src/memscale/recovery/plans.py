@@ -9,17 +9,16 @@ import torch
 
 from memscale._torch import disable_current_modes
 from memscale.config import Config, OptimizationMode
-from memscale.errors import ProfileError
+from memscale.errors import ProfileError, is_out_of_memory
 from memscale.execution_plan import Plan, Tier
 from memscale.executor import Executor
 from memscale.hardware import Hardware, detect
 from memscale.memory.record import Snapshot
+from memscale.observe.log import speaking
 from memscale.planner.make_plan import make_plan
 from memscale.profiler import Place, Sample
 from memscale.profiler.build import backward_targets, loss_of
-from memscale.recovery.shortage import is_out_of_memory
-from memscale.report.dump import dump_out_of_memory
-from memscale.report.log import speaking
+from memscale.recovery.dump import dump_out_of_memory
 from memscale.units import format_bytes
 
 __all__ = ["explain", "heavier_plans", "say_recovered"]

@@ -1,4 +1,4 @@
-"""Out-of-memory errors: which they are, what they hold on to, and what to say of them.
+"""Out-of-memory errors: what they hold on to, and what to say of them.
 
 Note [What an error holds]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -20,22 +20,7 @@ from types import TracebackType
 
 import torch
 
-__all__ = ["add_note", "free_memory", "is_out_of_memory"]
-
-_WORDS = ("out of memory", "not enough memory")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out on a device or, which torch says by a plain ``RuntimeError``, on the host.
-
-    >>> is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to ..."))
-    True
-    >>> is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    False
-    """
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _WORDS)
+__all__ = ["add_note", "free_memory"]
 
 
 def free_memory(device: torch.device, *errors: BaseException) -> str:

@@ -43,7 +43,7 @@ import torch
 
 from memscale._util.locks import LateLock
 from memscale.errors import ConfigError, TierError, TierFullError, shown
-from memscale.hardware.disk import find_disk
+from memscale.hardware.host import find_disk
 from memscale.units import format_bytes
 
 __all__ = ["PAGE", "DiskFile", "Extent", "FreeList", "read_into", "release_pages", "round_up", "write_from"]

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from memscale.memory.elsewhere import is_elsewhere, made_elsewhere, mark_elsewhere
+from memscale.memory.tracker import is_elsewhere, made_elsewhere, mark_elsewhere
 from memscale.tiers import disk_file
 from memscale.tiers.disk_file import DiskFile, Extent, round_up
 from memscale.tiers.engine import Engine

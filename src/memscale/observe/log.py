@@ -1,0 +1,120 @@
+"""Log lines: through the logger ``memscale``, to the user's own handlers or, if there are none, to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+
+from memscale.config import Config
+from memscale.errors import ConfigError, shown
+from memscale.execution_plan import Plan
+from memscale.hardware import Hardware
+from memscale.units import format_bytes
+
+__all__ = ["logger", "say_plan", "speaking"]
+
+logger = logging.getLogger("memscale")
+
+
+class _LogFile(logging.FileHandler):
+    """`Config.log_file` while it is open. That it can't be written is logged once for each file."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, encoding="utf-8")
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._path = path
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            _say_unwritable(self._path, error)
+        else:
+            super().handleError(record)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError as error:  # what is still in its buffer, on a full disk
+            _say_unwritable(self._path, error)
+
+
+_unwritable: set[str] = set()  # log files of which that was logged
+
+
+def _say_unwritable(path: str, error: OSError) -> None:
+    if path not in _unwritable:
+        _unwritable.add(path)
+        logger.warning(
+            "log_file=%r can't be written (%s): going on without it.", path, error.strerror or error
+        )
+
+
+@contextlib.contextmanager
+def speaking(config: Config, *, strict: bool = False) -> Iterator[logging.Logger]:
+    """Return the logger, with handlers for as long as the block runs; a silent one if the Config says so.
+
+    Handlers are added for the block only: how logging is configured is the user's business.
+
+    Args:
+        config: Says whether to log, and to which file.
+        strict: Raise if that file can't be opened; otherwise that is logged once, as a step must not fail for it.
+
+    Raises:
+        ConfigError: `strict`, and the log file can't be opened.
+    """
+    if not config.enable_logging:
+        yield _silent
+        return
+    handlers: list[logging.Handler] = []
+    if not logger.hasHandlers():
+        stream = logging.StreamHandler(sys.stderr)
+        stream.setFormatter(logging.Formatter("memscale: %(message)s"))
+        handlers.append(stream)
+    if config.log_file is not None:
+        try:
+            handlers.append(_LogFile(config.log_file))
+        except OSError as error:
+            if strict:
+                raise ConfigError(
+                    f"log_file={shown(config.log_file, 200)} can't be opened for writing: {error.strerror or error}. "
+                    "Give the path of a file in a directory that exists and that you may write to, or None."
+                ) from error
+            _say_unwritable(config.log_file, error)
+    level = logger.level
+    if level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        yield logger
+    finally:
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()
+        logger.setLevel(level)
+
+
+_silent = logging.Logger("memscale.silent")
+_silent.addHandler(logging.NullHandler())
+
+
+def say_plan(log: logging.Logger, plan: Plan, hardware: Hardware, occasion: str = "planned") -> None:
+    """Log the hardware, the predicted peak before and after, the step-time ratio, and the plan as a table."""
+    if not log.isEnabledFor(logging.INFO):
+        return
+    log.info("hardware: %s", hardware.summary())
+    log.info(
+        "%s (%s) for %s: peak %s → %s, step time × %.2f (%s)",
+        occasion,
+        plan.mode,
+        plan.batch,
+        format_bytes(plan.baseline_peak_bytes),
+        format_bytes(plan.predicted_peak_bytes),
+        plan.predicted_time_ratio,
+        plan.prediction_source,
+    )
+    for note in plan.notes:
+        log.warning("%s", note)
+    log.info("%s", plan.explain(trades=False))

@@ -1,0 +1,350 @@
+"""The device `vgpu`: torch's PrivateUse1 slot, answered from Python.
+
+torch has one such slot per process and no way to clear it: after the first use the name `vgpu` stays known, but
+outside a `simulate` or `executing` block the device reports that it is not available.
+
+Note [Errors in backward]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+While autograd unwinds from an error it asks the device's guard for its device type. A guard written in Python fails
+when it runs with an error set, in a place where C++ allows no exceptions: the process ends (torch 2.13). So the guard
+stores the error before it answers, and the error is raised again where the user called `backward`. An error in a
+hook, in the unpacking of a saved tensor or in an operation then behaves as on any other device.
+
+This relies on a detail of CPython: `ctypes` raises an error that is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch.autograd import graph
+
+from memscale._torch import (
+    PRIVATE_DEVICE_TYPE,
+    Generator,
+    PrivateDeviceGuard,
+    PrivateDeviceHooks,
+    private_device_name,
+    set_up_private_device,
+)
+from memscale.errors import SimulationError
+from memscale.memory.tracker import MemoryTracker
+from memscale.simulator.patches import attribute
+
+NAME = "vgpu"
+AMP_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+class VirtualDevice(Protocol):
+    """Who stands behind the name while a block runs."""
+
+    capacity: int
+    device_name: str
+    compute_capability: tuple[int, int]
+    computes: bool  # true numbers, or shapes only
+
+    @property
+    def tracker(self) -> MemoryTracker: ...
+
+    def get_rng_state(self) -> torch.Tensor: ...
+
+    def set_rng_state(self, state: torch.Tensor) -> None: ...
+
+    def manual_seed(self, seed: int) -> None: ...
+
+
+def _device() -> torch.device:
+    return torch.device(private_device_name(), 0)
+
+
+class VirtualStream(torch.Stream):
+    """A stream on which everything is done at once."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **options: Any) -> VirtualStream:
+        return super().__new__(cls, device=_device())
+
+
+class VirtualEvent(torch.Event):
+    """An event that has happened."""
+
+    def __new__(cls, *args: Any, **options: Any) -> VirtualEvent:
+        return super().__new__(cls, device=_device())
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: torch.Event) -> float:
+        return 0.0
+
+
+class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
+    """Every generator counts as one, also those made before the block began."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, Generator)
+
+
+class VirtualGenerator(torch.Generator, metaclass=_AnyGenerator):
+    """The host's generator, which the virtual device's operations take as well."""
+
+    def __new__(cls, device: Any = "cpu") -> VirtualGenerator:
+        here = torch.device(device).type in ("cuda", _device().type)
+        return super().__new__(cls, "cpu" if here else device)  # type: ignore[call-arg]
+
+
+_DEVICE_TYPE = PRIVATE_DEVICE_TYPE
+_raise_what_is_set = ctypes.pythonapi.PyErr_Occurred
+_raise_what_is_set.restype = ctypes.c_void_p
+_put_aside: list[BaseException] = []
+
+
+class Guard(PrivateDeviceGuard):
+    """The guard of a device that has nothing to guard."""
+
+    def type_(self) -> Any:
+        try:
+            _raise_what_is_set()
+        except BaseException as error:  # even an interrupt: it is raised again a moment later
+            _put_aside.append(error)
+        return _DEVICE_TYPE
+
+
+@contextlib.contextmanager
+def errors_after_backward() -> Iterator[None]:
+    """Raise what was put aside when backward returns to the user. See Note [Errors in backward]."""
+    run_backward = graph._engine_run_backward
+
+    def run_and_raise(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run_backward(*args, **kwargs)
+        except SystemError:  # "returned NULL without setting an exception": the guard has it
+            if not _put_aside:
+                raise
+        raise _put_aside.pop()
+
+    with contextlib.ExitStack() as stack:
+        for owner in (graph, torch.autograd):
+            if hasattr(owner, "_engine_run_backward"):
+                stack.enter_context(attribute(owner, "_engine_run_backward", run_and_raise))
+        stack.callback(_put_aside.clear)
+        yield
+
+
+_active: VirtualDevice | None = None
+
+
+def _require_active() -> VirtualDevice:
+    if _active is None:
+        raise SimulationError(
+            "The virtual GPU is only there inside `with memscale.simulator.simulate(...)`; "
+            "no such block is active."
+        )
+    return _active
+
+
+class _DeviceModule:
+    """What ``torch.vgpu`` answers; the names are those of ``torch.cuda``."""
+
+    _initialized = True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return _active is not None
+
+    def device_count(self) -> int:
+        return 1 if _active is not None else 0
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: Any) -> None:
+        pass
+
+    def device(self, device: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def _lazy_init(self) -> None:
+        pass
+
+    init = _lazy_init
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return AMP_DTYPES
+
+    def is_bf16_supported(self, including_emulation: bool = True) -> bool:
+        return _active is not None and _active.compute_capability >= (8, 0)
+
+    # ---- random numbers
+
+    def manual_seed(self, seed: int) -> None:
+        if _active is not None:
+            _active.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return _require_active().get_rng_state()
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return [self.get_rng_state()]
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        _require_active().set_rng_state(state)
+
+    def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
+        self.set_rng_state(states[0])
+
+    # ---- streams
+
+    Stream = VirtualStream
+    Event = VirtualEvent
+
+    def current_stream(self, device: Any = None) -> torch.Stream:
+        return VirtualStream()
+
+    default_stream = current_stream
+
+    def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def set_stream(self, stream: Any) -> None:
+        pass
+
+    def synchronize(self, device: Any = None) -> None:
+        pass
+
+    # ---- memory
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return _active.tracker.live_bytes(NAME) if _active else 0
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return _active.tracker.peak_bytes(NAME) if _active else 0
+
+    def memory_reserved(self, device: Any = None) -> int:
+        return _active.tracker.reserved_bytes(NAME) if _active else 0
+
+    def max_memory_reserved(self, device: Any = None) -> int:
+        return _active.tracker.peak_reserved_bytes(NAME) if _active else 0
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        _require_active().tracker.reset_peak()
+
+    reset_max_memory_allocated = reset_peak_memory_stats
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        """The figures of ``torch.cuda.memory_stats`` that there are here."""
+        return {
+            "allocated_bytes.all.current": self.memory_allocated(),
+            "allocated_bytes.all.peak": self.max_memory_allocated(),
+            "reserved_bytes.all.current": self.memory_reserved(),
+            "reserved_bytes.all.peak": self.max_memory_reserved(),
+        }
+
+    def memory_summary(self, device: Any = None, abbreviated: bool = False) -> str:
+        return "\n".join(f"{name}: {value}" for name, value in self.memory_stats().items())
+
+    def empty_cache(self) -> None:
+        if _active is not None:
+            _active.tracker.empty_cache()
+
+    def ipc_collect(self) -> None:
+        pass
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        active = _require_active()
+        return active.capacity - active.tracker.reserved_bytes(NAME), active.capacity
+
+    def get_device_name(self, device: Any = None) -> str:
+        return _require_active().device_name
+
+    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
+        return _require_active().compute_capability
+
+    def get_device_properties(self, device: Any = None) -> SimpleNamespace:
+        active = _require_active()
+        major, minor = active.compute_capability
+        return SimpleNamespace(
+            name=active.device_name, total_memory=active.capacity, major=major, minor=minor
+        )
+
+
+class _Hooks(PrivateDeviceHooks):
+    def is_available(self) -> bool:
+        return _active is not None
+
+    def has_primary_context(self, device_index: int) -> bool:
+        return _active is not None
+
+    def is_built(self) -> bool:
+        return True
+
+
+_module: _DeviceModule | None = None
+
+
+def register() -> None:
+    """Give torch the device name, once per process."""
+    global _module
+    if _module is not None:
+        return
+    module = _DeviceModule()
+    try:
+        set_up_private_device(NAME, module, hook=_Hooks(), device_guard=Guard())
+    except RuntimeError as error:
+        raise SimulationError(
+            f"torch's one slot for a device of our own (PrivateUse1) is taken by another package: {error}. "
+            "Simulate in a process that does not load it."
+        ) from error
+    _module = module
+
+
+def virtual_device() -> torch.device:
+    """The label that simulated tensors carry.
+
+    On a machine with a real CUDA device it is ``cuda``: fake CUDA tensors work there as they are, and a device
+    registered in the PrivateUse1 slot would stand before the real one in everything that asks torch for "the
+    accelerator" (autograd's streams among it). Elsewhere it is ``vgpu``. (The first case has not been run: the
+    project has no such machine.)
+    """
+    if torch.cuda.is_available() and not is_active():
+        return torch.device("cuda", 0)
+    register()
+    return torch.device(NAME, 0)
+
+
+def is_active() -> bool:
+    """Whether a virtual device stands behind the name now."""
+    return _active is not None
+
+
+@contextlib.contextmanager
+def activate(device: VirtualDevice) -> Iterator[None]:
+    """Stand behind the name ``vgpu`` for the length of the block.
+
+    One at a time, but for a simulation inside an executing device's block: a rehearsal of what is to run
+    there.
+    """
+    global _active
+    before = _active
+    if before is not None and not (before.computes and not device.computes):
+        raise SimulationError(
+            f"A virtual GPU ({before.device_name}) is active already; "
+            "leave its block before you open another."
+        )
+    register()
+    _active = device
+    try:
+        yield
+    finally:
+        _active = before
