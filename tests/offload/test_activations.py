@@ -48,6 +48,7 @@ def host(capacity: int = 2**30, *, logs: bool = False) -> Activations:
 # Models ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("to", ["device", "host"])
 @pytest.mark.parametrize("name", NAMES)

@@ -93,6 +93,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 # Numbers ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("activations", [False, True], ids=["parameters", "and activations"])
 @pytest.mark.parametrize("name", NAMES)

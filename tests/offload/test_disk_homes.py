@@ -50,6 +50,7 @@ def wide(layers: int = 4, width: int = 128) -> Stack:
 # ---------------------------------------------------------------------- the same numbers
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_trains_as_the_plain_model_does(name: str) -> None:
     family = family_of(name)
@@ -65,6 +66,7 @@ def test_trains_as_the_plain_model_does(name: str) -> None:
     assert moved > 0 or name == "lora"  # whose adapters are smaller than a page
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("activations", [False, True])
 @pytest.mark.parametrize("state", [None, "device", "host", "disk"])

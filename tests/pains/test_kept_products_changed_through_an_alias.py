@@ -75,6 +75,7 @@ def assert_equal(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("chained", [False, True], ids=["single", "chained"])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_gradients_are_equal_when_all_products_are_kept(name: str, chained: bool) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from memscale.memory.tracker import is_elsewhere, made_elsewhere, mark_elsewhere
+from memscale.memory.ledger import is_mapped, mark_mapped, new_storages_are_mapped
 from memscale.tiers import disk_file
 from memscale.tiers.disk_file import DiskFile, Extent, round_up
 from memscale.tiers.engine import Engine
@@ -101,7 +101,7 @@ class DiskStore:
         # Not at exit: tensors that are still alive then are still used.
         weakref.finalize(buffer, file.unmap, address).atexit = False
         storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
-        mark_elsewhere(storage)
+        mark_mapped(storage)
         return plain.set_(storage, 0, tuple(shape))  # type: ignore[call-overload,no-any-return]
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -142,7 +142,7 @@ class DiskStore:
         if self._file is None or tensor.layout is not torch.strided:
             return False
         if is_fake(tensor):
-            return is_elsewhere(tensor.untyped_storage())
+            return is_mapped(tensor.untyped_storage())
         return self._extent_of(tensor) is not None
 
     def prefetch_pages(self, tensor: torch.Tensor) -> None:
@@ -191,9 +191,9 @@ class DiskStore:
 
 def _simulated(shape: tuple[int, ...], dtype: torch.dtype, file: DiskFile, extent: Extent) -> torch.Tensor:
     """Return a tensor without data, inside a simulation, that counts against the cap."""
-    with made_elsewhere():
+    with new_storages_are_mapped():
         tensor = torch.empty(shape, dtype=dtype, device=_CPU)
-    mark_elsewhere(tensor.untyped_storage())
+    mark_mapped(tensor.untyped_storage())
     weakref.finalize(tensor.untyped_storage(), file.free, extent).atexit = False
     return tensor
 
