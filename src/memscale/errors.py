@@ -6,6 +6,8 @@ that knows nothing of MemScale can catch it too.
 
 from __future__ import annotations
 
+import torch
+
 __all__ = [
     "ConfigError",
     "ConfigTypeError",
@@ -22,6 +24,7 @@ __all__ = [
     "WeightsError",
     "WrapError",
     "WrapTypeError",
+    "is_out_of_memory",
 ]
 
 
@@ -83,6 +86,20 @@ class WrapError(MemScaleError, RuntimeError):
 
 class WrapTypeError(MemScaleError, TypeError):
     """Something was given to be wrapped that is neither a module nor a trainer."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out on a device or, which torch reports by a plain `RuntimeError`, on the host.
+
+    >>> is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to ..."))
+    True
+    >>> is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    False
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    message = str(error).lower()
+    return isinstance(error, RuntimeError) and ("out of memory" in message or "not enough memory" in message)
 
 
 def shown(value: object, limit: int = 80) -> str:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from memscale._torch import DDP_STATIC_GRAPH_REDUCED, FAKE_TENSOR_LOGGER, disable_current_modes
 from memscale._util.rng import RngState
 from memscale.config import Config, ConfigFields
-from memscale.errors import ProfileError
+from memscale.errors import ProfileError, is_out_of_memory
 from memscale.execution_plan import ALLOWANCES, Plan, Tier
 from memscale.executor import Executor
 from memscale.hardware import Hardware
@@ -498,8 +498,6 @@ def _measured(
     model: nn.Module, plan: Plan, look: Look, sample: Sample, config: Config, hardware: Hardware
 ) -> Plan:
     """Run a step with the plan; one that there is no room for now leaves the engine's estimate."""
-    from memscale.recovery.shortage import is_out_of_memory  # its package imports this module
-
     plan = replace(plan, notes=(*plan.notes, *_way(look.profile)))
     plain = Step(plan.baseline_peak_bytes, plan.baseline_saved_bytes)
     place = Place.of(hardware.device)

@@ -31,13 +31,13 @@ from torch.optim import Optimizer
 
 from memscale._torch import LightDispatchMode, a_dispatch_mode_is_active, pytree
 from memscale.config import Config
+from memscale.errors import is_out_of_memory
 from memscale.executor import executor_of
 from memscale.optimizer.closure import evaluated
 from memscale.optimizer.groups import Member, SplitStep, members_of
 from memscale.optimizer.hooks import Surroundings
 from memscale.optimizer.kinds import has_own_step, why_whole
-from memscale.recovery.plans import explain
-from memscale.recovery.shortage import add_note, free_memory, is_out_of_memory
+from memscale.recovery.shortage import add_note, explain, free_memory
 from memscale.report.log import speaking
 from memscale.techniques.undo_log import WeakModule
 
