@@ -16,10 +16,11 @@ from torch import nn
 
 import memscale
 from executor.test_reversal import assert_as_before, pictures
-from memscale import Plan, profiler
+from memscale import Plan
 from memscale.errors import MemScaleError, ProfileError, WrapError, WrapTypeError
 from memscale.executor import Executor
 from memscale.planner import replan as replanning
+from memscale.profiler import run as profiling
 from memscale.testing import executing
 from support.families import FAMILIES
 from support.wrapping import QUIET, Layer, Stack, lossless
@@ -361,7 +362,7 @@ def test_a_plain_step_that_does_not_fit_gives_a_plan_by_structure(monkeypatch: p
     def full(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(profiler, "profile_empirical", full)
+    monkeypatch.setattr(profiling, "profile_empirical", full)
     model = memscale.wrap(build(), AGGRESSIVE.replace(use_static_profiling=False), X)
     plan = model._memscale_executor.plan
     assert "runs out of memory" in plan.notes[0]

@@ -7,11 +7,15 @@ that lacks it. No other module imports a name of torch that begins with an under
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+import enum
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils, backend_registration
 from torch.utils import _pytree as pytree
@@ -31,7 +35,6 @@ __all__ = [
     "TorchDispatchMode",
     "current_dispatch_modes",
     "disable_current_modes",
-    "disable_dynamo",
     "is_traceable_wrapper_subclass",
     "pytree",
     "tree_leaves",
@@ -239,6 +242,134 @@ def running_sequence_number() -> int | None:
     return number if number < 1 << 62 else None
 
 
+# -- functions of torch that are replaced for a while
+
+
+class PatchedFunction:
+    """A public function of torch that is replaced, while it has subscribers, by one that calls them around it.
+
+    Subscribers are nested by `order`, the lowest outermost. Each acts for one or more owners (a wrapped model's
+    helper), which are referred to weakly: torch's own function is back as soon as the last owner has unsubscribed
+    or was collected. If somebody else has replaced the function in the meantime, theirs stays, and the one
+    below it passes calls on.
+
+    Example:
+        >>> class Counter:
+        ...     passes = 0
+        >>> def count(backward, counters, *args, **kwargs):
+        ...     for counter in counters:
+        ...         counter.passes += 1
+        ...     backward(*args, **kwargs)
+        >>> counter = Counter()
+        >>> BACKWARD.subscribe(count, counter, BackwardOrder.RECOVERY)
+        >>> torch.ones(1, requires_grad=True).sum().backward()
+        >>> BACKWARD.unsubscribe(count, counter)
+        >>> counter.passes
+        1
+    """
+
+    def __init__(self, holder: Any, name: str) -> None:
+        self._holder, self._name = holder, name
+        self._subscribers: dict[Callable[..., Any], tuple[int, weakref.WeakSet[Any]]] = {}
+        self._original: Any = None
+        self._replacement: Any = None
+
+    def subscribe(self, around: Callable[..., Any], owner: object, order: int = 0) -> None:
+        """Call `around(inner, owners, *args, **kwargs)` in the place of the function while `owner` is alive.
+
+        Args:
+            around: A function that does not refer to the owner. `inner` is the function with the subscribers that
+                are further in; `owners` is the list of all owners that are alive.
+            owner: Any object that can be referred to weakly.
+            order: Its position among subscribers, the same for all owners.
+        """
+        self._subscribers.setdefault(around, (order, weakref.WeakSet()))[1].add(owner)
+        weakref.finalize(owner, self._restore_if_unused).atexit = False
+        if self._replacement is None:
+            self._original = vars(self._holder)[self._name]
+            self._replacement = self._dispatcher(self._original)
+            setattr(self._holder, self._name, self._replacement)
+
+    def unsubscribe(self, around: Callable[..., Any], owner: object) -> None:
+        """Call `around` for this owner no more; nothing happens if it is not subscribed."""
+        if around in self._subscribers:
+            self._subscribers[around][1].discard(owner)
+        self._restore_if_unused()
+
+    def _dispatcher(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def dispatch(*args: Any, **kwargs: Any) -> Any:
+            call = original
+            subscribers = sorted(self._subscribers.items(), key=lambda item: item[1][0], reverse=True)
+            for around, (_, owners) in subscribers:
+                alive = list(owners)
+                if alive:
+                    call = functools.partial(around, call, alive)
+            return call(*args, **kwargs)
+
+        return dispatch
+
+    def _restore_if_unused(self) -> None:
+        for around, (_, owners) in list(self._subscribers.items()):
+            if not any(True for _ in owners):  # not its length, which counts one that is being collected
+                del self._subscribers[around]
+        if not self._subscribers and self._replacement is not None:
+            if vars(self._holder)[self._name] is self._replacement:
+                setattr(self._holder, self._name, self._original)
+            self._original = self._replacement = None
+
+
+class BackwardOrder(enum.IntEnum):
+    """Who is around `torch.autograd.backward`, the outermost first."""
+
+    LOSS_SCALING = 0  # changes the gradients that a pass begins with and those that arrive
+    RECOVERY = 1  # may run a pass again, which must not be scaled a second time
+
+
+BACKWARD = PatchedFunction(torch.autograd, "backward")
+"""The only patch of `torch.autograd.backward`, which `Tensor.backward` looks up when it is called.
+
+To subscribe, recovery defines `around_backward(backward, owners, tensors, grad_tensors=None, retain_graph=None,
+create_graph=False, grad_variables=None, inputs=None)` and calls `BACKWARD.subscribe(around_backward, self,
+BackwardOrder.RECOVERY)`, and `BACKWARD.unsubscribe(around_backward, self)` in its `undo`. A pass that does not go
+through the attribute (`torch.autograd.grad`, a reference imported earlier) is not seen.
+"""
+
+GRAD_SCALER_SCALE = PatchedFunction(GradScaler, "scale")
+"""`GradScaler.scale`, by which a loop is noticed that scales its loss itself."""
+
+
+def leaves_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors that gradients of these would be accumulated in.
+
+    Without the attribute `variable` of the nodes that accumulate, no leaf is found but the tensors themselves.
+
+    Example:
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> leaves_of([(weight * 2).sum()])[0] is weight
+        True
+    """
+    found: dict[int, torch.Tensor] = {}
+    pending: list[Any] = []
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            pending.append(tensor.grad_fn)
+        elif tensor.requires_grad:
+            found[id(tensor)] = tensor
+    seen = set(pending)
+    while pending:
+        for node, _ in pending.pop().next_functions:
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is None:
+                pending.append(node)
+            else:
+                found[id(leaf)] = leaf
+    return list(found.values())
+
+
 # -- tensors
 
 
@@ -272,9 +403,16 @@ make_wrapper_subclass = cast(Any, torch.Tensor)._make_wrapper_subclass
 # -- the compiler
 
 try:
-    from torch._compile import _disable_dynamo as disable_dynamo
+    from torch._compile import _disable_dynamo
 except ImportError:  # `torch.compiler.disable` does the same, and imports the compiler
-    disable_dynamo = torch.compiler.disable
+    _disable_dynamo = torch.compiler.disable
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def outside_compiler(function: Function) -> Function:
+    """Return a function that compiled code calls without tracing it (a graph break)."""
+    return _disable_dynamo(function)  # type: ignore[return-value]  # it has the same signature
 
 
 # -- the simulator: dispatch keys and modes

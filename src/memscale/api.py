@@ -24,7 +24,7 @@ from memscale.planner.batch_size import BatchSizes, batch_sizes
 from memscale.planner.make_plan import fits, make_plan
 from memscale.planner.replan import follow_batch
 from memscale.profiler import Place, hinted_sample, sample_of
-from memscale.profiler.batches import named_shapes
+from memscale.profiler.sample import named_shapes
 from memscale.recovery import StepGuard
 from memscale.report.log import logger, speaking
 from memscale.report.metrics import Metrics

@@ -13,7 +13,8 @@ from torch import nn
 from memscale.errors import WrapError
 from memscale.execution_plan import LayerPlan, Plan
 from memscale.executor import Executor
-from memscale.executor.registry import TECHNIQUES, Site
+from memscale.executor.registry import LAYER_TECHNIQUES
+from memscale.techniques.base import LayerSite
 from support.checkpointed import checkpoint_plan, wrapped
 from support.families import FAMILIES, Family
 
@@ -140,19 +141,19 @@ class Failing:
 
     name = "failing"
 
-    def objection(self, site: Site) -> str | None:
+    def unsupported_reason(self, site: LayerSite) -> str | None:
         return None
 
-    def attach(self, site: Site, record: Any) -> None:
-        TECHNIQUES["checkpointing"].attach(site, record)
-        record.add_forward_pre_hook(site.modules[0], lambda *_: None)
+    def attach(self, site: LayerSite, log: Any) -> None:
+        LAYER_TECHNIQUES["checkpointing"].attach(site, log)
+        log.add_forward_pre_hook(site.modules[0], lambda *_: None)
         if site.layer.name.endswith("2"):
             raise KeyboardInterrupt
 
 
 @pytest.fixture
 def failing_plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
-    monkeypatch.setitem(TECHNIQUES, "failing", Failing())
+    monkeypatch.setitem(LAYER_TECHNIQUES, "failing", Failing())
     return Plan(tuple(LayerPlan(f"blocks.{i}", (f"blocks.{i}",), ("failing",), "", "") for i in range(3)))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from memscale.hardware import DiskSpec, HostSpec, detect
-from memscale.hardware.cpu import CpuFeatures, cpu_device, read_cpu
+from memscale.hardware.devices import CpuFeatures, cpu_device, read_cpu
 
 HASWELL = "fpu sse4_2 avx avx2 fma"
 SKYLAKE = f"{HASWELL} avx512f avx512bw avx512vl"

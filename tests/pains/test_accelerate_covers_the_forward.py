@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import memscale
-from memscale.techniques.forward import OWN
+from memscale.techniques.forward import OVERRIDE
 from support.steps import AGGRESSIVE, assert_has_techniques, counted_regions, plan_of
 
 accelerate = pytest.importorskip("accelerate")
@@ -109,7 +109,7 @@ def test_layers_are_planned_and_numbers_are_those_of_accelerate(first: str, prep
     before = list(model.parameters())
     memscale.detach(model)
     assert all(map(torch.equal, before, plain.parameters()))
-    assert OWN not in vars(model)
+    assert OVERRIDE not in vars(model)
     assert not any("forward" in vars(each) for each in model.blocks)
     assert torch.equal(model(batch()), plain(batch()))
 

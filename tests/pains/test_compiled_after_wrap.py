@@ -99,13 +99,12 @@ def test_it_trains_with_the_plan_in_any_order(order: str, caplog: pytest.LogCapt
     if order == "compile, call, wrap":
         called(IDS).sum().backward()
         model.zero_grad()
-    assert memscale.wrap(called, AGGRESSIVE) is called
+    assert memscale.wrap(called, AGGRESSIVE.replace(enable_logging=True)) is called
     if order == "wrap, compile":
         called = torch.compile(model, backend="eager")
     if order == "wrap, compile layers":
         for layer in model[1:]:
             layer.compile(backend="eager")
-    model._memscale_executor.config = AGGRESSIVE.replace(enable_logging=True)
     with counted_regions() as regions, caplog.at_level(logging.WARNING, "memscale"):
         losses = train(called, model)
     assert all(map(torch.equal, losses, expected))

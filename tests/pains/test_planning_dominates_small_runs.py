@@ -14,7 +14,7 @@ import memscale
 from memscale import Config
 from memscale.planner import make_plan as planning
 from memscale.planner import replan as replanning
-from memscale.profiler.batches import MOST_PLANS
+from memscale.profiler.sample import MOST_PLANS
 from support.wrapping import QUIET, Layer
 
 X = torch.ones(4, 6, 8)

@@ -16,7 +16,7 @@ import memscale
 from memscale import Config
 from memscale.planner import replan as replanning
 from memscale.profiler import Sample
-from memscale.profiler.batches import PlannedBatches, call_key, resized, roundings
+from memscale.profiler.sample import PlannedBatches, call_key, resized, roundings
 from memscale.testing import executing
 
 QUIET = Config(enable_logging=False)

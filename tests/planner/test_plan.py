@@ -16,18 +16,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memscale._util.terminal import Terminal
 from memscale.errors import PlanError
 from memscale.execution_plan import (
     DECISION_SOURCES,
-    MOST_TRADES,
     PREDICTION_SOURCES,
-    SCHEMA,
     Checkpointing,
     FrontierPoint,
     LayerPlan,
     Plan,
 )
-from memscale.report import Terminal
+from memscale.execution_plan.explain import MOST_TRADES
+from memscale.execution_plan.serialization import SCHEMA
 
 GIB = 2**30
 
@@ -135,7 +135,7 @@ def test_equal_plans_are_the_same_bytes_whatever_numbers_they_were_made_of() -> 
 def test_the_bytes_are_the_same_in_every_process() -> None:
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "import test_plan; sys.stdout.write(test_plan.example().to_json())"
+        "from planner import test_plan; sys.stdout.write(test_plan.example().to_json())"
     )
     seen = set()
     for seed in ("0", "1", "4242"):

@@ -15,6 +15,7 @@ import torch
 from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
 
+from memscale._torch import leaves_of
 from memscale.errors import ConfigError
 from memscale.execution_plan import (
     Checkpointing,
@@ -27,10 +28,10 @@ from memscale.execution_plan import (
 )
 from memscale.executor import Executor
 from memscale.hardware import virtual_hardware
-from memscale.hardware.cpu import CpuFeatures, cpu_device
+from memscale.hardware.devices import CpuFeatures, cpu_device
 from memscale.planner.precision_rules import choose_precision
-from memscale.precision.graph import leaves_of
-from memscale.precision.loss_scale import GROWS_AFTER, LossScale
+from memscale.precision.loss_scaling import GROWTH_INTERVAL, LossScale
+from memscale.precision.technique import AutocastStage
 from memscale.simulator import simulate
 from memscale.testing import executing
 
@@ -111,7 +112,9 @@ def layers_plan(precision: str | None, *techniques: str) -> Plan:
 
 
 def scale_of(model: nn.Module) -> Any:
-    return vars(model)["forward"]._scaling
+    stage = vars(model)["forward"].find(AutocastStage)
+    assert stage is not None
+    return stage._scaling
 
 
 # ---------------------------------------------------------------------- autocast
@@ -443,17 +446,17 @@ def test_no_step_is_half_made_where_state_is_streamed_or_in_eight_bits() -> None
 
 def test_the_scale_grows_again() -> None:
     scale = LossScale()
-    for _ in range(GROWS_AFTER - 1):
-        scale.went_well()
+    for _ in range(GROWTH_INTERVAL - 1):
+        scale.note_step()
     assert scale.value == 2.0**16
-    scale.went_well()
+    scale.note_step()
     assert scale.value == 2.0**17
-    scale.overflowed()
-    for _ in range(GROWS_AFTER):
-        scale.went_well()
+    scale.back_off()
+    for _ in range(GROWTH_INTERVAL):
+        scale.note_step()
     assert scale.value == 2.0**17
     for _ in range(400):
-        scale.overflowed()
+        scale.back_off()
     assert scale.value > 0
 
 
@@ -569,7 +572,7 @@ def test_a_copy_has_a_scale_of_its_own(duplicate: Callable[[Any], Any]) -> None:
     model = net()
     attached(model, FP16)
     twin = duplicate(model)
-    scale_of(model).scale.overflowed()
+    scale_of(model).scale.back_off()
     for each in (model, twin):
         torch.manual_seed(1)
         loss_of(each).backward()
@@ -585,7 +588,7 @@ def test_a_copy_has_a_scale_of_its_own(duplicate: Callable[[Any], Any]) -> None:
 def test_the_scale_outlives_a_plan() -> None:
     model = net()
     executor = attached(model, FP16)
-    scale_of(model).scale.overflowed()
+    scale_of(model).scale.back_off()
     executor.replan(FP16)
     assert scale_of(model).scale.value == 2.0**15
     with executor.suspended():

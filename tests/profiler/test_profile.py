@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from executor.test_reversal import assert_as_before, pictures
 from memscale.errors import ProfileError
 from memscale.profiler import ModelProfile, Place, Sample, profile_model, sample_of
-from memscale.profiler.empirical import profile_empirical
+from memscale.profiler.run import profile_empirical
 from support.families import FAMILIES, Family
 from support.wrapping import Layer, Stack
 

@@ -15,8 +15,8 @@ from memscale.execution_plan import Checkpointing, LayerPlan, Offloading, Plan, 
 from memscale.executor import Executor
 from memscale.offload.activations import Activations
 from memscale.offload.prefetch import Prefetcher
-from memscale.offload.technique import StreamedForward
-from memscale.offload.transfers import OffloadedForward
+from memscale.offload.technique import FetchStage
+from memscale.offload.transfers import OffloadActivationsStage
 from memscale.profiler import find_blocks
 from support.families import Batch, Family
 
@@ -66,9 +66,9 @@ def attached(model: nn.Module, plan: Plan, config: Config = QUIET) -> Iterator[E
 
 def activations_of(executor: Executor) -> Activations:
     found = {
-        id(forward._activations): forward._activations
-        for forward in executor._techniques.forwards()
-        if isinstance(forward, OffloadedForward)
+        id(stage._activations): stage._activations
+        for _, stage in executor._techniques.stages()
+        if isinstance(stage, OffloadActivationsStage)
     }
     (activations,) = found.values()
     return activations
@@ -76,9 +76,9 @@ def activations_of(executor: Executor) -> Activations:
 
 def prefetcher_of(executor: Executor) -> Prefetcher:
     found = {
-        id(forward._prefetcher): forward._prefetcher
-        for forward in executor._techniques.forwards()
-        if isinstance(forward, StreamedForward)
+        id(stage._prefetcher): stage._prefetcher
+        for _, stage in executor._techniques.stages()
+        if isinstance(stage, FetchStage)
     }
     (prefetcher,) = found.values()
     assert prefetcher is not None

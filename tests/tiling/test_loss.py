@@ -19,11 +19,12 @@ from torch.utils.data import Dataset
 from executor.test_reversal import assert_as_before, pictures
 from memscale.execution_plan import Checkpointing, LayerPlan, LossTiling, Offloading, Plan
 from memscale.executor import Executor
-from memscale.profiler.blocks import find_blocks
+from memscale.profiler import find_blocks, find_head
 from memscale.simulator import simulate
+from memscale.techniques.forward import override_of
 from memscale.testing import executing
 from memscale.tiling import LazyLogits
-from memscale.tiling.loss_technique import HeadForward, find_head
+from memscale.tiling.loss_technique import TileHeadStage
 from support.families import FAMILIES, HIDDEN, VOCAB, Family
 from support.tiles import Tensors, assert_close, gradients, tile_loss
 
@@ -90,7 +91,9 @@ def test_detach_leaves_nothing_behind(family: Family) -> None:
     model.zero_grad()
     before = pictures(model)
     executor = tile_loss(model, ROWS)
-    assert isinstance(vars(model.get_submodule(find_head(model)[0]))["forward"], HeadForward)
+    override = override_of(model.get_submodule(find_head(model)[0]))
+    assert override is not None
+    assert override.find(TileHeadStage) is not None
     step(family, model)
     model.zero_grad()
     executor.detach()

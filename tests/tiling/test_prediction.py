@@ -10,7 +10,7 @@ from memscale.execution_plan import LayerPlan, LossTiling, Plan, Tiling
 from memscale.executor import Executor
 from memscale.planner.predict import predict
 from memscale.profiler.blocks import find_blocks
-from memscale.profiler.place import Place
+from memscale.profiler.run import Place
 from memscale.profiler.sample import Sample
 from memscale.testing import executing
 from support.families import FAMILIES

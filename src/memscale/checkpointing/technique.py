@@ -1,8 +1,8 @@
 """Gradient checkpointing: a block keeps its input and is computed again in backward.
 
 The mechanism is `memscale.checkpointing`; here it is put on modules. A block that is one module gets a
-`CheckpointedForward`. A block that is a few neighbours in an `nn.Sequential` has no module of its own, so the
-`nn.Sequential` gets a `SlicedForward`, which runs its children in order, each planned slice as one region.
+`RecomputeStage`. A block that is a few neighbours in an `nn.Sequential` has no module of its own, so the
+`nn.Sequential` gets a `SlicesStage`, which runs its children in order, each planned slice as one region.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from memscale.checkpointing import KeepPolicy, run_region
 from memscale.errors import WrapError
 from memscale.execution_plan import Checkpointing
 from memscale.observe.recomputing import WatchedLayer
-from memscale.techniques.base import Site
-from memscale.techniques.forward import ReplacedForward, top_forward
+from memscale.techniques.base import LayerSite
+from memscale.techniques.forward import ForwardStage, Stage, override_of
 
 if TYPE_CHECKING:
-    from memscale.techniques.undo_log import Record
+    from memscale.techniques.undo_log import UndoLog
 
 __all__ = [
-    "CheckpointedForward",
     "GradientCheckpointing",
+    "RecomputeStage",
     "Slice",
-    "SlicedForward",
+    "SlicesStage",
     "has_own_checkpointing",
-    "hold_place",
     "is_cache",
 ]
 
@@ -42,7 +41,7 @@ class GradientCheckpointing:
 
     name = "checkpointing"
 
-    def objection(self, site: Site) -> str | None:
+    def unsupported_reason(self, site: LayerSite) -> str | None:
         if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):
             return "it is a scripted module, whose forward cannot be replaced"
         for member, module in zip(site.layer.members, site.modules, strict=True):
@@ -51,17 +50,20 @@ class GradientCheckpointing:
                     return f"{name or type(one).__name__} has gradient checkpointing of its own switched on"
         return None
 
-    def attach(self, site: Site, record: Record) -> None:
+    def attach(self, site: LayerSite, log: UndoLog) -> None:
         watched = WatchedLayer(site.meter, site.layer.name, site.layer.recompute_flops)
         region = _Region(site.layer.checkpointing or Checkpointing(), watched)
         if len(site.modules) == 1:
-            forward: ReplacedForward = CheckpointedForward(site.modules[0], region)
-            name = site.layer.members[0]
-        else:
-            name, start = _place(site)
-            container = site.model.get_submodule(name)
-            forward = SlicedForward(container, [Slice(start, start + len(site.modules), region)])
-        record.set_attribute(forward.module, "forward", forward, name=name)
+            log.add_stage(site.modules[0], RecomputeStage(region), name=site.layer.members[0])
+            return
+        name, start = _place(site)
+        container = site.model.get_submodule(name)
+        override = override_of(container)
+        stage = None if override is None else override.find(SlicesStage)
+        if stage is None:
+            stage = SlicesStage()
+            log.add_stage(container, stage, name=name)
+        stage.add(Slice(start, start + len(site.modules), region))
 
 
 class _Region:
@@ -92,50 +94,43 @@ class Slice:
     region: _Region
 
 
-class CheckpointedForward(ReplacedForward):
-    """The forward of a block that is recomputed in backward."""
+class RecomputeStage(ForwardStage):
+    """Recomputes a block in backward."""
 
-    def __init__(self, module: nn.Module, region: _Region) -> None:
-        super().__init__(module)
+    order = Stage.RECOMPUTE
+
+    def __init__(self, region: _Region) -> None:
         self._region = region
 
     def run(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if _checkpoints_itself(module) or any(map(is_cache, args)) or any(map(is_cache, kwargs.values())):
-            return forward(*args, **kwargs)
-        return self._region.run(forward, args, kwargs, (module,))
+            return call_next(*args, **kwargs)
+        return self._region.run(call_next, args, kwargs, (module,))
 
 
-class SlicedForward(ReplacedForward):
-    """The forward of an `nn.Sequential` of which slices are recomputed in backward.
+class SlicesStage(ForwardStage):
+    """Recomputes slices of an `nn.Sequential` in backward.
 
     Slices are counted in places, not in modules: whatever stands there when it is called is run in order, so
     that the result is that of `nn.Sequential` also after its user has changed it.
     """
 
-    def __init__(self, module: nn.Module, slices: Sequence[Slice]) -> None:
-        super().__init__(module)
-        before = self._before
-        if isinstance(before, SlicedForward):  # one forward for all slices, not one on the other
-            slices = slices if before._is_released else [*before._slices, *slices]
-            self._before = before._before
-        self._slices: list[Slice] = sorted(slices, key=lambda one: one.start)
-        self.is_opaque = bool(slices)
+    order = Stage.RECOMPUTE
+
+    def __init__(self) -> None:
+        self._slices: list[Slice] = []
+
+    def add(self, part: Slice) -> None:
+        """Add a slice; none overlaps another."""
+        self._slices = sorted((*self._slices, part), key=lambda one: one.start)
 
     def run(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if len(args) != 1 or kwargs:
-            return forward(*args, **kwargs)  # `forward(input=x)`, or an error to be raised as ever
+            return call_next(*args, **kwargs)  # `forward(input=x)`, or an error to be raised as ever
         (value,) = args
         children = list(module._modules.values())
         done = 0
@@ -150,31 +145,22 @@ class SlicedForward(ReplacedForward):
         return _in_order(children[done:], value)
 
 
-def hold_place(model: nn.Module, record: Record) -> None:
-    """Put a forward on a model that is an `nn.Sequential`, though no slice of it is planned yet.
-
-    A call looks up `forward` before it runs the hooks. If a hook changes the plan, as on the first batch,
-    what was looked up must be of ours to go by the new plan (`ReplacedForward.pass_on`).
-    """
-    if getattr(type(model), "forward", None) is nn.Sequential.forward and "forward" not in vars(model):
-        record.set_attribute(model, "forward", SlicedForward(model, []), name="")
-
-
 def _in_order(modules: Sequence[Any], value: Any) -> Any:
     for module in modules:
         value = module(value)
     return value
 
 
-def _place(site: Site) -> tuple[str, int]:
+def _place(site: LayerSite) -> tuple[str, int]:
     """The name of the `nn.Sequential` that a block is a slice of, and where the slice begins."""
     layer = site.layer
     parents = {member.rpartition(".")[0] for member in layer.members}
     name = min(parents)
     container = site.model.get_submodule(name)
-    before = top_forward(container)
+    override = override_of(container)
+    own_forward = vars(container).get("forward") if override is None else override.inner
     in_order = getattr(type(container), "forward", None) is nn.Sequential.forward
-    if len(parents) > 1 or not in_order or not (before is None or isinstance(before, SlicedForward)):
+    if len(parents) > 1 or not in_order or own_forward is not None:
         raise WrapError(
             f"The plan's layer {layer.name!r} is the modules {', '.join(layer.members)}, which can be one "
             "block only as neighbours in an nn.Sequential that runs them in order; here they are in "

@@ -12,25 +12,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from memscale._torch import FakeTensor
+from memscale._torch import FakeTensor, outside_compiler
 from memscale._util.interrupts import interrupts_deferred, raise_pending_interrupt
-from memscale.checkpointing.technique import hold_place
 from memscale.config import Config
 from memscale.errors import WrapError
 from memscale.execution_plan import LayerPlan, Offloading, Plan, Tier
-from memscale.executor.registry import TECHNIQUES, WHOLE, Scene, Site
+from memscale.executor.registry import LAYER_TECHNIQUES, MODEL_TECHNIQUES
 from memscale.executor.use_cache import no_cache_hooks
 from memscale.observe.meter import Meter
 from memscale.offload.homes import Homes, training_device
 from memscale.offload.loading import forget_pending
 from memscale.offload.materialise import Materialised, has_meta_tensors
 from memscale.offload.technique import bring_inputs
-from memscale.optimizer.hooks import outside_compiler
-from memscale.profiler.batches import PlannedBatches
+from memscale.profiler.sample import PlannedBatches
 from memscale.report.metrics import Metrics
 from memscale.report.report import Report
-from memscale.techniques.forward import ReplacedForward
-from memscale.techniques.undo_log import Record, WeakModule
+from memscale.techniques.base import LayerSite, ModelSite
+from memscale.techniques.forward import CompileNotice, ForwardStage, WeakModule, override_of
+from memscale.techniques.undo_log import UndoLog
 from memscale.tiers.store import DiskStore
 
 if TYPE_CHECKING:
@@ -54,10 +53,10 @@ class Guard(Protocol):
     def awaits_backward(self) -> bool:
         """Whether there is a graph of the model that backward has not been through yet."""
 
-    def begin(self, model: nn.Module, record: Record) -> None:
+    def begin(self, model: nn.Module, log: UndoLog) -> None:
         """Go around backward and the optimizer's steps, before any technique does."""
 
-    def cover(self, model: nn.Module, record: Record) -> None:
+    def cover(self, model: nn.Module, log: UndoLog) -> None:
         """Go around the model's forward, after all techniques are on."""
 
 
@@ -123,13 +122,14 @@ class Executor:
         self._on_training_batch = on_training_batch
         self._is_calling_back = False
         self._attached = False
-        self._surroundings = Record()
-        self._watch = Record()
+        notice = CompileNotice(enabled=self._logs)
+        self._surroundings = UndoLog(notice)
+        self._watch = UndoLog()
         self._meter = meter or Meter()
         self.metrics = metrics
         self._homes = Homes(disk or disk_of(config), self._meter)
         self._homes.host_capacity = None if config is None else config.max_cpu_offload_bytes
-        self._techniques = Record()
+        self._techniques = UndoLog(notice)
         self.optimizer: OptimizerNeeds | None = None
         self._materialised: Materialised | None = None  # while a plan is being attached
 
@@ -308,6 +308,8 @@ class Executor:
         for module, hook in no_cache_hooks(model, logs=self._logs):
             self._surroundings.add_forward_pre_hook(module, hook)
         self._attach_watch(model)
+        if self._on_training_batch is not None and not isinstance(model, torch.jit.ScriptModule):
+            self._surroundings.add_stage(model, _Placeholder())
         if self._guard is not None:
             self._guard.begin(model, self._surroundings)
         self._attach_techniques(model, self._plan)
@@ -317,13 +319,13 @@ class Executor:
             self._watch.add_forward_pre_hook(model, _before_forward)
 
     def _attach_techniques(self, model: nn.Module, plan: Plan) -> None:
-        record = self._techniques
-        objections: dict[tuple[str, str], list[str]] = {}
+        log = self._techniques
+        unsupported: dict[tuple[str, str], list[str]] = {}
         device = self.device
         at_home = self._arrange_homes(model, plan, device)
         for layer in plan.layers:
             modules = tuple(find_module(model, layer, member) for member in layer.members)
-            site = Site(model, layer, modules, device, self._homes, self._meter)
+            site = LayerSite(model, plan, device, self.config, self._homes, self._meter, layer, modules)
             techniques = layer.techniques
             if "offloading" not in techniques and any(
                 id(each) in at_home for module in modules for each in module.parameters()
@@ -333,29 +335,25 @@ class Executor:
                     *techniques,
                 )  # it shares a parameter with a layer that is offloaded
             for name in techniques:
-                technique = TECHNIQUES.get(name)
+                technique = LAYER_TECHNIQUES.get(name)
                 if technique is None:
                     raise WrapError(
                         f"The plan wants {name!r} on the layer {layer.name!r}; this version of MemScale has "
-                        f"{', '.join(TECHNIQUES)}. Make the plan with the version that is to attach it."
+                        f"{', '.join(LAYER_TECHNIQUES)}. Make the plan with the version that is to attach it."
                     )
-                objection = technique.objection(site)
-                if objection is None:
-                    technique.attach(site, record)
+                reason = technique.unsupported_reason(site)
+                if reason is None:
+                    technique.attach(site, log)
                 else:
-                    objections.setdefault((name, objection), []).append(layer.name or "the model")
-        scene = Scene(model, plan, device, self.config, self._homes, self._meter)
-        for whole in WHOLE:
-            whole.attach(scene, record)
-        if self._on_training_batch is not None:
-            hold_place(model, record)
+                    unsupported.setdefault((name, reason), []).append(layer.name or "the model")
+        model_site = ModelSite(model, plan, device, self.config, self._homes, self._meter)
+        for model_technique in MODEL_TECHNIQUES:
+            model_technique.attach(model_site, log)
         if self._guard is not None:
-            self._guard.cover(model, record)
-        for forward in record.forwards():
-            forward.belongs_to(model)
-        for (name, objection), layers in objections.items():
+            self._guard.cover(model, log)
+        for (name, reason), layers in unsupported.items():
             if self._logs:
-                logger.warning("No %s on %s: %s.", name, ", ".join(layers), objection)
+                logger.warning("No %s on %s: %s.", name, ", ".join(layers), reason)
 
     def _arrange_homes(self, model: nn.Module, plan: Plan, device: torch.device) -> set[int]:
         """Send the parameters of offloaded layers to the host or to disk, all others to the device.
@@ -366,10 +364,10 @@ class Executor:
         homes: dict[Tier, list[nn.Parameter]] = {"device": [], "host": [], "disk": []}
         for layer in plan.layers:
             modules = tuple(find_module(model, layer, member) for member in layer.members)
-            site = Site(model, layer, modules, device, self._homes, self._meter)
+            site = LayerSite(model, plan, device, self.config, self._homes, self._meter, layer, modules)
             parameters = [each for module in modules for each in module.parameters()]
             settings = layer.offloading or Offloading()
-            if TECHNIQUES["offloading"].objection(site) is not None:
+            if LAYER_TECHNIQUES["offloading"].unsupported_reason(site) is not None:
                 homes["device"] += parameters
             elif "offloading" in layer.techniques:
                 homes[settings.to] += parameters
@@ -420,12 +418,8 @@ class Executor:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        model = self._model()
         if self._attached:
             _wrapped_models.add(self)
-        if model is not None:
-            for forward in self._techniques.forwards():
-                forward.belongs_to(model)
 
     def __repr__(self) -> str:
         return f"<Executor ({'attached' if self._attached else 'not attached'}): {self._plan}>"
@@ -471,16 +465,26 @@ def refuse_nested(model: nn.Module) -> None:
             )
 
 
+class _Placeholder(ForwardStage):
+    """Gives a model an override, though its plan needs none yet.
+
+    A call looks up `forward` before it runs the hooks. If a hook changes the plan, as on the first batch, the call
+    runs by the new plan only if what was looked up is an override.
+    """
+
+    is_opaque = False
+
+
 @outside_compiler
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
     # A function, which finds the executor by the model, and so is right for a copy of the model too.
     executor = executor_of(model)
     if executor is None or kwargs is None or not _is_training(model):
         return
-    looked_up = vars(model).get("forward")
+    called = override_of(model)
     executor._call_back(args, kwargs)
-    if isinstance(looked_up, ReplacedForward) and vars(model).get("forward") is not looked_up:
-        looked_up.pass_on(model.forward)
+    if called is not None:
+        called.redirect_next_call(override_of(model))
 
 
 def _bring_inputs(

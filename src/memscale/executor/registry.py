@@ -1,4 +1,4 @@
-"""The techniques, by the names that plans call them. A new one is a file here and a line below."""
+"""The techniques, by the names that plans call them. A new one is a package and a line below."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from memscale.offload.transfers import Transfers
 from memscale.optimizer.eight_bit_technique import EightBitOptimizer
 from memscale.optimizer.state_technique import OptimizerState
 from memscale.precision.technique import MixedPrecision
-from memscale.techniques.base import Scene, Site, Technique, WholeTechnique
+from memscale.techniques.base import LayerTechnique, ModelTechnique
 from memscale.tiling.loss_technique import TiledLoss
 from memscale.tiling.technique import ActivationTiling
 
-__all__ = ["TECHNIQUES", "WHOLE", "Scene", "Site", "Technique", "WholeTechnique"]
+__all__ = ["LAYER_TECHNIQUES", "MODEL_TECHNIQUES"]
 
-TECHNIQUES: dict[str, Technique] = {
+LAYER_TECHNIQUES: dict[str, LayerTechnique] = {
     "checkpointing": GradientCheckpointing(),
     "offloading": Offloading(),
     "tiling": ActivationTiling(),
 }
 
-WHOLE: tuple[WholeTechnique, ...] = (
+MODEL_TECHNIQUES: tuple[ModelTechnique, ...] = (
     FreedMemory(),
     Transfers(),
     EightBitOptimizer(),
@@ -29,5 +29,5 @@ WHOLE: tuple[WholeTechnique, ...] = (
     TiledLoss(),
     MixedPrecision(),
 )
-"""What concerns a model as a whole, in the order in which it goes on: of those around an optimizer's step, or
-around the model, the one that is to be innermost first."""
+"""Techniques of a model as a whole, in the order in which they are attached: of those around an optimizer's step, the
+innermost first."""

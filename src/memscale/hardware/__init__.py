@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from memscale.hardware.detect import detect, virtual_hardware
-from memscale.hardware.device import DeviceSpec, DiskSpec, Hardware, HostSpec, RatesSource
-from memscale.hardware.disk import find_disk
-from memscale.hardware.gpu_table import GpuSpec
-from memscale.hardware.gpus import find_gpu, list_gpus
-from memscale.hardware.host import read_host
-from memscale.hardware.rates import Rates
+from memscale.hardware.gpus import GpuSpec, find_gpu, list_gpus
+from memscale.hardware.host import find_disk, read_host
+from memscale.hardware.specs import DeviceSpec, DiskSpec, Hardware, HostSpec, Rates, RatesSource
 
 __all__ = [
     "DeviceSpec",

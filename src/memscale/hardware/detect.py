@@ -9,14 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memscale.errors import ConfigTypeError, HardwareError, shown
-from memscale.hardware.accelerator import accelerator_device
-from memscale.hardware.cpu import cpu_device, read_cpu
-from memscale.hardware.cuda import cuda_device, published_device
-from memscale.hardware.device import DeviceSpec, DiskSpec, Hardware, HostSpec
-from memscale.hardware.disk import find_disk
-from memscale.hardware.gpu_table import GpuSpec
-from memscale.hardware.gpus import find_gpu
-from memscale.hardware.host import read_host
+from memscale.hardware.devices import accelerator_device, cpu_device, cuda_device, published_device, read_cpu
+from memscale.hardware.gpus import GpuSpec, find_gpu
+from memscale.hardware.host import find_disk, read_host
+from memscale.hardware.specs import DeviceSpec, DiskSpec, Hardware, HostSpec
 from memscale.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:

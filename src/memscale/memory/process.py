@@ -95,16 +95,19 @@ def restore_malloc_threshold() -> bool:
     return _set_malloc_thresholds(_GLIBC_START_THRESHOLD)
 
 
-@functools.cache  # each `CDLL` is a reference cycle
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
+@functools.cache  # a library opened by ctypes is a reference cycle
+def _mallopt() -> Callable[[int, int], int] | None:
+    """Return glibc's `mallopt`; None where the C library has none, as musl."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt.argtypes = (ctypes.c_int, ctypes.c_int)
+        mallopt.restype = ctypes.c_int
+    return mallopt
 
 
 def _set_malloc_thresholds(threshold: int) -> bool:
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(_libc(), "mallopt", None)
-    if mallopt is None:  # musl
+    mallopt = _mallopt() if sys.platform.startswith("linux") else None
+    if mallopt is None:
         return False
     # Both, always: a free tail of the heap is given back by the second, as a mapping is by the first.
     results = [mallopt(option, threshold) for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD)]

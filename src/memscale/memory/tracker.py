@@ -11,12 +11,30 @@ inside itself is not seen.
 
 ``UntypedStorage.resize_`` is the one way to change memory without an operation; it is patched while a tracker
 is active.
+
+Which module is running: in forward by its hooks, in backward by autograd's numbers.
+
+Note [Names in backward]
+~~~~~~~~~~~~~~~~~~~~~~~~
+Autograd numbers its nodes as forward makes them, so that the number of the node that runs in backward tells
+which module was running in forward. Each thread counts for itself: what a device's own thread makes during
+backward (a recomputation of the reentrant kind) can't be put in order with the rest and gets no name.
+
+Tensors whose bytes are not in memory: those of mapped files, which the tracker leaves out.
+
+To torch they are ordinary CPU tensors. Their pages come and go, and the system can take them back at any time: what
+is in memory of them at some moment is not theirs to say, but that of whoever uses them
+(`memscale.offload.mapped_parameters`).
+
+Pages of mapped tensors that are in memory for a while: trackers count them as long as that is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
@@ -31,20 +49,22 @@ from memscale._torch import (
     OUTSIDE_BACKWARD,
     TorchDispatchMode,
     at_end_of_backward,
+    current_dispatch_modes,
     disable_current_modes,
     graph_task_id,
     in_backward,
     is_traceable_wrapper_subclass,
+    next_sequence_number,
+    running_sequence_number,
     tree_leaves,
 )
 from memscale.errors import ProfileError
 from memscale.memory.allocator import OutOfDeviceMemory
-from memscale.memory.elsewhere import is_elsewhere
-from memscale.memory.ledger import AllocatorFactory, DeviceMemory, Entry, Ledger
-from memscale.memory.modules import RunningModules
+from memscale.memory.ledger import AllocatorFactory, DeviceMemory, Entry, Ledger, Replay, StepLog
 from memscale.memory.record import Category, Phase, Snapshot, Timeline
-from memscale.memory.replay import Replay, StepLog
 from memscale.units import format_bytes
+
+__all__ = ["Pages", "is_elsewhere", "made_elsewhere", "mark_elsewhere"]
 
 Watchable = nn.Module | Optimizer | torch.Tensor
 
@@ -565,3 +585,143 @@ def _on_storage_resize(
             torch.UntypedStorage.resize_ = before  # type: ignore[method-assign]
 
     return undo
+
+
+MOST_SPANS = 50_000  # module calls whose backward can be named; the oldest are forgotten
+
+
+class RunningModules:
+    """The modules that are running, and the names of all that have run."""
+
+    def __init__(self) -> None:
+        self.roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._stack: list[tuple[nn.Module, str]] = []
+        self._numbers: list[int] = []  # autograd's number at each change of the running module,
+        self._from_then: list[str] = []  # and who ran from then on
+
+    def __bool__(self) -> bool:
+        """Is any module running?"""
+        return bool(self._stack)
+
+    def name_of(self, module: nn.Module) -> str:
+        return self._names.get(module, "")
+
+    def add_root(self, root: nn.Module) -> None:
+        """Learn the names of a model's modules."""
+        self.roots.add(root)
+        if self._names.get(root, type(root).__name__) != type(root).__name__:
+            return  # a part of a model that is known: its names say where it is
+        for name, module in root.named_modules():
+            if name or module not in self._names:
+                self._names[module] = name or type(root).__name__
+
+    def enter(self, module: nn.Module) -> None:
+        self._stack.append((module, self._names.get(module) or type(module).__name__))
+        self._mark()
+
+    def leave(self, module: nn.Module) -> bool:
+        """Returns False for a module that was never entered, because its call failed before."""
+        if not self._stack or self._stack[-1][0] is not module:
+            return False
+        self._stack.pop()
+        self._mark()
+        return True
+
+    def clear(self) -> None:
+        self._stack.clear()
+
+    def current(self, in_backward: bool) -> str:
+        """The module that an operation belongs to; empty if that is not known."""
+        if self._stack:
+            return self._stack[-1][1]
+        number = running_sequence_number() if in_backward else None
+        if number is None:
+            return ""
+        position = bisect_right(self._numbers, number)
+        return self._from_then[position - 1] if position else ""
+
+    def _mark(self) -> None:
+        """See Note [Names in backward]."""
+        number = next_sequence_number()
+        if self._numbers and self._numbers[-1] > number:
+            return
+        self._numbers.append(number)
+        self._from_then.append(self._stack[-1][1] if self._stack else "")
+        if len(self._numbers) > MOST_SPANS:
+            del self._numbers[: MOST_SPANS // 2], self._from_then[: MOST_SPANS // 2]
+
+
+_storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by the address of the C++ object
+_making = 0
+
+
+def mark_elsewhere(storage: torch.UntypedStorage) -> None:
+    """Say of a storage that its bytes are not in memory; before a tracker sees it.
+
+    Example:
+        >>> x = torch.ones(2)
+        >>> mark_elsewhere(x.untyped_storage())
+        >>> is_elsewhere(x.untyped_storage()), is_elsewhere(torch.ones(2).untyped_storage())
+        (True, False)
+    """
+    key = storage._cdata
+    _storages[key] = weakref.ref(storage, functools.partial(_forget, key))
+
+
+def is_elsewhere(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage's bytes are not in memory."""
+    if _making:
+        mark_elsewhere(storage)
+        return True
+    found = _storages.get(storage._cdata)
+    return found is not None and found() is storage
+
+
+@contextlib.contextmanager
+def made_elsewhere() -> Iterator[None]:
+    """Whatever a tracker meets for the first time inside the block is not in memory: for simulated tensors."""
+    global _making
+    _making += 1
+    try:
+        yield
+    finally:
+        _making -= 1
+
+
+def _forget(key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
+    if _storages.get(key) is reference:
+        del _storages[key]
+
+
+_HOST = torch.device("cpu")
+
+
+class Pages:
+    """Bytes of mapped tensors that are in use, from now until `leave` is called.
+
+    Args:
+        nbytes: how many.
+        simulated: they are in a simulation, and only its tracker is to know.
+
+    Example:
+        >>> with MemoryTracker() as tracker:
+        ...     pages = Pages(4096)
+        ...     before = tracker.live_bytes("cpu")
+        ...     pages.leave()
+        >>> before, tracker.live_bytes("cpu")
+        (4096, 0)
+    """
+
+    def __init__(self, nbytes: int, *, simulated: bool = False) -> None:
+        # Private in torch (tried on 2.13): the modes that are active in this thread, the innermost last.
+        active = [mode for mode in current_dispatch_modes() if isinstance(mode, MemoryTracker)]
+        looking_on = active[-1:] if simulated else active
+        self._leave: list[Callable[[], None]] = [
+            tracker.hold(nbytes, _HOST, "pages of mapped tensors") for tracker in looking_on
+        ]
+
+    def leave(self) -> None:
+        """They are given back."""
+        while self._leave:
+            self._leave.pop()()

@@ -26,8 +26,8 @@ from memscale.execution_plan import Plan
 from memscale.memory.process import fix_malloc_threshold, restore_malloc_threshold
 
 if TYPE_CHECKING:
-    from memscale.techniques.base import Scene
-    from memscale.techniques.undo_log import Record
+    from memscale.techniques.base import ModelSite
+    from memscale.techniques.undo_log import UndoLog
 
 __all__ = ["FreedMemory", "freed_memory_returns"]
 
@@ -39,10 +39,10 @@ _holders = 0  # models that have it now
 class FreedMemory:
     """Has freed tensors return to the system while a plan is on a model that trains on the CPU."""
 
-    def attach(self, scene: Scene, record: Record) -> None:
-        simulated = any(isinstance(each, FakeTensor) for each in scene.model.parameters())
-        if scene.device.type == "cpu" and _does_anything(scene.plan) and not simulated:
-            record.add(_Held())
+    def attach(self, site: ModelSite, log: UndoLog) -> None:
+        simulated = any(isinstance(each, FakeTensor) for each in site.model.parameters())
+        if site.device.type == "cpu" and _does_anything(site.plan) and not simulated:
+            log.add(_Held())
 
 
 @contextlib.contextmanager

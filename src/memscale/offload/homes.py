@@ -26,7 +26,7 @@ from memscale.optimizer.eight_bit.states import EightBitStates
 from memscale.optimizer.hooks import Surroundings
 from memscale.optimizer.host_masters import as_on_the_device, check_room
 from memscale.optimizer.state_homes import StateHomes
-from memscale.simulator.copies import PLAIN_KINDS
+from memscale.simulator.simulate import PLAIN_KINDS
 from memscale.tiers.layout import is_fake
 from memscale.tiers.store import DiskStore
 

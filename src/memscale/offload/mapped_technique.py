@@ -11,41 +11,29 @@ from torch import nn
 from memscale._torch import OUTSIDE_BACKWARD, graph_task_id
 from memscale._util.trees import Tree
 from memscale.offload.mapped_parameters import MappedParameters
-from memscale.techniques.forward import ReplacedForward
+from memscale.techniques.forward import ForwardStage, Stage
 from memscale.tiling.lazy import LazyLogits
 
-__all__ = ["MappedForward"]
+__all__ = ["MappedStage"]
 
 
-class MappedForward(ReplacedForward):
-    """The forward of a block whose parameters are mapped. See Note [Homes on disk].
+class MappedStage(ForwardStage):
+    """Holds the mapped parameters of a block in memory while it computes. See Note [Homes on disk].
 
     Args:
-        module: The module that this goes on.
         mapped: The parameters of the model that are at home on disk.
         recomputed: Whether it runs inside a recomputed region.
     """
 
-    def __init__(self, module: nn.Module, mapped: MappedParameters, *, recomputed: bool) -> None:
-        super().__init__(module)
+    order = Stage.MAP_PARAMETERS
+    in_evaluation = True  # the parameters are at home then as well
+
+    def __init__(self, mapped: MappedParameters, *, recomputed: bool) -> None:
         self._mapped = mapped
         self._recomputed = recomputed
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        # In evaluation too: the parameters are at home then as well.
-        if self._is_released:
-            return super().__call__(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return self.outside_compiler(*args, **kwargs)
-        module = self.module
-        return self.run(module, self._forward_of(module), args, kwargs)
-
     def run(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         # Not other weights that `torch.func.functional_call` has put there.
         mapped = self._mapped
@@ -53,7 +41,7 @@ class MappedForward(ReplacedForward):
         mapped.watch(parameters)
         mapped.begin(parameters)
         try:
-            output = forward(*args, **kwargs)
+            output = call_next(*args, **kwargs)
         finally:
             mapped.end(parameters)
         if not self._recomputed and torch.is_grad_enabled() and graph_task_id() == OUTSIDE_BACKWARD:

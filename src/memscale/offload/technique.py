@@ -12,16 +12,16 @@ from memscale._torch import tree_map
 from memscale.execution_plan import Tier
 from memscale.observe.meter import Meter
 from memscale.offload.arrival import arrived
-from memscale.offload.mapped_technique import MappedForward
+from memscale.offload.mapped_technique import MappedStage
 from memscale.offload.prefetch import Prefetcher
 from memscale.offload.working import WorkingCopies, brought
-from memscale.techniques.base import Site
-from memscale.techniques.forward import ReplacedForward
+from memscale.techniques.base import LayerSite
+from memscale.techniques.forward import ForwardStage, Stage, WeakModule
 
 if TYPE_CHECKING:
-    from memscale.techniques.undo_log import Record
+    from memscale.techniques.undo_log import UndoLog
 
-__all__ = ["Offloading", "StreamedForward", "bring_inputs"]
+__all__ = ["FetchStage", "Offloading", "bring_inputs"]
 
 
 class Offloading:
@@ -29,7 +29,7 @@ class Offloading:
 
     name = "offloading"
 
-    def objection(self, site: Site) -> str | None:
+    def unsupported_reason(self, site: LayerSite) -> str | None:
         if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):
             return "it is a scripted module, whose forward cannot be replaced"
         inner = (each for module in site.modules for each in module.modules())
@@ -39,26 +39,25 @@ class Offloading:
             )
         return None
 
-    def attach(self, site: Site, record: Record) -> None:
+    def attach(self, site: LayerSite, log: UndoLog) -> None:
         recomputed = "checkpointing" in site.layer.techniques
         home = _home_of(site)
         if home == "device":
             return  # what it saves goes down: see `transfers.py`
         for name, module in zip(site.layer.members, site.modules, strict=True):
             if site.device.type != "cpu":
-                streamed = StreamedForward(module, site.device, site.meter, recomputed=recomputed)
-                record.set_attribute(module, "forward", streamed, name=name)
+                fetch = FetchStage(module, site.device, site.meter, recomputed=recomputed)
+                log.add_stage(module, fetch, name=name)
             if home == "disk":
-                mapped = MappedForward(module, site.homes.mapped, recomputed=recomputed)
-                record.set_attribute(module, "forward", mapped, name=name)
+                log.add_stage(module, MappedStage(site.homes.mapped, recomputed=recomputed), name=name)
 
 
-def _home_of(site: Site) -> Tier:
+def _home_of(site: LayerSite) -> Tier:
     return "host" if site.layer.offloading is None else site.layer.offloading.to
 
 
-class StreamedForward(ReplacedForward):
-    """The forward of a block whose parameters are at home. See Note [Home and working copy].
+class FetchStage(ForwardStage):
+    """Fetches the parameters of a block that are at home. See Note [Home and working copy].
 
     Args:
         module: The module that this goes on.
@@ -67,10 +66,13 @@ class StreamedForward(ReplacedForward):
         recomputed: Whether it runs inside a recomputed region, which saves nothing.
     """
 
+    order = Stage.FETCH_PARAMETERS
+    in_evaluation = True  # the parameters are at home then as well
+
     _prefetcher: Prefetcher | None = None
 
     def __init__(self, module: nn.Module, device: torch.device, meter: Meter, *, recomputed: bool) -> None:
-        super().__init__(module)
+        self._module = WeakModule(module)
         self._device = device
         self.meter = meter
         self._recomputed = recomputed
@@ -78,21 +80,8 @@ class StreamedForward(ReplacedForward):
         self._types: dict[int, torch.dtype] = {}
         self._refetched: dict[int, torch.dtype] = {}
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        # In evaluation too: the parameters are at home then as well.
-        if self._is_released:
-            return super().__call__(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return self.outside_compiler(*args, **kwargs)
-        module = self.module
-        return self.run(module, self._forward_of(module), args, kwargs)
-
     def run(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         args, kwargs = bring_inputs(args, kwargs, self._device)
         prefetcher = self._prefetcher
@@ -105,9 +94,9 @@ class StreamedForward(ReplacedForward):
                     prefetcher.reached(self, again=True)
                 if self._recomputed or not torch.is_grad_enabled():
                     self._refetched = self._types
-                    return forward(*args, **kwargs)
+                    return call_next(*args, **kwargs)
                 with copies.not_saved():
-                    output = forward(*args, **kwargs)
+                    output = call_next(*args, **kwargs)
                 self._refetched = copies.refetched
                 return output
         except Exception:
@@ -141,7 +130,7 @@ class StreamedForward(ReplacedForward):
 class _Ahead:
     """Where the working copies of a layer come from if the next ones are fetched ahead."""
 
-    def __init__(self, prefetcher: Prefetcher, layer: StreamedForward) -> None:
+    def __init__(self, prefetcher: Prefetcher, layer: FetchStage) -> None:
         self._prefetcher = prefetcher
         self._layer = layer
 

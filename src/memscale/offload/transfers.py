@@ -10,19 +10,19 @@ from torch import nn
 
 from memscale._torch import hooks_are_allowed, surrounding_hooks
 from memscale._util.trees import Tree
-from memscale.checkpointing.technique import SlicedForward
+from memscale.checkpointing.technique import SlicesStage
 from memscale.execution_plan import LayerPlan
 from memscale.offload.activations import Activations
 from memscale.offload.prefetch import Prefetcher
-from memscale.offload.technique import StreamedForward
-from memscale.techniques.base import Scene
-from memscale.techniques.forward import ReplacedForward, top_forward
+from memscale.offload.technique import FetchStage
+from memscale.techniques.base import ModelSite
+from memscale.techniques.forward import ForwardStage, Stage, override_of
 from memscale.tiers.shared import SharedEngine, async_settings
 
 if TYPE_CHECKING:
-    from memscale.techniques.undo_log import Record
+    from memscale.techniques.undo_log import UndoLog
 
-__all__ = ["OffloadedForward", "Transfers"]
+__all__ = ["OffloadActivationsStage", "Transfers"]
 
 
 class Transfers:
@@ -32,25 +32,23 @@ class Transfers:
     goes down.
     """
 
-    def attach(self, scene: Scene, record: Record) -> None:
-        engine = SharedEngine(async_settings(scene.plan, scene.config))
+    def attach(self, site: ModelSite, log: UndoLog) -> None:
+        engine = SharedEngine(async_settings(site.plan, site.config))
         if engine.is_async:
-            _attach_prefetcher(scene, record, engine)
-        _attach_activations(scene, record, engine)
+            _attach_prefetcher(site, log, engine)
+        _attach_activations(site, log, engine)
 
 
 # ---------------------------------------------------------------------- parameters
 
 
-def _attach_prefetcher(scene: Scene, record: Record, engine: SharedEngine) -> None:
-    streamed = {
-        id(forward.module): forward for forward in record.forwards() if isinstance(forward, StreamedForward)
-    }
+def _attach_prefetcher(site: ModelSite, log: UndoLog, engine: SharedEngine) -> None:
+    streamed = {id(module): stage for module, stage in log.stages() if isinstance(stage, FetchStage)}
     if not streamed:
         return
-    segments: list[list[StreamedForward]] = []  # what backward runs again as one
-    for layer in scene.plan.layers:
-        modules = (scene.model.get_submodule(name) for name in layer.members)
+    segments: list[list[FetchStage]] = []  # what backward runs again as one
+    for layer in site.plan.layers:
+        modules = (site.model.get_submodule(name) for name in layer.members)
         members = [streamed[id(module)] for module in modules if id(module) in streamed]
         chained = layer.checkpointing is not None and layer.checkpointing.chained
         if "checkpointing" not in layer.techniques:
@@ -61,11 +59,11 @@ def _attach_prefetcher(scene: Scene, record: Record, engine: SharedEngine) -> No
             segments.append(members)
     in_forward = [forward for segment in segments for forward in segment]
     in_backward = [forward for segment in reversed(segments) for forward in segment]
-    prefetcher = Prefetcher(engine, scene.device, in_forward, in_backward)
+    prefetcher = Prefetcher(engine, site.device, in_forward, in_backward)
     for forward in in_forward:
         forward.fetched_ahead_by(prefetcher)
-    record.add_forward_pre_hook(scene.model, _BeginPass(prefetcher))
-    record.add_forward_hook(scene.model, _EndPass(prefetcher))
+    log.add_forward_pre_hook(site.model, _BeginPass(prefetcher))
+    log.add_forward_hook(site.model, _EndPass(prefetcher))
 
 
 class _BeginPass:
@@ -103,49 +101,51 @@ class _EndPass:
 # ---------------------------------------------------------------------- activations
 
 
-def _attach_activations(scene: Scene, record: Record, engine: SharedEngine) -> None:
-    logs = scene.config is None or scene.config.enable_logging
+def _attach_activations(site: ModelSite, log: UndoLog, engine: SharedEngine) -> None:
+    logs = site.config is None or site.config.enable_logging
     on_host: Activations | None = None
     on_disk: Activations | None = None
-    for layer in scene.plan.layers:
+    for layer in site.plan.layers:
         if layer.offloading is None or not layer.offloading.activations:
             continue
-        if scene.device.type == "cpu" or layer.offloading.to == "disk":
+        if site.device.type == "cpu" or layer.offloading.to == "disk":
             on_disk = on_disk or Activations(
-                engine, scene.device, store=scene.homes.store, logs=logs, meter=scene.meter
+                engine, site.device, store=site.homes.store, logs=logs, meter=site.meter
             )
             activations = on_disk
         else:
-            capacity = _room_on_host(scene)
+            capacity = _room_on_host(site)
             on_host = on_host or Activations(
-                engine, scene.device, capacity=capacity, logs=logs, meter=scene.meter
+                engine, site.device, capacity=capacity, logs=logs, meter=site.meter
             )
             activations = on_host
-        _attach_to(layer, scene, record, activations)
+        _attach_to(layer, site, log, activations)
 
 
-def _attach_to(layer: LayerPlan, scene: Scene, record: Record, activations: Activations) -> None:
+def _attach_to(layer: LayerPlan, site: ModelSite, log: UndoLog, activations: Activations) -> None:
     names: Sequence[str] = layer.members
     container = names[0].rpartition(".")[0]
-    sliced = top_forward(scene.model.get_submodule(container))
-    if len(names) > 1 and isinstance(sliced, SlicedForward) and "checkpointing" in layer.techniques:
+    override = override_of(site.model.get_submodule(container))
+    is_sliced = override is not None and override.find(SlicesStage) is not None
+    if len(names) > 1 and is_sliced and "checkpointing" in layer.techniques:
         names = [container]  # its slices are run, and recomputed, by the container
     for name in names:
-        module = scene.model.get_submodule(name)
-        if not isinstance(top_forward(module), OffloadedForward):
-            record.set_attribute(module, "forward", OffloadedForward(module, activations), name=name)
+        module = site.model.get_submodule(name)
+        override = override_of(module)
+        if override is None or override.find(OffloadActivationsStage) is None:
+            log.add_stage(module, OffloadActivationsStage(activations), name=name)
 
 
-def _room_on_host(scene: Scene) -> int | None:
+def _room_on_host(site: ModelSite) -> int | None:
     """What ``max_cpu_offload_gb`` leaves for activations: all but the parameters at home, their gradients and state."""
-    cap = None if scene.config is None else scene.config.max_cpu_offload_bytes
+    cap = None if site.config is None else site.config.max_cpu_offload_bytes
     if cap is None:
         return None
-    on_disk = {id(parameter) for parameter in scene.homes.on_disk}
-    parameters = list(scene.model.parameters())
+    on_disk = {id(parameter) for parameter in site.homes.on_disk}
+    parameters = list(site.model.parameters())
     at_home = [each for each in parameters if each.device.type == "cpu" and id(each) not in on_disk]
     trained = [each for each in at_home if each.requires_grad]
-    optimizer = scene.plan.optimizer
+    optimizer = site.plan.optimizer
     eight_bit = optimizer is not None and optimizer.eight_bit
     moments = 0.5 if eight_bit else 2.0  # bytes of Adam's state for each byte of a parameter
     if optimizer is None or optimizer.state == "device":  # beside their parameters
@@ -158,27 +158,23 @@ def _room_on_host(scene: Scene) -> int | None:
     return max(0, cap - taken)
 
 
-class OffloadedForward(ReplacedForward):
-    """The forward of a block whose saved tensors go down. See Note [Activations below].
+class OffloadActivationsStage(ForwardStage):
+    """Offloads what a block saves for backward. See Note [Activations below].
 
     Args:
-        module: The module that this goes on.
         activations: Where they go.
     """
 
-    def __init__(self, module: nn.Module, activations: Activations) -> None:
-        super().__init__(module)
+    order = Stage.OFFLOAD_ACTIVATIONS
+
+    def __init__(self, activations: Activations) -> None:
         self._activations = activations
 
     def run(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         # Whoever has hooks around this, such as a recomputed region, has it that nothing is kept, or where.
         if not hooks_are_allowed() or surrounding_hooks() is not None:
-            return forward(*args, **kwargs)
+            return call_next(*args, **kwargs)
         with self._activations.around([module]):
-            return forward(*args, **kwargs)
+            return call_next(*args, **kwargs)

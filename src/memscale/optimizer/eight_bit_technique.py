@@ -16,10 +16,10 @@ from torch import nn
 
 from memscale.optimizer.eight_bit import Unavailable, find_quantizer, parameters_in_eight_bits
 from memscale.optimizer.eight_bit.states import EightBitSettings, EightBitStates
-from memscale.techniques.base import Scene
+from memscale.techniques.base import ModelSite
 
 if TYPE_CHECKING:
-    from memscale.techniques.undo_log import Record
+    from memscale.techniques.undo_log import UndoLog
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "EightBitOptimizer"]
 
@@ -36,24 +36,24 @@ class EightBitOptimizer:
         # By model, not by attachment: a plan is often replaced after the first batch.
         self._told: MutableMapping[nn.Module, str] = weakref.WeakKeyDictionary()
 
-    def attach(self, scene: Scene, record: Record) -> None:
-        moments, wanted = scene.homes.moments, scene.plan.optimizer
-        parameters = parameters_in_eight_bits(scene.model)
+    def attach(self, site: ModelSite, log: UndoLog) -> None:
+        moments, wanted = site.homes.moments, site.plan.optimizer
+        parameters = parameters_in_eight_bits(site.model)
         if wanted is None or not wanted.eight_bit or not parameters:
             moments.restore()  # of a plan before this one
             return
-        logs = scene.config is None or scene.config.enable_logging
+        logs = site.config is None or site.config.enable_logging
         try:
             quantizer = find_quantizer(parameters)
         except Unavailable as reason:
             moments.restore()
             if logs:
-                self._tell(scene.model, str(reason))
+                self._tell(site.model, str(reason))
             return
         moments.arrange(
             parameters, EightBitSettings(wanted.bucket_bytes or DEFAULT_BUCKET_BYTES, logs), quantizer
         )
-        record.add(_Arranged(moments))
+        log.add(_Arranged(moments))
 
     def _tell(self, model: nn.Module, reason: str) -> None:
         if self._told.get(model) != reason:

@@ -31,26 +31,19 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from types import CellType, CodeType
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from memscale._torch import disable_dynamo
+from memscale._torch import outside_compiler
 from memscale.optimizer.kinds import arithmetic_of
 
-__all__ = ["Surroundings", "outside_compiler"]
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+__all__ = ["Surroundings"]
 
 # Called as `around(step, optimizer, *args, **kwargs)`; `step(optimizer, *args, **kwargs)` is the arithmetic.
 Around = Callable[..., Any]
-
-
-def outside_compiler(function: Function) -> Function:
-    """For what runs inside a step that the user may have compiled: the compiler leaves it alone."""
-    return disable_dynamo(function)  # type: ignore[return-value]  # it has the same signature
 
 
 class Dispatcher:

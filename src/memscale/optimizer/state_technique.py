@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from memscale.config import Config
 from memscale.execution_plan import Tier
 from memscale.optimizer.state_homes import StateHomes, StateSettings
-from memscale.techniques.base import Scene
+from memscale.techniques.base import ModelSite
 
 if TYPE_CHECKING:
-    from memscale.techniques.undo_log import Record
+    from memscale.techniques.undo_log import UndoLog
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "OptimizerState", "takes_all_state"]
 
@@ -29,19 +29,19 @@ DEFAULT_BUCKET_BYTES = 64 * 2**20
 class OptimizerState:
     """Puts optimizer state where ``plan.optimizer`` says."""
 
-    def attach(self, scene: Scene, record: Record) -> None:
-        states, settings = scene.homes.states, _settings(scene)
+    def attach(self, site: ModelSite, log: UndoLog) -> None:
+        states, settings = site.homes.states, _settings(site)
         if settings is None:
             states.restore()  # of a plan before this one
             return
-        parameters = list(scene.model.parameters())
+        parameters = list(site.model.parameters())
         is_beside = (
-            settings.tier == "disk" and scene.device.type != "cpu"
+            settings.tier == "disk" and site.device.type != "cpu"
         )  # state of others is on the accelerator
-        if settings.tier == "device" or is_beside or not takes_all_state(settings.tier, scene.config):
-            parameters = scene.homes.on_disk
+        if settings.tier == "device" or is_beside or not takes_all_state(settings.tier, site.config):
+            parameters = site.homes.on_disk
         states.arrange(parameters, settings)
-        record.add(_Arranged(states))
+        log.add(_Arranged(states))
 
 
 def takes_all_state(tier: Tier, config: Config | None) -> bool:
@@ -62,16 +62,16 @@ class _Arranged:
         self._states.pause()
 
 
-def _settings(scene: Scene) -> StateSettings | None:
-    wanted, config = scene.plan.optimizer, scene.config
+def _settings(site: ModelSite) -> StateSettings | None:
+    wanted, config = site.plan.optimizer, site.config
     tier: Tier = "device" if wanted is None else wanted.state
-    if tier == "host" and scene.device.type == "cpu":
+    if tier == "host" and site.device.type == "cpu":
         tier = "device"  # which is the host
-    if tier == "device" and not scene.homes.on_disk:
+    if tier == "device" and not site.homes.on_disk:
         return None
     capacity = None if config is None else config.max_cpu_offload_bytes
     if capacity is not None:
-        capacity = max(0, capacity - scene.homes.bytes_on_host)
+        capacity = max(0, capacity - site.homes.bytes_on_host)
     return StateSettings(
         tier=tier,
         bucket_bytes=(wanted.bucket_bytes if wanted else 0) or DEFAULT_BUCKET_BYTES,

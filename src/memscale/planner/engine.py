@@ -11,11 +11,10 @@ from memscale.hardware import Hardware
 from memscale.planner.choices import Candidate, by_hand, uniform
 from memscale.planner.cost import Clock
 from memscale.planner.entries import Entries
-from memscale.planner.frontier import best_trades, bound_within, fastest_within
+from memscale.planner.frontier import Row, Trade, best_trades, fastest_within
 from memscale.planner.rows import Choices, Rows, Terms
 from memscale.planner.rules import OWN_BYTES, Point, Verdict, choose, frontier
 from memscale.planner.settings import NOTHING, Setting
-from memscale.planner.trades import Row, Trade
 from memscale.profiler.profile import ModelProfile
 from memscale.units import format_bytes
 
@@ -307,20 +306,11 @@ def _sharpened(
 def _fastest_of(
     ways: Sequence[tuple[Rows, Row[Choices]]], limit: int, slowest: float
 ) -> tuple[Rows, Trade[Choices]] | None:
-    """The fastest trade of some rows that needs no more than a limit, and is faster than the slowest of interest.
-
-    Those rows are looked at whose bound is lower than what is known, the lowest first: first for trades close to it, of
-    which there are few, then for others.
-    """
+    """Return the fastest trade of some rows within a limit, if it is faster than the slowest of interest."""
     best = None
-    for bound, index in sorted((bound_within(row, limit), index) for index, (_, row) in enumerate(ways)):
-        if bound * (1 + ABOVE) >= slowest:
-            break
-        rows, row = ways[index]
-        close = bound * (1 + CLOSE)
-        trade = fastest_within(row, limit, faster_than=close) if close < slowest else None
-        trade = trade or fastest_within(row, limit, faster_than=slowest)
-        if trade is not None:
+    for rows, row in ways:
+        trade = fastest_within(row, limit)
+        if trade is not None and trade.seconds < slowest:
             best, slowest = (rows, trade), trade.seconds
     return best
 

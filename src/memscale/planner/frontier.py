@@ -1,120 +1,224 @@
-"""The best trades there are: for each peak the least step time. A dynamic programme over the model's layers.
+"""The Pareto frontier of peak memory and step time over all plans for a model.
 
-Note [The programme]
-~~~~~~~~~~~~~~~~~~~~
-What a plan costs is in Note [The memory of a step] (trades.py). Four running numbers say all about the options so far
-that the rest of the row can still make worse: what is live at this point, and the most seen so far in forward, in
-backward (where what follows in the row will have left gradients behind), and in the optimizer step. Of two partial
-plans the one that is no better in any of the four, nor in time, can never win, and is dropped.
+Note [The memory of a step]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A model is a row of positions. An *option* covers one position, or a few neighbours (a segment that is recomputed
+as one), and says what that costs. With the options o₁ … oₙ in the order of forward, in bytes above the constants::
 
-So the programme is exact. Fewer numbers are to be compared where some are known not to count: where the rest of the row
-leaves no choice about resident bytes and gradients, the last three will end as one. And whatever is taken for the rest,
-it will need something above what is live now: a partial plan that has needed less so far gains nothing by that
-(`Labels.lifted`).
+    in forward at k        Σ resident + Σ_{j<k} held_j + forward_k
+    from the loss on       Σ resident + Σ held + the loss's own peak
+    in backward at k       Σ resident + Σ_{j<k} held_j + Σ_{j>k} gradient_j + backward_k
+    in the optimizer step  Σ resident + Σ stepping
 
-If more partial plans stay than are wanted (`most`), those in the same cell of a grid count as one, the
-fastest; the grid is as coarse as it must be.
+and the peak is the maximum of these.
 
-For one peak alone (`fastest_within`) partial plans that will exceed it are dropped, and of those that will not,
-how far below they stay is of no account.
+Options may have *phases*: an option never follows one of a later phase. Layers whose parameters are offloaded are
+therefore the last ones of the row, where offloading saves the most: their gradients are the first to be computed and
+would be live the longest. One row then stands for every number of offloaded layers.
+
+Note [The dynamic programme]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The programme goes through the row and extends partial plans by every option. Four numbers say all about a partial plan
+that the rest of the row can still make worse: the bytes live at this point, and the maxima so far in forward, in
+backward (to which the rest of the row will add gradients) and in the optimizer step. A partial plan that another one
+equals or beats in all four and in time is dominated and dropped. That is exact, and three observations keep it small:
+
+- whatever is chosen for the rest needs at least some known number of bytes above what is live now, so a partial plan
+  whose maximum so far is lower than that gains nothing by it;
+- where the rest of the row offers one choice only of resident bytes and gradients, the three maxima end as one;
+- for a given limit, a partial plan that must exceed it is dropped, and maxima that cannot reach it count as equal.
+
+Where more than `most` partial plans are left at a position, a grid over their bytes keeps the fastest and the smallest
+of each cell. On deep models the frontier is thereby thinned out; it stays within 1% of an integer programme's.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
+import functools
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
-from memscale.planner.bounds import Bound, least
-from memscale.planner.labels import LIVE, STEPPING, Labels, Moves, Rest, Span
-from memscale.planner.trades import Option, Row, State, Trade, following, trade_of
-
-__all__ = ["best_trades", "bound_within", "fastest_within"]
+__all__ = ["Option", "Row", "Trade", "best_trades", "fastest_within", "trade_of"]
 
 What = TypeVar("What")
 
-MOST = 3000  # partial plans kept, shared out among the positions
-LEAST = 100  # partial plans kept at a position, however many positions there are
-ROUNDING = 1e-9  # of seconds and prices that are added up
-WITHIN = 300  # partial plans kept at a position if the peak is given
+State = tuple[int, int]
+"""A position in the row, and the phase."""
+
+ALL_POSITIONS = 3000  # partial plans kept on a whole frontier, divided among the positions of a row
+LEAST_AT_POSITION = 100  # partial plans kept at a position of however deep a row
+WITHIN_LIMIT = 200  # partial plans kept at a position where only the fastest plan within a limit is wanted
+CROWD = (
+    3  # times as many partial plans as wanted: from there on the grid comes before the comparison of pairs
+)
+CHUNK = 512  # partial plans compared with all others at a time, which bounds the memory of the comparison
+
+
+@dataclass(frozen=True)
+class Option(Generic[What]):
+    """What can be done with one position, or with `span` neighbours. See Note [The memory of a step].
+
+    Attributes:
+        what: what it stands for.
+        seconds: what it adds to the time of a step.
+        resident: bytes live during the whole step.
+        held: bytes that forward leaves for backward.
+        forward: the peak in its forward, above what is live before it.
+        backward: the peak in its backward, above what is live before its forward.
+        gradient: bytes of the gradients that its backward leaves.
+        stepping: bytes in use in the optimizer step.
+        span: positions that it covers.
+        phase: an option does not follow one of a later phase; None is allowed in each.
+    """
+
+    what: What
+    seconds: float
+    resident: int = 0
+    held: int = 0
+    forward: int = 0
+    backward: int = 0
+    gradient: int = 0
+    stepping: int = 0
+    span: int = 1
+    phase: int | None = None
+
+
+@dataclass(frozen=True)
+class Row(Generic[What]):
+    """A model as the dynamic programme sees it.
+
+    Attributes:
+        options: for each position the options that begin there.
+        dropped: for each position the bytes allocated there that are live until forward ends.
+        constant: bytes live whatever is chosen.
+        seconds: time of a step that belongs to no position.
+        loss: the peak at the end of forward above what is live then; `dropped` is live there.
+        tail: the peak from there to the first backward, above what is live then.
+        stepping: bytes in use in the optimizer step whatever is chosen.
+    """
+
+    options: Sequence[Sequence[Option[What]]]
+    dropped: Sequence[int] = ()
+    constant: int = 0
+    seconds: float = 0.0
+    loss: int = 0
+    tail: int = 0
+    stepping: int = 0
+
+    @functools.cached_property
+    def phases(self) -> range:
+        """The phases that options have."""
+        return range(1 + max((option.phase or 0 for here in self.options for option in here), default=0))
+
+    def dropped_before(self, position: int) -> int:
+        """Return what the positions before this one allocated that is live until forward ends."""
+        return sum(self.dropped[:position])
+
+    @functools.cached_property
+    def end(self) -> int:
+        """The peak between forward and backward, above what is live then."""
+        return max(self.loss + self.dropped_before(len(self.options)), self.tail)
+
+    def following(self, state: State) -> Iterator[tuple[int, Option[What], State]]:
+        """Yield the options that may come next, with their indices and the states they lead to."""
+        position, phase = state
+        for index, option in enumerate(self.options[position]):
+            if option.phase is None or option.phase >= phase:
+                yield index, option, (position + option.span, phase if option.phase is None else option.phase)
+
+
+@dataclass(frozen=True)
+class Trade(Generic[What]):
+    """One plan for the whole row: a peak in exchange for a step time."""
+
+    peak: int
+    seconds: float
+    options: tuple[Option[What], ...]
+
+    @property
+    def held(self) -> int:
+        return sum(option.held for option in self.options)
+
+
+def trade_of(row: Row[What], options: Sequence[Option[What]]) -> Trade[What]:
+    """Return what a given sequence of options costs."""
+    live = forward = backward = stepping = position = 0
+    seconds = row.seconds
+    for option in options:
+        forward = max(forward, live + option.forward + row.dropped_before(position)) + option.resident
+        backward = max(backward + option.gradient, live + option.backward) + option.resident
+        live += option.resident + option.held
+        stepping += option.resident + option.stepping
+        seconds += option.seconds
+        position += option.span
+    peak = max(forward, backward, live + row.end, stepping + row.stepping)
+    return Trade(row.constant + peak, seconds, tuple(options))
 
 
 def best_trades(row: Row[What], most: int | None = None) -> list[Trade[What]]:
-    """The frontier, fastest first: each trade needs less than all that are faster.
+    """Return the frontier, fastest first: each trade needs less memory than all faster ones.
 
     Args:
         row: the model.
-        most: partial plans kept at a position. Below it the frontier is exact.
+        most: partial plans kept at a position; the frontier is exact where there are no more than that.
     """
     if most is None:
-        most = max(LEAST, MOST // max(1, len(row.options)))
-    fastest = _fastest(row)
-    rest = _rests(row)[0, 0]
-    if rest.is_known and fastest.peak == row.constant + rest.stepping.least:
-        return [fastest]  # the optimizer step alone needs as much, whatever else is done
-    with _one_thread():
-        return _frontier(row, _partial_plans(row, most))
+        most = max(LEAST_AT_POSITION, ALL_POSITIONS // max(1, len(row.options)))
+    return _frontier(row, most, None)
 
 
-def fastest_within(
-    row: Row[What], peak: int, most: int | None = None, faster_than: float = math.inf
-) -> Trade[What] | None:
-    """The fastest trade that needs no more than a given peak; None if there is none.
+def fastest_within(row: Row[What], peak: int, most: int = WITHIN_LIMIT) -> Trade[What] | None:
+    """Return the fastest trade that needs no more than a given peak; None if there is none.
 
     Args:
         row: the model.
-        peak: what may be needed.
-        most: partial plans kept at a position. Below it the trade is the fastest there is.
-        faster_than: seconds; no others are looked for.
+        peak: the highest peak allowed.
+        most: partial plans kept at a position; the trade is the fastest there is where there are no more than that.
     """
-    fastest = _fastest(row)
-    if fastest.seconds >= faster_than:
-        return None
-    if fastest.peak <= peak:
-        return fastest
+    found = _frontier(row, most, peak - row.constant)
+    # Below the limit partial plans count as equal, so the peak found is the limit: compute the true one.
+    return trade_of(row, found[0].options) if found else None
+
+
+def _frontier(row: Row[What], most: int, limit: int | None) -> list[Trade[What]]:
+    """Return the frontier of the plans up to a limit in bytes above the constants."""
     with _one_thread():
-        found = _frontier(row, _partial_plans(row, most or WITHIN, peak - row.constant, faster_than))
-    if not found or found[0].seconds >= faster_than:
-        return None
-    # Up to the limit partial plans count as equals: what the plan needs is to be counted anew.
-    return trade_of(row, found[0].options)
-
-
-def bound_within(row: Row[What], peak: int) -> float:
-    """Seconds that no trade which needs no more than a given peak is below. See Note [Priced memory] in bounds.py."""
-    return max(bound.seconds for bound in _bounds(row, peak - row.constant))
-
-
-def _bounds(row: Row[What], limit: int) -> tuple[Bound[What], Bound[What]]:
-    """Of what is live where forward ends, and of what is in use in the optimizer step."""
-    return (
-        Bound(row, limit - _end(row), lambda option: option.resident + option.held),
-        Bound(row, limit - row.stepping, lambda option: option.resident + option.stepping),
-    )
-
-
-def _fastest(row: Row[What]) -> Trade[What]:
-    """The least time, regardless of memory; of equal ones the options that stand first."""
+        kept = _partial_plans(row, most, limit)
     count = len(row.options)
-    best: dict[State, tuple[float, tuple[Option[What], ...]]] = {(0, 0): (0.0, ())}
-    for position in range(count):
-        for phase in row.phases:
-            if (position, phase) not in best:
-                continue
-            seconds, options = best[position, phase]
-            for _, option, after in following(row, (position, phase)):
-                if after not in best or seconds + option.seconds < best[after][0]:
-                    best[after] = (seconds + option.seconds, (*options, option))
-    ends = [best[count, phase] for phase in row.phases if (count, phase) in best]
-    return trade_of(row, min(ends, key=lambda end: end[0])[1])
+    ends: list[tuple[float, int, State, int]] = []
+    for phase in row.phases:
+        plans = kept.get((count, phase))
+        if plans is not None:
+            live, forward, backward, stepping = plans.bytes.unbind(1)
+            peaks = torch.stack((forward, backward, live + row.end, stepping + row.stepping)).amax(dim=0)
+            for index, (seconds, peak) in enumerate(zip(plans.seconds.tolist(), peaks.tolist(), strict=True)):
+                ends.append((seconds, row.constant + peak, (count, phase), index))
+    trades: list[Trade[What]] = []
+    for seconds, peak, state, index in sorted(ends):
+        if not trades or peak < trades[-1].peak:
+            trades.append(Trade(peak, seconds, _walk_back(row, kept, state, index)))
+    return trades
+
+
+def _walk_back(
+    row: Row[What], kept: dict[State, _Plans], state: State, index: int
+) -> tuple[Option[What], ...]:
+    options: list[Option[What]] = []
+    while state[0] > 0:
+        position, phase, index, number = kept[state].trail[index].tolist()
+        state = (position, phase)
+        options.append(row.options[position][number])
+    return tuple(reversed(options))
 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """These tensors are small: threads would wait for each other longer than they work."""
+    """Run on one thread: these tensors are small, and threads would wait for each other longer than they work."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -123,131 +227,229 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _partial_plans(
-    row: Row[What], most: int, limit: int | None = None, faster_than: float = math.inf
-) -> dict[State, Labels]:
-    """Those worth going on from, at each state.
-
-    Args:
-        row: the model.
-        most: how many to keep.
-        limit: the most bytes above the constants that are of interest.
-        faster_than: the seconds that are not.
-    """
+def _partial_plans(row: Row[What], most: int, limit: int | None) -> dict[State, _Plans]:
+    """Return the partial plans worth extending at each state. See Note [The dynamic programme]."""
     count = len(row.options)
     rests = _rests(row)
-    end = _end(row)
-    live = least(row, lambda option: option.resident + option.held) if limit is not None else {}
-    bounds = _bounds(row, limit) if limit is not None and faster_than < math.inf else None
-    known: dict[tuple[int, int], Moves] = {}  # equal positions have the same options
-    reached: dict[State, list[Labels]] = {(0, 0): [Labels.first(row.seconds)]}
-    kept: dict[State, Labels] = {}
+    columns: dict[tuple[int, int], _Columns] = {}  # equal positions share their list of options
+    reached: dict[State, list[_Plans]] = {(0, 0): [_Plans.empty(row.seconds)]}
+    kept: dict[State, _Plans] = {}
     for position in range(count + 1):
         dropped = row.dropped_before(position)
         for phase in row.phases:
             state = (position, phase)
-            labels = Labels.together(reached.pop(state, ()))
-            if len(labels):
-                labels = labels.lifted(rests[state])
-                if bounds is not None:
-                    for bound, column in zip(bounds, (LIVE, STEPPING), strict=True):
-                        below = bound.beyond(state, faster_than * (1 + ROUNDING))
-                        labels = labels.below(below, bound.price, column)
-                if limit is not None:
-                    labels = labels.within(limit, rests[state], live[state] + end)
-                labels = labels.thinned(most, rests[state])
-            kept[state] = labels
-            if position == count or not len(labels):
+            if state not in reached:
                 continue
-            key = (phase, id(row.options[position]))
-            if key not in known:
-                known[key] = Moves(row, state)
-            for after, those in labels.followed_by(known[key], state, dropped):
-                if after in rests:  # else it leads nowhere
-                    reached.setdefault(after, []).append(those)
+            plans = _Plans.together(reached.pop(state)).reduced(rests[state], most, limit)
+            if not len(plans.seconds):
+                continue
+            kept[state] = plans
+            if position < count:
+                key = (id(row.options[position]), phase)
+                if key not in columns:
+                    columns[key] = _Columns.of(row, state)
+                for after, extended in plans.extended(columns[key], state, dropped):
+                    if after in rests:  # else the end of the row cannot be reached from there
+                        reached.setdefault(after, []).append(extended)
     return kept
 
 
-def _end(row: Row[What]) -> int:
-    """The most in use where forward ends, above what is live then."""
-    return max(row.loss + row.dropped_before(len(row.options)), row.tail)
+class _Rest(NamedTuple):
+    """Bounds of what the rest of a row adds to a partial plan, over all choices for the rest.
+
+    Attributes:
+        least: the least that it adds to each column of `_Plans.bytes`; to what is live, up to the end of forward.
+        most: the most that it adds to them.
+        ahead: the least that it needs itself above what is live now, less what it adds to the maximum of backward.
+    """
+
+    least: Tensor
+    most: Tensor
+    ahead: int
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it adds the same to the three maxima whatever is chosen."""
+        return torch.equal(self.least[1:], self.most[1:])
 
 
-def _rests(row: Row[What]) -> dict[State, Rest]:
-    """From each state on that leads to the end of the row."""
+def _rests(row: Row[What]) -> dict[State, _Rest]:
+    """Return the bounds of the rest for each state from which the end of the row can be reached."""
     count = len(row.options)
-    last = Rest(Span(0, 0), Span(0, 0), Span(row.stepping, row.stepping), _end(row))
-    found = {(count, phase): last for phase in row.phases}
-    known: dict[tuple[int, int], list[tuple[int, int, Option[What]]]] = {}
+    ends = torch.tensor((row.end, 0, 0, row.stepping))
+    found = {(count, phase): _Rest(ends, ends, row.end) for phase in row.phases}
     for position in reversed(range(count)):
         for phase in row.phases:
-            key = (id(row.options[position]), phase)
-            if key not in known:
-                known[key] = _unlike(row, (position, phase))
             ways = [
-                (option, found[position + span, then])
-                for span, then, option in known[key]
-                if (position + span, then) in found
+                (option, found[after])
+                for _, option, after in row.following((position, phase))
+                if after in found
             ]
             if ways:
-                found[position, phase] = Rest(
-                    _span([(rest.forward, option.resident) for option, rest in ways]),
-                    _span([(rest.backward, option.resident + option.gradient) for option, rest in ways]),
-                    _span([(rest.stepping, option.resident + option.stepping) for option, rest in ways]),
-                    min([max(o.backward, o.held + rest.to_come) - o.gradient for o, rest in ways]),
+                adds = torch.tensor([_adds(option) for option, _ in ways])
+                found[position, phase] = _Rest(
+                    (adds + torch.stack([rest.least for _, rest in ways])).amin(dim=0),
+                    (adds + torch.stack([rest.most for _, rest in ways])).amax(dim=0),
+                    min(max(way.backward, way.held + rest.ahead) - way.gradient for way, rest in ways),
                 )
     return found
 
 
-def _unlike(row: Row[What], state: State) -> list[tuple[int, int, Option[What]]]:
-    """The options that may come next, but for those that lead to the same place as another that needs no more."""
-    kept: dict[tuple[int, ...], list[tuple[int, int, Option[What]]]] = {}
-    for _, option, (_, phase) in following(row, state):
-        alike = (option.span, phase, option.resident, option.gradient, option.stepping)
-        others = kept.setdefault(alike, [])
-        if not any(o.backward <= option.backward and o.held <= option.held for _, _, o in others):
-            others.append((option.span, phase, option))
-    return [each for others in kept.values() for each in others]
-
-
-def _span(ways: Sequence[tuple[Span, int]]) -> Span:
-    return Span(
-        min([span.least + more for span, more in ways]), max([span.most + more for span, more in ways])
+def _adds(option: Option[What]) -> tuple[int, int, int, int]:
+    """Return what an option adds to each column of `_Plans.bytes`, maxima of its own apart."""
+    return (
+        option.resident + option.held,
+        option.resident,
+        option.resident + option.gradient,
+        option.resident + option.stepping,
     )
 
 
-def _frontier(row: Row[What], kept: dict[State, Labels]) -> list[Trade[What]]:
-    count = len(row.options)
-    trails = {state: labels.trail.tolist() for state, labels in kept.items()}
-    ends: list[tuple[float, int, State, int]] = []
-    for phase in row.phases:
-        labels = kept[count, phase]
-        if not len(labels):
-            continue
-        live, forward, backward, stepping = labels.bytes.unbind(1)
-        moments = (
-            forward,
-            backward,
-            live + (row.loss + row.dropped_before(count)),
-            live + row.tail,
-            stepping + row.stepping,
+@dataclass(frozen=True)
+class _Columns:
+    """The options that may come next as columns of numbers, and where each of them leads."""
+
+    numbers: Tensor
+    seconds: Tensor
+    adds: Tensor
+    forward: Tensor
+    backward: Tensor
+    targets: dict[State, Tensor]
+
+    @classmethod
+    def of(cls, row: Row[What], state: State) -> _Columns:
+        following = list(row.following(state))
+        targets: dict[State, list[int]] = {}
+        for index, (_, option, (_, phase)) in enumerate(following):
+            targets.setdefault((option.span, phase), []).append(index)
+        options = [option for _, option, _ in following]
+        return cls(
+            torch.tensor([number for number, _, _ in following]),
+            torch.tensor([option.seconds for option in options], dtype=torch.float64),
+            torch.tensor([_adds(option) for option in options]).reshape(-1, 4),
+            torch.tensor([option.forward for option in options]),
+            torch.tensor([option.backward for option in options]),
+            {target: torch.tensor(indices) for target, indices in targets.items()},
         )
-        peaks = torch.stack(moments).amax(dim=0).tolist()
-        for index, (seconds, peak) in enumerate(zip(labels.seconds.tolist(), peaks, strict=True)):
-            ends.append((seconds, row.constant + peak, (count, phase), index))
-    trades: list[Trade[What]] = []
-    for seconds, peak, state, index in sorted(ends):
-        if not trades or peak < trades[-1].peak:
-            trades.append(Trade(peak, seconds, _walk_back(row, trails, state, index)))
-    return trades
 
 
-def _walk_back(
-    row: Row[What], trails: dict[State, list[list[int]]], state: State, index: int
-) -> tuple[Option[What], ...]:
-    options: list[Option[What]] = []
-    while state[0] > 0:
-        position, phase, index_before, number = trails[state][index]
-        state, index = (position, phase), index_before
-        options.append(row.options[position][number])
-    return tuple(reversed(options))
+@dataclass(frozen=True)
+class _Plans:
+    """Partial plans that end at one state, a row each.
+
+    Attributes:
+        bytes: live now; the maxima in forward, in backward and in the optimizer step.
+        seconds: the time so far.
+        trail: position, phase and index of the partial plan that each extends, and the index of the option.
+    """
+
+    bytes: Tensor
+    seconds: Tensor
+    trail: Tensor
+
+    @classmethod
+    def empty(cls, seconds: float) -> _Plans:
+        trail = torch.full((1, 4), -1, dtype=torch.int64)
+        return cls(torch.zeros_like(trail), torch.tensor([seconds], dtype=torch.float64), trail)
+
+    @classmethod
+    def together(cls, parts: Sequence[_Plans]) -> _Plans:
+        columns = zip(*((part.bytes, part.seconds, part.trail) for part in parts), strict=True)
+        return cls(*map(torch.cat, columns))
+
+    def extended(self, options: _Columns, state: State, dropped: int) -> Iterator[tuple[State, _Plans]]:
+        """Yield every plan with every option that may come next, by the states they lead to."""
+        live, forward, backward, stepping = self.bytes.unsqueeze(2).unbind(1)
+        adds_live, resident, adds_backward, adds_stepping = options.adds.unbind(1)
+        bytes_ = torch.stack(
+            (
+                live + adds_live,
+                torch.maximum(forward, live + (options.forward + dropped)) + resident,
+                torch.maximum(backward + adds_backward, live + (options.backward + resident)),
+                stepping + adds_stepping,
+            ),
+            dim=2,
+        )
+        seconds = self.seconds.unsqueeze(1) + options.seconds
+        trail = torch.empty((*seconds.shape, 4), dtype=torch.int64)
+        trail[..., 0], trail[..., 1] = state
+        trail[..., 2] = torch.arange(len(self.seconds)).unsqueeze(1)
+        trail[..., 3] = options.numbers
+        for (span, phase), which in options.targets.items():
+            extended = _Plans(
+                bytes_[:, which].reshape(-1, 4), seconds[:, which].reshape(-1), trail[:, which].reshape(-1, 4)
+            )
+            yield (state[0] + span, phase), extended
+
+    def reduced(self, rest: _Rest, most: int, limit: int | None) -> _Plans:
+        """Return the plans without those that exceed a limit or are dominated; about `most` of them."""
+        live, forward, backward, stepping = self.bytes.unbind(1)
+        backward = torch.maximum(backward, live + rest.ahead)
+        # Forward's maximum does not count where backward's is higher: the rest adds at least as much to that.
+        forward = forward * (forward > backward)
+        plans = _Plans(torch.stack((live, forward, backward, stepping), dim=1), self.seconds, self.trail)
+        if limit is not None:
+            plans = plans._within(rest, limit)
+        plans = plans._at(torch.sort(plans.seconds, stable=True).indices)
+        if len(plans.seconds) > CROWD * most:
+            plans = plans._thinned(plans._compared(rest), CROWD * most)
+        plans = plans._undominated(plans._compared(rest))
+        return plans if len(plans.seconds) <= most else plans._thinned(plans._compared(rest), most)
+
+    def _within(self, rest: _Rest, limit: int) -> _Plans:
+        ends = self.bytes + rest.least
+        plans = self._at(torch.nonzero(ends.amax(dim=1) <= limit).squeeze(1))
+        lowest = limit - rest.most
+        lowest[0] = torch.iinfo(torch.int64).min  # what is live counts in every moment to come
+        return _Plans(torch.maximum(plans.bytes, lowest), plans.seconds, plans.trail)
+
+    def _compared(self, rest: _Rest) -> Tensor:
+        """Return the columns of bytes that decide which plan is better."""
+        live, others = self.bytes[:, :1], self.bytes[:, 1:]
+        if rest.is_known:
+            others = (others + rest.most[1:]).amax(dim=1, keepdim=True)
+        return torch.cat((live, others), dim=1)
+
+    def _undominated(self, compared: Tensor) -> _Plans:
+        """Return those that no other equals or beats; they are sorted by time, so only an earlier one can."""
+        kept = torch.zeros(0, dtype=torch.int64)
+        for chunk in torch.split(torch.arange(len(self.seconds)), CHUNK):
+            earlier = torch.cat((kept, chunk))
+            dominated = earlier.unsqueeze(0) < chunk.unsqueeze(1)
+            for column in compared.unbind(1):
+                dominated &= column[earlier].unsqueeze(0) <= column[chunk].unsqueeze(1)
+            kept = torch.cat((kept, chunk[~dominated.any(dim=1)]))
+        return self._at(kept)
+
+    def _thinned(self, compared: Tensor, most: int) -> _Plans:
+        """Return the fastest and the smallest of each cell of a grid that is coarse enough to leave about `most`.
+
+        Where bytes are few, each costs the most time: there the cells are narrow.
+        """
+        above = (compared - compared.amin(dim=0)).double()
+        share = (above / above.amax(dim=0).clamp(min=1)).sqrt()
+        side = max(2, most // 2)
+        while True:
+            places = (share * (side - 1)).long() * side ** torch.arange(compared.shape[1])
+            cells, cell = torch.unique(places.sum(dim=1), return_inverse=True)
+            if len(cells) <= most or side == 2:
+                break
+            side = max(2, side * 3 // 4)
+        count = len(self.seconds)
+        numbers = torch.arange(count)
+        size = compared.sum(dim=1)
+        kept = torch.zeros(count, dtype=torch.bool)
+        kept[_least_in_each(cell, len(cells), numbers)] = True
+        # Of equal sizes the first; the product stays below 2**63 for any memory there is.
+        kept[_least_in_each(cell, len(cells), (size - size.amin()) * count + numbers) % count] = True
+        kept[compared.argmin(dim=0)] = True
+        return self._at(torch.nonzero(kept).squeeze(1))
+
+    def _at(self, indices: Tensor) -> _Plans:
+        return _Plans(self.bytes[indices], self.seconds[indices], self.trail[indices])
+
+
+def _least_in_each(cell: Tensor, count: int, numbers: Tensor) -> Tensor:
+    """Return the least number in each of so many cells."""
+    least = torch.full((count,), torch.iinfo(torch.int64).max)
+    return least.scatter_reduce_(0, cell, numbers, "amin")

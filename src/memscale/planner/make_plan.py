@@ -31,12 +31,10 @@ from memscale.planner.predict import Step, measure, predict, with_figures_of
 from memscale.planner.settings import Batch, settings_for
 from memscale.planner.sizes import batch_size_of, length_of, with_batch_size, with_length
 from memscale.planner.structure import decide_by_structure
-from memscale.profiler import ModelProfile, Place, Sample, find_blocks, profile_model
-from memscale.profiler.cache import uses_cache
-from memscale.profiler.static import profile_static
+from memscale.profiler import ModelProfile, Place, Sample, find_blocks, find_head, profile_model
+from memscale.profiler.run import profile_static, uses_cache
 from memscale.report.log import speaking
-from memscale.simulator import known as known_values
-from memscale.tiling.loss_technique import find_head
+from memscale.simulator.fake import batch_value_reads
 from memscale.units import format_bytes
 
 # At a plan that fits, if the simulation finds that the engine's does not: with a closer look, or without.
@@ -94,7 +92,7 @@ def make_plan(
     found = None if key is None else plans_made.find((key, suggest), sample)
     if found is not None:
         return found
-    asked = known_values.asked
+    value_reads = batch_value_reads()
     with rehearsal(model):
         plan, excess = rehearsed(model, sample, config, hardware, known, on_likely, optimizer)
         plan = replace(plan, notes=(*plan.notes, *_left_out(model)))
@@ -102,7 +100,7 @@ def make_plan(
             advice = _what_would_fit(model, sample, config, hardware, excess, optimizer)
             plan = replace(plan, notes=(*plan.notes, *advice))
     if key is not None and plan.prediction_source == "simulated":
-        plans_made.add((key, suggest), sample, plan, by_values=known_values.asked > asked)
+        plans_made.add((key, suggest), sample, plan, by_values=batch_value_reads() > value_reads)
     return plan
 
 

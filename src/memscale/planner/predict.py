@@ -8,7 +8,7 @@ Note [The step that is predicted]
 The second step of training or a later one, with the optimizer that was given, else with AdamW: its state is there,
 libraries have taken their workspaces, no gradient is left over when forward begins, and the outputs are let go of
 before backward. The first step is run, and the allocator is asked for the same again (Note [Steps again and again] in
-``memory/replay.py``).
+`memory/ledger.py`).
 
 What `wrap` keeps to repeat a step from (`ModelCall`) is there too, until backward ends: copies of buffers
 that forward changes, and the gradients of the outputs.
@@ -36,11 +36,9 @@ from memscale.optimizer.needs import OptimizerNeeds, StateTensor
 from memscale.optimizer.state import PAGE
 from memscale.optimizer.state_technique import takes_all_state
 from memscale.profiler.build import backward_targets, loss_of
-from memscale.profiler.empirical import is_reentrant, untouched
-from memscale.profiler.place import Place
+from memscale.profiler.run import Place, is_reentrant, untouched
 from memscale.profiler.sample import Sample
-from memscale.simulator.tracking import DeviceTracker
-from memscale.simulator.workspace import workspace_bytes
+from memscale.simulator.tracking import DeviceTracker, workspace_bytes
 
 COUNT_BYTES = 4
 REPLAYS = 2  # the third step finds what the second has left

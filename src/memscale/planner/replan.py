@@ -15,7 +15,7 @@ from memscale.hardware import Hardware, detect
 from memscale.planner.entries import NOT_CALLED
 from memscale.planner.make_plan import fits, make_plan
 from memscale.profiler import Sample
-from memscale.profiler.batches import MOST_PLANS, call_key, named_shapes, resized, roundings
+from memscale.profiler.sample import MOST_PLANS, call_key, named_shapes, resized, roundings
 from memscale.report.log import speaking
 from memscale.report.wrapped import say_plan
 from memscale.units import format_bytes

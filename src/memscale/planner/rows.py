@@ -21,7 +21,7 @@ from memscale.planner.choices import (
     worth_keeping,
 )
 from memscale.planner.cost import Clock
-from memscale.planner.trades import Option, Row, Trade, trade_of
+from memscale.planner.frontier import Option, Row, Trade, trade_of
 from memscale.profiler.profile import BlockProfile, ModelProfile
 
 PAGE = 4096  # of a file

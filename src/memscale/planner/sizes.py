@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from memscale.profiler.batches import named_tensors, resized
-from memscale.profiler.sample import Sample
+from memscale.profiler.sample import Sample, named_tensors, resized
 
 __all__ = ["batch_size_of", "length_of", "most_positions", "with_batch_size", "with_length"]
 

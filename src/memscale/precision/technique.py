@@ -1,6 +1,20 @@
 """Mixed precision: the model computes in 16 bits, its parameters and their gradients stay in 32.
 
-The mechanism is in `memscale.precision`; see Note [Mixed precision] and Note [Loss scaling] there.
+Note [Mixed precision]
+~~~~~~~~~~~~~~~~~~~~~~
+The model's forward runs under torch's autocast: matrix products in 16 bits, norms, softmax and losses in 32. What
+it returns is cast to 32 bits, so that a loss which the loop computes is in 32 bits as well. A recomputed layer is
+recomputed under the same autocast.
+
+*Offloaded layers.* The masters stay in 32 bits. Of a weight that autocast would cast to 16 bits anyway, the
+working copy is 16-bit from the start: half the bytes on the device and on the way there, the same numbers. Its
+gradient is computed in 16 bits and accumulated in 32.
+
+*Casts are not cached.* Autocast can keep the 16-bit copies of all weights until the forward pass ends, which would
+take as much memory again as recomputation saves. A weight that is used twice is cast twice.
+
+*Precision of the loop.* If autocast is on already when the model is called, the loop (or the Trainer, or accelerate)
+has a precision of its own, and MemScale's has no effect in that call.
 """
 
 from __future__ import annotations
@@ -13,15 +27,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memscale._util.trees import Tree
 from memscale.offload.homes import Homes
-from memscale.precision import LossScale, LossScaling, in_full
-from memscale.techniques.base import Scene
-from memscale.techniques.forward import ReplacedForward
+from memscale.precision.loss_scaling import LossScale, LossScaling
+from memscale.techniques.base import ModelSite
+from memscale.techniques.forward import ForwardStage, Stage
 
 if TYPE_CHECKING:
-    from memscale.techniques.undo_log import Record
+    from memscale.techniques.undo_log import UndoLog
 
-__all__ = ["AutocastForward", "MixedPrecision"]
+__all__ = ["AutocastStage", "MixedPrecision"]
 
 logger = logging.getLogger("memscale")
 
@@ -29,41 +44,39 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class MixedPrecision:
-    """What `Plan.precision` says, on a model."""
+    """Puts autocast, and loss scaling for fp16, on a model as `Plan.precision` says."""
 
     def __init__(self) -> None:
-        # By what lasts from one plan to the next: the scale was found by trying, and is not to be found again.
+        # By what lasts from one plan to the next: the scale was found by trial, and is kept.
         self._scales: MutableMapping[Homes, LossScale] = weakref.WeakKeyDictionary()
 
-    def attach(self, scene: Scene, record: Record) -> None:
-        if scene.plan.precision is None:
+    def attach(self, site: ModelSite, log: UndoLog) -> None:
+        if site.plan.precision is None:
             return
-        logs = scene.config is None or scene.config.enable_logging
-        objection = _objection(scene)
-        if objection is not None:
-            if logs:
-                logger.warning("No mixed precision: %s.", objection)
+        reason = _reason(site)
+        if reason is not None:
+            if site.logs:
+                logger.warning("No mixed precision: %s.", reason)
             return
-        dtype = _DTYPES[scene.plan.precision.dtype]
+        dtype = _DTYPES[site.plan.precision.dtype]
         scaling = None
         if dtype is torch.float16:
-            scale = self._scales.setdefault(scene.homes, LossScale())
-            scaling = LossScaling(scene.model, scale, logs=logs)
+            scale = self._scales.setdefault(site.homes, LossScale())
+            scaling = LossScaling(site.model, scale, logs=site.logs)
             scaling.attach()
-            record.add(_Scaling(scaling))
-        forward = AutocastForward(scene.model, dtype, scene.device.type, scaling)
-        record.set_attribute(scene.model, "forward", forward)
+            log.add(_Scaling(scaling))
+        log.add_stage(site.model, AutocastStage(dtype, site.device.type, scaling))
 
 
-def _objection(scene: Scene) -> str | None:
-    if isinstance(scene.model, torch.jit.ScriptModule):
+def _reason(site: ModelSite) -> str | None:
+    if isinstance(site.model, torch.jit.ScriptModule):
         return "the model is a scripted module, whose forward cannot be replaced"
-    if "_original_forward" in vars(scene.model):
+    if "_original_forward" in vars(site.model):
         return "accelerate has put mixed precision of its own on the model"
-    kind = scene.device.type
+    kind = site.device.type
     if not torch.amp.is_autocast_available(kind):
         return f"torch has no autocast for {kind}"
-    if not any(parameter.dtype is torch.float32 for parameter in scene.model.parameters()):
+    if not any(parameter.dtype is torch.float32 for parameter in site.model.parameters()):
         return "the model has no parameters in 32 bits"
     return None
 
@@ -78,45 +91,53 @@ class _Scaling:
         self._scaling.detach()
 
 
-class AutocastForward(ReplacedForward):
-    """The forward of a model that computes in 16 bits, in training and in evaluation.
+class AutocastStage(ForwardStage):
+    """Lets a model compute in 16 bits, in training and in evaluation.
 
     Args:
-        module: The model.
         dtype: The 16-bit type.
         device_type: Where it computes.
         scaling: Told of every call, if the loss is scaled.
     """
 
-    def __init__(
-        self, module: nn.Module, dtype: torch.dtype, device_type: str, scaling: LossScaling | None = None
-    ) -> None:
-        super().__init__(module)
+    order = Stage.AUTOCAST
+    in_evaluation = True
+
+    def __init__(self, dtype: torch.dtype, device_type: str, scaling: LossScaling | None = None) -> None:
         self._dtype = dtype
         self._device_type = device_type
         self._scaling = scaling
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        if self._successor is not None or self._is_released:
-            return super().__call__(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return self.outside_compiler(*args, **kwargs)
-        module = self.module
-        forward = self._forward_of(module)
+    def run(
+        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         has_its_own = torch.is_autocast_enabled(self._device_type)
         if self._scaling is not None and torch.is_grad_enabled():
             self._scaling.note_forward(ours=not has_its_own)
         if has_its_own:
-            return forward(*args, **kwargs)
-        return self.run(module, forward, args, kwargs)
-
-    def run(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+            return call_next(*args, **kwargs)
         with torch.autocast(self._device_type, dtype=self._dtype, cache_enabled=False):
-            output = forward(*args, **kwargs)
+            output = call_next(*args, **kwargs)
         return in_full(output, self._dtype)
+
+
+def in_full(output: Any, dtype: torch.dtype) -> Any:
+    """Return the output with every tensor of that 16-bit type in 32 bits; the very object if there is none.
+
+    Example:
+        >>> in_full((torch.ones(2, dtype=torch.bfloat16), 3), torch.bfloat16)
+        (tensor([1., 1.]), 3)
+    """
+    tree = Tree.of(output)
+    if not any(tensor.dtype is dtype for tensor in tree.tensors()):
+        return output
+    done: dict[int, torch.Tensor] = {}  # one that is returned twice stays one
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype is not dtype:
+            return tensor
+        if id(tensor) not in done:
+            done[id(tensor)] = tensor.float()
+        return done[id(tensor)]
+
+    return tree.map(torch.Tensor, change).build()

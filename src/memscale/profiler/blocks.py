@@ -32,10 +32,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
+from memscale._torch import is_traceable_wrapper_subclass
+
 Role = Literal["repeated", "embedding", "head", "other"]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _Children = list[tuple[str, nn.Module]]
+_OVERRIDE = "_memscale_forward"  # the attribute under which a module has the override of a technique
 # Numbers that tell a layer its place; two layers that differ in nothing else are the same layer.
 _PLACE_NAMES = ("idx", "index", "layer_id", "layer_num", "layer_number")
 
@@ -132,6 +135,56 @@ def stacks(blocks: Iterable[Block]) -> tuple[tuple[Block, ...], ...]:
     """
     runs = groupby(blocks, key=lambda block: (block.role == "repeated", block.container))
     return tuple(tuple(run) for (repeated, _), run in runs if repeated)
+
+
+def find_head(model: nn.Module) -> tuple[str, nn.Linear | None, str]:
+    """Find the linear layer that computes the logits.
+
+    It is the model's own `get_output_embeddings()` (Hugging Face), or else a linear layer outside of the repeated
+    blocks: the last one with an output for each row of an embedding, or the one with the most outputs.
+
+    Returns:
+        The name of the layer; the layer, or None if there is none whose computation is known; and then the reason.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 16), nn.Linear(16, 100))
+        >>> find_head(model)[0]
+        '2'
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    output_embeddings = getattr(model, "get_output_embeddings", None)
+    head = output_embeddings() if callable(output_embeddings) else None
+    if head is None or id(head) not in names:
+        head = _largest_linear(model)
+    if head is None:
+        return "", None, f"{type(model).__name__} has no linear layer for a head"
+    name = names[id(head)]
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        return name, None, f"{name} is a {type(head).__name__}, which computes in a way of its own"
+    weight = head._parameters.get("weight")
+    if weight is None or not weight.is_floating_point() or is_traceable_wrapper_subclass(weight):
+        return name, None, f"{name} has a weight that is not an ordinary parameter"
+    forward = vars(head).get("forward")
+    if forward is not None and forward is not vars(head).get(_OVERRIDE):
+        reason = f"{name} has a forward of its own ({type(forward).__name__}), put there by others"
+        return name, None, reason
+    return name, head, ""
+
+
+def _largest_linear(model: nn.Module) -> nn.Linear | None:
+    repeated = tuple(
+        f"{member}." for block in find_blocks(model) if block.role == "repeated" for member in block.members
+    )
+    linear = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not name.startswith(repeated)
+    ]
+    rows = {table.num_embeddings for table in model.modules() if isinstance(table, nn.Embedding)}
+    for module in reversed(linear):
+        if module.out_features in rows:
+            return module
+    return max(reversed(linear), key=lambda module: module.out_features, default=None)
 
 
 # The search --------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from memscale.optimizer.hooks import Surroundings
 from memscale.optimizer.kinds import has_own_step, why_whole
 from memscale.recovery.shortage import add_note, explain, free_memory
 from memscale.report.log import speaking
-from memscale.techniques.undo_log import WeakModule
+from memscale.techniques.forward import WeakModule
 
 __all__ = ["CaughtSteps"]
 

@@ -1,7 +1,12 @@
-"""Fake tensors for the simulator: shapes and lifetimes without data.
+"""Fake tensors on a device that does not exist: shapes and lifetimes without data.
 
-It stands on torch's fake tensors (`memscale._torch`), which are what ``torch.compile``
-traces with. Without it a step could not be run without computing it.
+The simulator stands on torch's fake tensors, which `torch.compile` traces with.
+
+Note [Values of a batch]
+~~~~~~~~~~~~~~~~~~~~~~~~
+A padding mask decides whether an attention mask is built, and with it which kernel runs and what is saved for
+backward. So a fake batch remembers the integer values of the real one, and the operations by which code inspects
+a mask (is all of it set? does it equal this value?) are answered from them. Weights and activations have no values.
 """
 
 from __future__ import annotations
@@ -16,18 +21,16 @@ from torch import nn
 from memscale._torch import (
     FakeTensor,
     current_fake_mode,
+    disable_current_modes,
     dispatch_stack_length,
     leave_fake_mode,
     return_to_fake_mode,
     tree_leaves,
 )
 from memscale.errors import SimulationError
-from memscale.simulator import known
 from memscale.simulator.patches import attribute
-from memscale.simulator.remembered import FORGOTTEN, RememberingMode
-from memscale.simulator.tracking import DeviceTracker, op_name
-from memscale.simulator.workspace import lstm_workspace_bytes
-from memscale.testing.kernels import gru_cell, gru_cell_backward
+from memscale.simulator.result_cache import NOT_CACHED, CachingFakeMode
+from memscale.simulator.tracking import DeviceTracker, lstm_workspace_bytes, op_name
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -65,19 +68,52 @@ def _mkldnn_rnn_layer(values: torch.Tensor, *args: Any) -> tuple[torch.Tensor, .
     return output, hidden, cell, workspace
 
 
-# torch has no shape rules for these, so that they are made of operations that it has them for; or rules that are
-# wrong (torch 2.13): of group norm's backward with values in 16 bits and weights in 32, which gives them the type of
-# the weights, and of oneDNN's LSTM, which has no workspace.
-SHAPES: dict[str, Callable[..., Any]] = {
+def gru_cell(
+    input_gates: torch.Tensor,
+    hidden_gates: torch.Tensor,
+    hidden: torch.Tensor,
+    input_bias: torch.Tensor | None = None,
+    hidden_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute CUDA's fused GRU cell from elementary operations: the hidden state and its workspace."""
+    if input_bias is not None and hidden_bias is not None:
+        input_gates, hidden_gates = input_gates + input_bias, hidden_gates + hidden_bias
+    reset_in, update_in, new_in = input_gates.chunk(3, 1)
+    reset_hidden, update_hidden, new_hidden = hidden_gates.chunk(3, 1)
+    reset = (reset_in + reset_hidden).sigmoid()
+    update = (update_in + update_hidden).sigmoid()
+    new = (new_in + reset * new_hidden).tanh()
+    workspace = torch.cat([reset, update, new, hidden, new_hidden], 1)
+    return new + update * (hidden - new), workspace
+
+
+def gru_cell_backward(
+    gradient: torch.Tensor, workspace: torch.Tensor, has_bias: bool
+) -> tuple[torch.Tensor | None, ...]:
+    """Compute the backward of `gru_cell` from its workspace."""
+    reset, update, new, hidden, new_hidden = workspace.chunk(5, 1)
+    update_gate = gradient * (hidden - new) * update * (1 - update)
+    new_gate = gradient * (1 - update) * (1 - new * new)
+    reset_gate = new_gate * new_hidden * reset * (1 - reset)
+    input_gates = torch.cat([reset_gate, update_gate, new_gate], 1)
+    hidden_gates = torch.cat([reset_gate, update_gate, new_gate * reset], 1)
+    biases = (input_gates.sum(0), hidden_gates.sum(0)) if has_bias else (None, None)
+    return input_gates, hidden_gates, gradient * update, *biases
+
+
+# Operations without shape rules in torch 2.13 (the GRU cell), computed from operations that have them, or with wrong
+# ones: group norm's backward with 16-bit values and 32-bit weights returns the weights' dtype, and oneDNN's LSTM has
+# no workspace.
+SHAPE_RULES: dict[str, Callable[..., Any]] = {
     "mkldnn_rnn_layer": _mkldnn_rnn_layer,
     "_thnn_fused_gru_cell": gru_cell,
     "_thnn_fused_gru_cell_backward": gru_cell_backward,
     "native_group_norm_backward": _group_norm_backward,
 }
 
-# What ``.item()`` says of a number nobody computed. A loop that waits for a condition must end (ViT's
-# ``trunc_normal_`` draws until all values are within bounds), and checks for bad values must pass.
-ANSWERS: dict[str, float] = {
+# What `.item()` returns for a number that was not computed. A loop that waits for a condition must end (ViT's
+# `trunc_normal_` draws until all values are within bounds), and checks for bad values must pass.
+ASSUMED_VALUES: dict[str, float] = {
     "any": 0,
     "all": 1,
     "zeros": 0,
@@ -89,22 +125,22 @@ ANSWERS: dict[str, float] = {
     "isfinite": 1,
     "equal": 1,
 }
-FILLED = {"full": 1, "full_like": 1, "scalar_tensor": 0}  # position of the value in the arguments
+FILL_VALUE_ARGUMENT = {"full": 1, "full_like": 1, "scalar_tensor": 0}  # its position
 SAME_VALUE = {"_to_copy", "clone", "detach", "alias", "lift_fresh", "view", "_unsafe_view"}
-# Comparisons of activations: what they say is a guess, also of all of them together (`any`). Checks for values that
-# are not finite are not among them: a step is taken to pass them.
+# The result of comparing activations is a guess, and so is `any` of it. Checks for values that are not finite are not
+# among them: a step is assumed to pass them.
 COMPARISONS = {"gt", "lt", "ge", "le", "eq", "ne"}
 SAME_GUESS = SAME_VALUE | {"any", "all", "logical_not", "logical_and", "logical_or"}
 SAME_GUESS |= {"bitwise_not", "bitwise_and", "bitwise_or"}
-# Of a number that is not known: 1.0 would be worse, as optimizers divide by 1 - x.
+# For unknown numbers. Not 1.0: optimizers divide by 1 - x.
 UNKNOWN_FLOAT = 0.5
 UNKNOWN_INT = 1
 
 
-class FakeMode(RememberingMode):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
-    """Fake tensors whose device does not exist on this machine."""
+class FakeMode(CachingFakeMode):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
+    """A fake mode whose device does not exist on this machine."""
 
-    # torch.tensor(data, device=...) makes the tensor on the CPU, then moves the fake: no device is needed.
+    # torch.tensor(data, device=...) makes the tensor on the CPU and moves the fake one: no device is needed.
     avoid_device_init = True
 
     def __init__(self) -> None:
@@ -115,12 +151,12 @@ class FakeMode(RememberingMode):  # type: ignore[no-untyped-call]  # its `__init
 
 
 def is_simulating() -> bool:
-    """Are tensors made here and now fake?"""
+    """Return whether tensors created in this thread now are fake."""
     return current_fake_mode() is not None
 
 
 class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
-    """The device's tracker, with answers for the few operations that need data or a device."""
+    """A device's tracker that also answers the few operations that need data or a real device."""
 
     _plain = DeviceTracker._plain | {FakeTensor}
 
@@ -131,13 +167,14 @@ class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__ini
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # Of all dispatches two thirds only ask a fake tensor for its device.
+        global _value_reads
+        # Two thirds of all dispatches only ask a fake tensor for its device.
         if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device
         name = op_name(func)
         if name == "_local_scalar_dense":
             self.guesses += _is_guess(args[0])
-            known.asked += getattr(args[0], "_memscale_known", None) is not None
+            _value_reads += getattr(args[0], "_memscale_known", None) is not None
             return _number(args[0])
         if name == "record_stream" or (name.startswith(MANY) and _changes_values_only(name, args)):
             return None
@@ -148,22 +185,22 @@ class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__ini
             _remember_value(result, name, args)
         if name in COMPARISONS or name in SAME_GUESS:
             _remember_guess(result, name, args)
-        known.follow(result, func, name, args, kwargs)
+        _propagate_values(result, func, name, args, kwargs)
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own = SHAPES.get(op_name(func))
+        own = SHAPE_RULES.get(op_name(func))
         if own is not None:
             return own(*args, **kwargs)
-        if dispatch_stack_length() == 1:  # nobody stands between this mode and the fake one
+        if dispatch_stack_length() == 1:  # no mode between this one and the fake one
             mode = current_fake_mode()
-            if isinstance(mode, RememberingMode):
+            if isinstance(mode, CachingFakeMode):
                 leave_fake_mode()
                 try:
-                    result = mode.recall(func, args, kwargs)
+                    result = mode.cached_result(func, args, kwargs)
                 finally:
                     return_to_fake_mode(mode)
-                if result is not FORGOTTEN:
+                if result is not NOT_CACHED:
                     return result
         return super()._run(func, args, kwargs)
 
@@ -174,10 +211,10 @@ class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__ini
 
 
 def _changes_values_only(name: str, args: tuple[Any, ...]) -> bool:
-    """Is this an in-place operation on many tensors that is surely allowed? Then there is nothing to do.
+    """Return whether an operation only writes to tensors in place and is certain to be valid.
 
-    Optimizers live of such operations, and to have the fake mode check them takes as long as the rest of a
-    step. In doubt (other shapes, kinds or devices) it is asked, and raises where it must.
+    Optimizers consist of such `foreach` operations, and having the fake mode check them takes as long as the rest of
+    a step. Where shapes, dtypes or devices differ, the fake mode decides.
     """
     if not name.endswith("_"):
         return False
@@ -203,7 +240,7 @@ def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _is_guess(tensor: torch.Tensor) -> bool:
-    """Is a number made up, so that Python code that goes by it may do something else in training?"""
+    """Return whether a number was made up: Python code that depends on it may take another branch in training."""
     return getattr(tensor, "_memscale_value", None) is None or getattr(tensor, "_memscale_guess", False)
 
 
@@ -221,28 +258,28 @@ def _remember_guess(result: Any, name: str, args: tuple[Any, ...]) -> None:
 def _number(tensor: torch.Tensor) -> bool | int | float:
     value = getattr(tensor, "_memscale_value", None)
     if tensor.dtype is torch.bool:
-        return bool(value)  # a comparison nobody computed is false: no early exit, no dropped layer
+        return bool(value)  # an unknown comparison is false: no early exit, no dropped layer
     if tensor.dtype.is_floating_point:
         return float(UNKNOWN_FLOAT if value is None else value)
     return int(UNKNOWN_INT if value is None else value)
 
 
 def _remember_value(result: FakeTensor, name: str, args: tuple[Any, ...]) -> None:
-    """Keep the value of a scalar that is known without computing."""
+    """Store the value of a scalar that is known without computing."""
     value: Any = None
-    if name in ANSWERS:
-        value = ANSWERS[name]
-    elif name in FILLED and len(args) > FILLED[name]:
-        value = args[FILLED[name]]
+    if name in ASSUMED_VALUES:
+        value = ASSUMED_VALUES[name]
+    elif name in FILL_VALUE_ARGUMENT and len(args) > FILL_VALUE_ARGUMENT[name]:
+        value = args[FILL_VALUE_ARGUMENT[name]]
     elif name in SAME_VALUE and args:
         value = getattr(args[0], "_memscale_value", None)
-    # An operation in place on a scalar makes an old value void.
+    # None after an in-place operation on a scalar with a known value.
     result._memscale_value = value if isinstance(value, (bool, int, float)) else None  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def saving_refused() -> Iterator[None]:
-    """``torch.save`` says why there is nothing to save."""
+    """Make `torch.save` of fake tensors an error that says why."""
     save = torch.save
 
     def checked_save(thing: Any, *args: Any, **kwargs: Any) -> None:
@@ -260,7 +297,7 @@ def saving_refused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def module_conversion() -> Iterator[None]:
-    """``module.to(device)`` works on fake parameters, and refuses to turn real weights into fake ones."""
+    """Let `module.to(device)` convert fake parameters, and refuse to turn real weights into fake ones."""
     swap: Any = torch.utils.swap_tensors
     apply: Any = nn.Module._apply
 
@@ -283,3 +320,53 @@ def module_conversion() -> Iterator[None]:
 
     with attribute(torch.utils, "swap_tensors", swap_tensors), attribute(nn.Module, "_apply", checked_apply):
         yield
+
+
+_value_reads = 0
+LARGEST_MASK = 1 << 20  # elements
+VALUES_PROPAGATED = {
+    "_to_copy",
+    "detach",
+    "alias",
+    "view",
+    "slice",
+    "all",
+    "any",
+    "sum",
+    "eq",
+    "ne",
+    "logical_not",
+    "bitwise_not",
+}
+
+
+def batch_value_reads() -> int:
+    """Return how often code in this process has read a value of a fake batch."""
+    return _value_reads
+
+
+def remember_values(twin: torch.Tensor, real: torch.Tensor) -> None:
+    """Give a fake tensor of a batch the values of the real one. See Note [Values of a batch]."""
+    has_values = type(real) is torch.Tensor and not real.is_meta and not isinstance(real, FakeTensor)
+    if has_values and not real.is_floating_point() and not real.is_complex() and real.numel() <= LARGEST_MASK:
+        twin._memscale_known = real  # type: ignore[attr-defined]
+
+
+def _propagate_values(
+    result: Any, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> None:
+    """Compute the values of a result if those of its operand are known."""
+    operand = args[0] if args else None
+    known = getattr(operand, "_memscale_known", None)
+    if known is None:
+        return
+    if name.endswith("_"):
+        operand._memscale_known = None  # type: ignore[union-attr]  # changed in place to unknown values
+    if name not in VALUES_PROPAGATED or any(isinstance(each, torch.Tensor) for each in args[1:]):
+        return
+    options = {key: value for key, value in (kwargs or {}).items() if key == "dtype"}
+    with disable_current_modes():
+        values = known.to(**options) if name == "_to_copy" else func(known, *args[1:], **options)
+        result._memscale_known = values
+        if values.numel() == 1:
+            result._memscale_value = values.item()

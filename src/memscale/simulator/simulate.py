@@ -9,26 +9,38 @@ CUDA's caching allocator. Nothing is computed, so GPT-2 XL takes seconds, and wh
 the end.
 
 ``simulate(..., device="cpu")`` simulates the CPU itself: the same with the CPU's own kernels and exact bytes.
+
+A model without its data: the same modules, names, ties and flags, with parameters that take no memory.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import copy
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from memscale._torch import FakeTensor
+from memscale._torch import FakeTensor, pytree
 from memscale.errors import SimulationError
 from memscale.hardware import GpuSpec, find_gpu
 from memscale.memory.allocator import CachingAllocator, ExactAllocator
-from memscale.simulator import attention, autocast, backend, cuda_names, fused, patches
-from memscale.simulator.copies import fake_copy, fake_tree
-from memscale.simulator.fake import FakeMode, StepTracker, is_simulating, module_conversion, saving_refused
-from memscale.simulator.guard import errors_after_backward
-from memscale.simulator.workspace import workspace_bytes
+from memscale.simulator import device as backend
+from memscale.simulator import patches
+from memscale.simulator.cuda import cuda_attention, cuda_autocast, cuda_fused_kernels, cuda_names
+from memscale.simulator.device import errors_after_backward
+from memscale.simulator.fake import (
+    FakeMode,
+    StepTracker,
+    is_simulating,
+    module_conversion,
+    remember_values,
+    saving_refused,
+)
+from memscale.simulator.tracking import workspace_bytes
 from memscale.units import parse_bytes
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -141,12 +153,12 @@ def simulate(on: str | int | GpuSpec = "RTX 3090", *, device: str = backend.NAME
             stack.enter_context(backend.activate(simulation))  # its kernels and names are installed already
         elif target.type == backend.NAME:
             stack.enter_context(backend.activate(simulation))
-            stack.enter_context(attention.as_on_cuda(capability))
-            stack.enter_context(autocast.as_on_cuda())
-            stack.enter_context(fused.as_on_cuda())
-            stack.enter_context(cuda_names.answered_by(target))
+            stack.enter_context(cuda_attention(capability))
+            stack.enter_context(cuda_autocast())
+            stack.enter_context(cuda_fused_kernels())
+            stack.enter_context(cuda_names(target))
         elif target.type == "cuda":
-            stack.enter_context(attention.as_on_cuda(capability, "AutogradCUDA"))
+            stack.enter_context(cuda_attention(capability, "AutogradCUDA"))
         stack.enter_context(module_conversion())
         stack.enter_context(saving_refused())
         stack.enter_context(patches.swap_on_conversion())
@@ -158,3 +170,114 @@ def simulate(on: str | int | GpuSpec = "RTX 3090", *, device: str = backend.NAME
         stack.enter_context(errors_after_backward())
         stack.enter_context(simulation.tracker)
         yield simulation
+
+
+# Attributes of modules that are no tensors, nor hold any but those that are looked at by themselves.
+_REGISTERED = {"_parameters", "_buffers", "_modules"}
+_ATOMS = {bool, int, float, str, type(None)}
+_CONTAINERS = {dict, OrderedDict, list, tuple, set}
+
+# Tensors that are nothing but memory; a tensor of another class may mean more than its shape says.
+PLAIN_KINDS: set[type] = {torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor}
+
+
+def fake_copy(model: ModuleT, device: torch.device, without: Iterable[nn.Module] = ()) -> ModuleT:
+    """Deep copy ``model`` with every tensor replaced by an empty one on ``device``.
+
+    Must run inside a fake mode. Storage shared by several tensors (views, ties by ``.data``) stays shared.
+
+    Args:
+        model: The model.
+        device: Where its copy is.
+        without: Modules in whose places the copy has empty ones.
+    """
+    storages: dict[int, torch.Tensor] = {}
+    memo: dict[int, Any] = {id(module): nn.Module() for module in without}
+    for tensor in _tensors_of(model, memo.keys()):
+        memo[id(tensor)] = _fake_twin(tensor, device, storages)
+    twin = copy.deepcopy(model, memo)
+    if type(twin) is not type(model):
+        raise SimulationError(
+            f"A deep copy of {type(model).__name__} is a {type(twin).__name__}; it can't be simulated."
+        )
+    return twin
+
+
+def fake_tree(tree: Any, device: torch.device) -> Any:
+    """The same nested containers with every tensor replaced by an empty one on ``device``."""
+    storages: dict[int, torch.Tensor] = {}
+
+    def twin(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        fake = _fake_twin(leaf, device, storages)
+        remember_values(fake, leaf)
+        return fake
+
+    return pytree.tree_map(twin, tree)
+
+
+def _tensors_of(model: nn.Module, without: Collection[int]) -> list[torch.Tensor]:
+    """Every tensor the model holds outside of some modules: parameters, buffers, and those kept as plain attributes."""
+    found: dict[int, torch.Tensor] = {}
+    for module in _modules_of(model, without):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise SimulationError("A scripted module can't be simulated; profile with a real run instead.")
+        for value in (*module._parameters.values(), *module._buffers.values()):
+            if value is not None:
+                found[id(value)] = value
+        for name, value in vars(module).items():
+            kind = type(value)
+            if name in _REGISTERED or kind in _ATOMS or (kind in _CONTAINERS and not value):
+                continue  # nearly all: to look into each is felt in deep models
+            for leaf in pytree.tree_leaves(value):
+                if isinstance(leaf, torch.Tensor):
+                    found[id(leaf)] = leaf
+    return list(found.values())
+
+
+def _modules_of(model: nn.Module, without: Collection[int]) -> list[nn.Module]:
+    found: dict[nn.Module, None] = {}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if module not in found and id(module) not in without:
+            found[module] = None
+            waiting.extend(child for child in reversed(module._modules.values()) if child is not None)
+    return list(found)
+
+
+def _fake_twin(tensor: torch.Tensor, device: torch.device, storages: dict[int, torch.Tensor]) -> torch.Tensor:
+    if tensor.layout is not torch.strided:
+        raise SimulationError(
+            f"A {tensor.layout} tensor can't be simulated; profile with a real run instead."
+        )
+    if type(tensor) not in PLAIN_KINDS:
+        raise SimulationError(
+            f"A tensor of class {type(tensor).__name__} can't be simulated; profile with a real run instead."
+        )
+    storage = tensor.untyped_storage()
+    if storage._cdata not in storages and tensor.nbytes == storage.nbytes() and tensor.is_contiguous():
+        # By far the most: tensors that are all of their storage. Each operation less is felt in deep models.
+        twin = storages[storage._cdata] = torch.empty(tensor.size(), dtype=tensor.dtype, device=device)
+    else:
+        twin = _view(tensor, storage, device, storages)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(twin, requires_grad=tensor.requires_grad)
+    return twin.requires_grad_(tensor.requires_grad) if tensor.is_leaf else twin
+
+
+def _view(
+    tensor: torch.Tensor,
+    storage: torch.UntypedStorage,
+    device: torch.device,
+    storages: dict[int, torch.Tensor],
+) -> torch.Tensor:
+    """A fake tensor that shares the storage of others as ``tensor`` does."""
+    if storage._cdata not in storages:
+        elements = storage.nbytes() // max(1, tensor.element_size())
+        storages[storage._cdata] = torch.empty(elements, dtype=tensor.dtype, device=device)
+    base = storages[storage._cdata].detach().view(-1)
+    if base.dtype is not tensor.dtype:
+        base = base.view(tensor.dtype)
+    return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())

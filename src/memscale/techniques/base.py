@@ -1,4 +1,4 @@
-"""What a technique is to the executor: something that goes on a block, and comes off it."""
+"""The technique protocol: what the executor asks of a technique, and what it tells it."""
 
 from __future__ import annotations
 
@@ -14,64 +14,21 @@ from memscale.observe.meter import Meter
 
 if TYPE_CHECKING:
     from memscale.offload.homes import Homes
-    from memscale.techniques.undo_log import Record
+    from memscale.techniques.undo_log import UndoLog
 
-__all__ = ["Scene", "Site", "Technique", "WholeTechnique"]
-
-
-@dataclass(frozen=True)
-class Site:
-    """A block of a model that a technique is to be put on.
-
-    Attributes:
-        model: The whole model.
-        layer: The block's entry in the plan.
-        modules: The block's modules, in the order of `layer.members`.
-        device: Where the model trains.
-        homes: Where the model's tensors are, and the disk below it.
-        meter: Counts what a technique does.
-    """
-
-    model: nn.Module
-    layer: LayerPlan
-    modules: tuple[nn.Module, ...]
-    device: torch.device
-    homes: Homes
-    meter: Meter
-
-
-class Technique(Protocol):
-    """One way to use less memory, as it is put on a block.
-
-    How it comes off needs no method: a technique changes a model through the record only, and the record
-    undoes its changes in reverse.
-    """
-
-    @property
-    def name(self) -> str:
-        """What plans call it."""
-
-    def objection(self, site: Site) -> str | None:
-        """Why it must not go on this block as the model is now, which is left alone then; None if it may."""
-
-    def attach(self, site: Site, record: Record) -> None:
-        """Put it on the block.
-
-        Raises:
-            WrapError: The plan does not fit the model. What was changed so far is in the record.
-        """
+__all__ = ["LayerSite", "LayerTechnique", "ModelSite", "ModelTechnique"]
 
 
 @dataclass(frozen=True)
-class Scene:
-    """A model as a whole, for what is not put on single blocks.
+class ModelSite:
+    """A model that a plan is being attached to.
 
     Attributes:
         model: The model.
-        plan: The plan that is being attached.
+        plan: The plan.
         device: Where the model trains.
         config: The user's settings; None if the plan was attached without any.
-        homes: Where the model's tensors are, and the disk below it.
+        homes: Where the model's tensors are, and the disk tier.
         meter: Counts what a technique does.
     """
 
@@ -82,13 +39,51 @@ class Scene:
     homes: Homes
     meter: Meter
 
+    @property
+    def logs(self) -> bool:
+        """Whether to log."""
+        return self.config is None or self.config.enable_logging
 
-class WholeTechnique(Protocol):
-    """One way to use less memory that concerns the model as a whole: its precision, optimizer or loss.
 
-    It goes on after all blocks have what the plan says of them, and comes off before. Like a `Technique` it
-    changes the model through the record only.
+@dataclass(frozen=True)
+class LayerSite(ModelSite):
+    """One layer of a plan, in the model that it is being attached to.
+
+    Attributes:
+        layer: The layer's entry in the plan.
+        modules: Its modules, in the order of `layer.members`.
     """
 
-    def attach(self, scene: Scene, record: Record) -> None:
+    layer: LayerPlan
+    modules: tuple[nn.Module, ...]
+
+
+class LayerTechnique(Protocol):
+    """One way to use less memory in a layer.
+
+    It needs no `detach`: a technique changes a model through the undo log only.
+    """
+
+    @property
+    def name(self) -> str:
+        """What plans call it."""
+
+    def unsupported_reason(self, site: LayerSite) -> str | None:
+        """Return why the layer cannot have it and is left alone; None if it can."""
+
+    def attach(self, site: LayerSite, log: UndoLog) -> None:
+        """Put it on the layer.
+
+        Raises:
+            WrapError: The plan does not fit the model. What was changed so far is in the log.
+        """
+
+
+class ModelTechnique(Protocol):
+    """One way to use less memory that concerns the model as a whole: its precision, optimizer or loss.
+
+    It is attached after the layers' techniques. Like those it changes the model through the undo log only.
+    """
+
+    def attach(self, site: ModelSite, log: UndoLog) -> None:
         """Put it on the model if the plan says so, else do nothing."""

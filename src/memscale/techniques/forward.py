@@ -1,138 +1,228 @@
-"""A module's `forward`, replaced: the part that every technique which does so has in common.
+"""One replaced `forward` per module, which runs an ordered list of stages around the module's own.
 
-Note [A replaced forward]
-~~~~~~~~~~~~~~~~~~~~~~~~~
-A technique goes on a module as an instance attribute `forward` that stands before the class's. The module
-keeps its class, its name, its parameters and its hooks, which run outside of the technique, once a call.
+Note [Forward override]
+~~~~~~~~~~~~~~~~~~~~~~~
+A technique changes what a module computes by a `ForwardStage`. All stages of a module share one
+`ForwardOverride`, an instance attribute `forward` that hides the class's method. The module keeps its class,
+its name, its parameters and its hooks, which run outside of the override, once per call. Stages run in the
+order of `Stage`, whatever the order in which they were added; each decides whether and how to call the next,
+and the last one calls the module's own forward.
 
-*References.* The module owns its forward, and the forward refers to the module weakly: otherwise each wrapped
-module would be a cycle, and a model that its user has dropped would hold its memory until the garbage
-collector comes by. In `deepcopy` and pickle the reference is an ordinary one, so that a copy of the module
-has a forward that refers to the copy. Of the model around it a forward knows only while its executor says so
-(`belongs_to`): a copy of one block must not drag the whole model along.
+*References.* The module owns its override, and the override refers to the module weakly: a cycle would keep
+the memory of a model that its user has dropped until the garbage collector runs. `WeakModule` is copied and
+pickled like an ordinary reference, so that the override of a copied module refers to the copy.
 
-*When it is in use.* Whenever gradients are on, in `train()` and in `eval()` mode alike: a model that is trained
-with its batch norm and dropout off saves as much for backward as any. With gradients off the call goes on to what
-was there before.
+*When a stage runs.* Whenever gradients are on, in `train()` and in `eval()` mode alike: a model that is
+trained with its batch norm and dropout off saves as much for backward as any. With gradients off only stages
+with `in_evaluation` run.
 
-*Under torch.compile.* The compiler cannot look through hooks on saved tensors, nor fetch parameters. An override that
-is in use and `is_opaque` runs outside of it (a graph break), and the log says so once a model; others are traced
-through.
+*Under torch.compile.* The compiler cannot trace hooks on saved tensors, nor fetched parameters. A stage that
+runs and `is_opaque` is called outside of it (a graph break), and the log says so once per undo log; others
+are traced through.
 
-*When it is covered.* Others may put their own forward over ours (accelerate does, for autocast). As with a bound
-method they take `forward.__func__`, which is a function of the module and nothing else: it finds the module's
-override at each call under `OWN`, or calls the class's forward if there is none any more. So plans may change
-underneath, `detach` leaves a forward that works, and a copy of the module calls itself. Whoever closes over the
-override itself has no such luck: to take ours away would break theirs, so it is released and passes calls on.
+*Covered by others.* Others may put a forward of their own over ours (accelerate does, for autocast). As with
+a bound method they take `forward.__func__`, which is a function of the module and nothing else: it looks up
+the module's override under `OVERRIDE` at each call, or calls the class's forward if there is none any more.
+So plans may change underneath, `detach` leaves a forward that works, and a copy of the module calls itself.
+If someone closes over the override itself, it cannot be taken away; with its stages removed it only calls the
+module's own forward.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
+import functools
 import inspect
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
+from memscale._torch import outside_compiler
 from memscale.errors import WrapError
-from memscale.optimizer.hooks import outside_compiler
 
-__all__ = ["OWN", "ReplacedForward", "is_covered", "top_forward"]
+__all__ = [
+    "OVERRIDE",
+    "CompileNotice",
+    "ForwardOverride",
+    "ForwardStage",
+    "Stage",
+    "WeakModule",
+    "override_of",
+]
 
-OWN = "_memscale_forward"
-"""The attribute under which a module has its outermost override, also where another forward covers that."""
+OVERRIDE = "_memscale_forward"
+"""The attribute under which a module has its override, also where another forward covers that."""
 
 _IS_DISPATCH = "_memscale_dispatch"
 
 logger = logging.getLogger("memscale")
 
-_compiled: weakref.WeakSet[nn.Module] = (
-    weakref.WeakSet()
-)  # models of which it was said that they are compiled
+S = TypeVar("S", bound="ForwardStage")
 
 
-def is_covered(module: nn.Module) -> bool:
-    """Return whether a module's `forward` is someone else's that goes on to the module's override."""
-    forward = vars(module).get("forward")
-    while forward is not None and not isinstance(forward, ReplacedForward):
-        if getattr(forward, _IS_DISPATCH, False):
-            return True
-        forward = getattr(forward, "__wrapped__", None)
-    return False
+class WeakModule:
+    """A weak reference to a module that can be copied and pickled, with the module."""
+
+    __slots__ = ("__weakref__", "_reference")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._reference: weakref.ref[nn.Module] | None = weakref.ref(module)
+
+    def __call__(self) -> nn.Module | None:
+        """Return the module, or None if it is gone."""
+        return None if self._reference is None else self._reference()
+
+    def __getstate__(self) -> tuple[nn.Module | None]:
+        return (self(),)
+
+    def __setstate__(self, state: tuple[nn.Module | None]) -> None:
+        (module,) = state
+        self._reference = None if module is None else weakref.ref(module)
 
 
-def top_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the instance forward that a new override goes around; None if the class's is in use."""
-    return vars(module).get(OWN if is_covered(module) else "forward")
+class Stage(enum.IntEnum):
+    """The places in a module's forward, outermost first."""
+
+    PLACEHOLDER = 0  # does nothing: has the override in place before a plan needs it
+    RECOVER = 1  # repeat a call that ran out of memory
+    AUTOCAST = 2
+    TILE_HEAD = 3  # a head with lazy logits saves nothing and fetches its parameters itself
+    OFFLOAD_ACTIVATIONS = 4  # around recomputation: what that keeps is what is offloaded
+    RECOMPUTE = 5
+    MAP_PARAMETERS = 6  # hold mapped pages in memory, also while they are copied to the device
+    FETCH_PARAMETERS = 7
+    TILE = 8  # an MLP or attention in tiles
 
 
-class ReplacedForward:
-    """What stands in for a module's `forward`. See Note [A replaced forward].
-
-    Args:
-        module: The module that this goes on.
-
-    Subclasses say in `run` what a call in training does.
+class ForwardStage:
+    """One stage of a module's forward; subclasses say in `run` what it does.
 
     Attributes:
+        order: Its place among the stages.
+        in_evaluation: Whether it runs with gradients off as well.
         is_opaque: Whether a compiler must not trace through it.
     """
 
-    __name__ = "forward"
-    is_opaque = True
-
-    _model: weakref.ref[nn.Module] | None = None
-    _is_released = False
-    _successor: Callable[..., Any] | None = None
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-        self._before = top_forward(module)
+    order: ClassVar[Stage] = Stage.PLACEHOLDER
+    in_evaluation: ClassVar[bool] = False
+    is_opaque: bool = True
 
     def run(
+        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Compute `module`'s forward; `call_next` runs the stages inside of this one."""
+        return call_next(*args, **kwargs)
+
+
+class CompileNotice:
+    """Logs once that a compiler has been kept out of a layer; shared by the overrides of one undo log.
+
+    Args:
+        enabled: Whether to log at all.
+    """
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self._pending = enabled
+
+    def log(self, module: nn.Module) -> None:
+        """Name the first module that is called from compiled code."""
+        if self._pending:
+            self._pending = False
+            logger.warning(
+                "torch.compile came to a layer that MemScale has changed (%s): it runs without the compiler, with the "
+                "techniques of its plan, and so do the others. To have them compiled instead, call "
+                "memscale.detach(model) first.",
+                type(module).__name__,
+            )
+
+
+class ForwardOverride:
+    """Replaces a module's `forward`, or another of its methods. See Note [Forward override].
+
+    Args:
+        module: The module that this goes on.
+        method: The name of the method.
+        notice: Told when compiled code calls it.
+
+    Attributes:
+        stages: What it runs, outermost first.
+        inner: The instance attribute that it replaces; None if that is the class's method.
+    """
+
+    __name__ = "forward"
+
+    def __init__(
+        self, module: nn.Module, method: str = "forward", notice: CompileNotice | None = None
+    ) -> None:
+        self._module = WeakModule(module)
+        self._method = method
+        self._notice = notice or CompileNotice()
+        covered = method == "forward" and is_covered(module)
+        self.inner: Callable[..., Any] | None = None if covered else vars(module).get(method)
+        self.stages: tuple[ForwardStage, ...] = ()
+        self._redirect: ForwardOverride | None = None
+
+    def add(self, stage: ForwardStage) -> None:
+        """Add a stage; of two with the same order, the later one is outside."""
+        self.stages = tuple(sorted((stage, *self.stages), key=lambda each: each.order))
+
+    def remove(self, stage: ForwardStage) -> None:
+        """Remove a stage, also for calls that are under way and for recomputations to come."""
+        self.stages = tuple(each for each in self.stages if each is not stage)
+
+    def find(self, kind: type[S]) -> S | None:
+        """Return the outermost stage of a class; None if there is none."""
+        return next((stage for stage in self.stages if isinstance(stage, kind)), None)
+
+    def inside_of(self, order: Stage) -> Callable[..., Any]:
+        """Return a function that runs only the stages inside of a place."""
+        return functools.partial(
+            self._run, self.module, tuple(each for each in self.stages if each.order > order)
+        )
+
+    def redirect_next_call(self, override: ForwardOverride | None) -> None:
+        """Let another override make the next call, which has looked up this one before the plan changed."""
+        self._redirect = None if override is self else override
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        if self._redirect is not None:
+            override, self._redirect = self._redirect, None
+            return override(*args, **kwargs)
+        return self._run(self.module, self.stages, *args, **kwargs)
+
+    def _run(self, module: nn.Module, stages: tuple[ForwardStage, ...], /, *args: Any, **kwargs: Any) -> Any:
+        # The compiler gives up on a frame that leaves it inside of a loop, so the call is not made in one.
+        in_training = torch.is_grad_enabled() and not torch.compiler.is_exporting()
+        running = [stage for stage in stages if in_training or stage.in_evaluation]
+        if torch.compiler.is_compiling():
+            if any(stage.is_opaque for stage in running):
+                return self._outside_compiler(module, stages, args, kwargs)
+        else:
+            running = [stage for stage in running if stage in self.stages]
+            if running:
+                # With the module, which a recomputation may need after its user has dropped it.
+                rest = stages[stages.index(running[0]) + 1 :]
+                return running[0].run(module, functools.partial(self._run, module, rest), args, kwargs)
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        # Not as a bound method: after a graph break the compiler would look that up on the module, and find this.
+        return getattr(type(module), self._method)(module, *args, **kwargs)
+
+    @outside_compiler
+    def _outside_compiler(
         self,
         module: nn.Module,
-        forward: Callable[..., Any],
+        stages: tuple[ForwardStage, ...],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """A call in training; `forward` is what was there before."""
-        raise NotImplementedError
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        if self._successor is not None:
-            successor, self._successor = self._successor, None
-            return successor(*args, **kwargs)
-        module = self.module
-        if torch.is_grad_enabled() and not self._is_released and not torch.compiler.is_exporting():
-            if not torch.compiler.is_compiling():
-                return self.run(module, self._forward_of(module), args, kwargs)
-            if self.is_opaque:
-                return self.outside_compiler(*args, **kwargs)
-        if self._before is not None:
-            return self._before(*args, **kwargs)
-        # Not as a bound method: after a graph break the compiler would look that up on the module, and find this.
-        return type(module).forward(module, *args, **kwargs)
-
-    @outside_compiler
-    def outside_compiler(self, *args: Any, **kwargs: Any) -> Any:
-        """Make a call from inside of compiled code without the compiler."""
-        model = None if self._model is None else self._model()
-        model = self.module if model is None else model
-        config = getattr(vars(model).get("_memscale_executor"), "config", None)
-        if model not in _compiled and (config is None or config.enable_logging):
-            _compiled.add(model)
-            logger.warning(
-                "torch.compile came to a layer of %s that MemScale has changed (%s): it runs without the compiler, "
-                "with the techniques of its plan. To have it compiled instead, call memscale.detach(model) first.",
-                type(model).__name__,
-                type(self.module).__name__,
-            )
-        return self(*args, **kwargs)
+        self._notice.log(module)
+        return self._run(module, stages, *args, **kwargs)
 
     @property
     def module(self) -> nn.Module:
@@ -147,62 +237,53 @@ class ReplacedForward:
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """The function that a bound method would have. See Note [A replaced forward], *When it is covered*.
+        """The function that a bound method would have. See Note [Forward override], *Covered by others*.
 
-        There is none if the module had an instance forward before (after `detach` it would not be found), nor of
-        an override of another method.
+        There is none if the module had an instance forward before (after `detach` it would not be found), nor for
+        another method.
         """
-        module, innermost = self.module, self
-        while isinstance(innermost._before, ReplacedForward):
-            innermost = innermost._before
-        if innermost._before is not None or vars(module).get("forward") is not self:
+        module = self.module
+        if self.inner is not None or vars(module).get("forward") is not self:
             raise AttributeError("__func__")
         return _dispatch_for(type(module))
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """What was there before; `inspect.signature` finds the module's own arguments through it."""
-        return self._forward_of(self.module)
-
-    def belongs_to(self, model: nn.Module) -> None:
-        """Say which model this is a part of."""
-        self._model = weakref.ref(model)
-
-    def release(self) -> None:
-        """Be of no effect from now on."""
-        self._is_released = True
-
-    def pass_on(self, successor: Callable[..., Any]) -> None:
-        """Let the next call go to another forward: it was looked up here before the plan changed."""
-        self._successor = successor
-
-    def _forward_of(self, module: nn.Module) -> Callable[..., Any]:
-        if self._before is not None:
-            return self._before
-        forward: Callable[..., Any] = type(module).forward.__get__(module)
-        return forward
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_module": self._module(), "_model": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        model = self._model  # may be here before the state, where the pickle begins at this very object
-        module = state["_module"]
-        vars(self).update(state, _module=_gone if module is None else weakref.ref(module), _model=model)
+        """The module's own method; `inspect.signature` finds its arguments through this."""
+        module = self.module
+        if self.inner is not None:
+            return self.inner
+        method: Callable[..., Any] = getattr(type(module), self._method).__get__(module)
+        return method
 
 
-def _gone() -> None:
-    """Stand in for the reference to a module that the user has replaced."""
+def override_of(module: nn.Module, method: str = "forward") -> ForwardOverride | None:
+    """Return the override that calls of a module's method reach; None if it has none."""
+    attributes = vars(module)
+    found = attributes.get(OVERRIDE if method == "forward" and is_covered(module) else method)
+    return found if isinstance(found, ForwardOverride) else None
+
+
+def is_covered(module: nn.Module) -> bool:
+    """Return whether a module's `forward` is someone else's that looks up the module's override."""
+    forward = vars(module).get("forward")
+    while forward is not None and not isinstance(forward, ForwardOverride):
+        if getattr(forward, _IS_DISPATCH, False):
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
 
 
 def _dispatch_for(kind: type[nn.Module]) -> Callable[..., Any]:
     """Return a function that calls the override of the module that it is given, with the signature of its class."""
 
     def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        own = vars(module).get(OWN)
-        if own is None or own is vars(module).get("forward"):  # the latter: it is called from inside of that
+        override = vars(module).get(OVERRIDE)
+        if override is None or override is vars(module).get(
+            "forward"
+        ):  # the latter: that is what called this
             return type(module).forward(module, *args, **kwargs)
-        return own(*args, **kwargs)
+        return override(*args, **kwargs)
 
     setattr(forward, _IS_DISPATCH, True)
     with contextlib.suppress(TypeError, ValueError):  # a builtin has no signature

@@ -1,16 +1,15 @@
-"""The record of what was changed in a model, so that it can be undone.
+"""The undo log: every change of a model, so that all of them can be undone exactly.
 
-A change is noted before it is made, and forgotten after it is undone, and to undo one that is not there does
-nothing. So an interrupt at any of them leaves a record by which the rest can be undone.
+A change is logged before it is made, and removed from the log after it is undone; undoing a change that was
+never made does nothing. So an interrupt at any point leaves a log by which the rest can be undone.
 
-Modules are referred to weakly, and in `deepcopy` and pickle as ordinary objects: a record keeps no model
-alive, and the record of a copied model is about the copy.
+Modules are referred to weakly, and in `deepcopy` and pickle as ordinary objects: a log keeps no model alive,
+and the log of a copied model is about the copy.
 """
 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -18,92 +17,90 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from memscale._util.interrupts import raise_pending_interrupt
-from memscale.techniques.forward import OWN, ReplacedForward, is_covered
+from memscale.techniques.forward import (
+    OVERRIDE,
+    CompileNotice,
+    ForwardOverride,
+    ForwardStage,
+    WeakModule,
+    is_covered,
+    override_of,
+)
 
-__all__ = ["Change", "Record", "SetAttribute", "WeakModule"]
+__all__ = ["Change", "UndoLog"]
 
 logger = logging.getLogger("memscale")
-
-
-class WeakModule:
-    """A weak reference to a module that can be copied and pickled, with the module."""
-
-    __slots__ = ("__weakref__", "_reference")
-
-    def __init__(self, module: nn.Module) -> None:
-        self._reference: weakref.ref[nn.Module] | None = weakref.ref(module)
-
-    def __call__(self) -> nn.Module | None:
-        """The module, or None if it is gone."""
-        return None if self._reference is None else self._reference()
-
-    def __getstate__(self) -> tuple[nn.Module | None]:
-        return (self(),)
-
-    def __setstate__(self, state: tuple[nn.Module | None]) -> None:
-        (module,) = state
-        self._reference = None if module is None else weakref.ref(module)
 
 
 class Change(Protocol):
     """One change of a model."""
 
     def undo(self) -> None:
-        """Take it back."""
+        """Undo it; do nothing if it was not made."""
 
 
 class SetAttribute:
-    """An attribute of a module's own `__dict__` that is set, and what was there before."""
+    """An attribute in a module's own `__dict__`, and what was there before."""
 
     def __init__(self, module: nn.Module, module_name: str, name: str, value: object) -> None:
         attributes = vars(module)
-        self.module = WeakModule(module)
-        self.module_name = module_name
-        self.name = name
-        self.value = value
-        self.had_before = name in attributes
-        self.before = attributes.get(name)
+        self._module = WeakModule(module)
+        self._module_name = module_name
+        self._name = name
+        self._value = value
+        self._had_before = name in attributes
+        self._before = attributes.get(name)
 
     def make(self) -> None:
-        """Set it."""
-        module = self.module()
+        module = self._module()
         if module is not None:
             # Not setattr: a module may have its own, and nn.Module's looks for parameters and submodules.
-            vars(module)[self.name] = self.value
+            vars(module)[self._name] = self._value
 
     def undo(self) -> None:
-        if isinstance(self.value, ReplacedForward):
-            self.value.release()
-        module = self.module()
+        module = self._module()
         if module is None:
             return
         attributes = vars(module)
-        if (self.name in attributes) == self.had_before and attributes.get(self.name) is self.before:
+        if (self._name in attributes) == self._had_before and attributes.get(self._name) is self._before:
             return
-        if attributes.get(self.name) is not self.value:
-            if self.name == "forward" and is_covered(module):
-                return  # it goes on to what is underneath. See Note [A replaced forward]
+        if attributes.get(self._name) is not self._value:
+            if self._name == "forward" and is_covered(module):
+                return  # it calls the module's own forward from now on. See Note [Forward override]
             logger.warning(
                 "%s.%s was replaced after MemScale had set it, and stays as it is now; what MemScale had put "
                 "there has no effect any more.",
-                self.module_name or type(module).__name__,
-                self.name,
+                self._module_name or type(module).__name__,
+                self._name,
             )
-        elif self.had_before:
-            attributes[self.name] = self.before
+        elif self._had_before:
+            attributes[self._name] = self._before
         else:
-            del attributes[self.name]
+            del attributes[self._name]
+
+
+class AddedStage:
+    """A stage of a module's forward override."""
+
+    def __init__(self, override: ForwardOverride, stage: ForwardStage) -> None:
+        self.override = override
+        self.stage = stage
+
+    def make(self) -> None:
+        self.override.add(self.stage)
+
+    def undo(self) -> None:
+        self.override.remove(self.stage)
 
 
 class AddedHook:
-    """A hook that is registered."""
+    """A registered hook."""
 
     def __init__(self, register: Callable[[], RemovableHandle]) -> None:
         self._register: Callable[[], RemovableHandle] | None = register
         self._handle: RemovableHandle | None = None
 
     def make(self) -> None:
-        """Register it."""
         if self._register is not None:
             self._handle, self._register = self._register(), None
 
@@ -112,27 +109,31 @@ class AddedHook:
             self._handle.remove()
 
 
-class Record:
-    """Changes of a model, in order.
+class UndoLog:
+    """Changes of a model, in the order in which they were made.
+
+    Args:
+        notice: Told when compiled code calls a replaced forward.
 
     Example:
-        >>> layer, record = nn.Linear(2, 2), Record()
-        >>> record.set_attribute(layer, "note", "hello")
+        >>> layer, log = nn.Linear(2, 2), UndoLog()
+        >>> log.set_attribute(layer, "note", "hello")
         >>> layer.note
         'hello'
-        >>> record.undo()
+        >>> log.undo()
         >>> hasattr(layer, "note")
         False
     """
 
-    def __init__(self) -> None:
+    def __init__(self, notice: CompileNotice | None = None) -> None:
         self._changes: list[Change] = []
+        self._notice = notice or CompileNotice()
 
     def __len__(self) -> int:
         return len(self._changes)
 
     def set_attribute(self, module: nn.Module, attribute: str, value: object, *, name: str = "") -> None:
-        """Set an attribute of a module's own `__dict__`.
+        """Set an attribute in a module's own `__dict__`.
 
         Args:
             module: Whose attribute.
@@ -140,11 +141,28 @@ class Record:
             value: Its value.
             name: What the module is called, for messages.
         """
-        if attribute == "forward":  # see Note [A replaced forward]
-            self._make(SetAttribute(module, name, OWN, value))
-            if is_covered(module):
-                return
         self._make(SetAttribute(module, name, attribute, value))
+
+    def add_stage(
+        self, module: nn.Module, stage: ForwardStage, *, method: str = "forward", name: str = ""
+    ) -> None:
+        """Add a stage to a module's forward. See Note [Forward override].
+
+        Args:
+            module: Whose forward.
+            stage: What is to run around it.
+            method: Another method to override instead of `forward`.
+            name: What the module is called, for messages.
+        """
+        override = override_of(module, method)
+        if override is None:
+            override = ForwardOverride(module, method, self._notice)
+            covered = method == "forward" and is_covered(module)
+            if method == "forward":
+                self.set_attribute(module, OVERRIDE, override, name=name)
+            if not covered:
+                self.set_attribute(module, method, override, name=name)
+        self._make(AddedStage(override, stage))
 
     def add_forward_pre_hook(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         """Register a hook `(module, args, kwargs)` that runs before all that are there."""
@@ -154,25 +172,20 @@ class Record:
         """Register a hook `(module, args, output)` that runs after forward; if that failed, with no output."""
         self._make(AddedHook(lambda: module.register_forward_hook(hook, always_call=True)))
 
-    def _make(self, change: SetAttribute | AddedHook) -> None:
-        raise_pending_interrupt()
-        self._changes.append(change)
-        change.make()
-
     def add(self, change: Change) -> None:
-        """Note a change that was made elsewhere; it must be right for a copy of the model when it is copied."""
+        """Log a change that was made elsewhere; it must be right for a copy of the model when it is copied."""
         self._changes.append(change)
 
-    def forwards(self) -> Iterator[ReplacedForward]:
-        """The forwards that were put on modules."""
+    def stages(self) -> Iterator[tuple[nn.Module, ForwardStage]]:
+        """Yield the stages that were added, each with its module."""
         for change in self._changes:
-            if isinstance(change, SetAttribute) and isinstance(change.value, ReplacedForward):
-                yield change.value
+            if isinstance(change, AddedStage):
+                yield change.override.module, change.stage
 
     def undo(self) -> None:
-        """Take all changes back, the last one first; an error in one does not keep the others.
+        """Undo all changes, the last one first; an error in one does not keep the others from being undone.
 
-        After an interrupt it can be called again, and goes on where it was.
+        After an interrupt it can be called again, and continues where it was.
         """
         errors = []
         while self._changes:
@@ -185,3 +198,8 @@ class Record:
                 self._changes.pop()
         if errors:
             raise errors[0]
+
+    def _make(self, change: SetAttribute | AddedStage | AddedHook) -> None:
+        raise_pending_interrupt()
+        self._changes.append(change)
+        change.make()

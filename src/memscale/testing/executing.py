@@ -17,11 +17,12 @@ from torch import nn
 
 from memscale._torch import disabled_torch_function, make_wrapper_subclass, map_location_in_use, pytree
 from memscale.memory.allocator import CachingAllocator
-from memscale.simulator import attention, autocast, backend, cuda_names, fused, patches
-from memscale.simulator.copies import PLAIN_KINDS
-from memscale.simulator.guard import errors_after_backward
-from memscale.simulator.tracking import DeviceTracker, op_name
-from memscale.simulator.workspace import workspace_bytes
+from memscale.simulator import device as backend
+from memscale.simulator import patches
+from memscale.simulator.cuda import cuda_attention, cuda_autocast, cuda_fused_kernels, cuda_names
+from memscale.simulator.device import errors_after_backward
+from memscale.simulator.simulate import PLAIN_KINDS
+from memscale.simulator.tracking import DeviceTracker, op_name, workspace_bytes
 from memscale.testing import kernels
 from memscale.units import parse_bytes
 
@@ -318,10 +319,10 @@ def executing(
     with contextlib.ExitStack() as stack:
         stack.enter_context(backend.activate(device))
         stack.enter_context(_kernels())
-        stack.enter_context(attention.as_on_cuda(capability))
-        stack.enter_context(autocast.as_on_cuda())
-        stack.enter_context(fused.as_on_cuda())
-        stack.enter_context(cuda_names.answered_by(device.device))
+        stack.enter_context(cuda_attention(capability))
+        stack.enter_context(cuda_autocast())
+        stack.enter_context(cuda_fused_kernels())
+        stack.enter_context(cuda_names(device.device))
         stack.enter_context(patches.swap_on_conversion())
         stack.enter_context(patches.foreach_by_default(ExecutingTensor))
         stack.enter_context(cast(Any, torch.serialization.safe_globals)([_rebuild]))

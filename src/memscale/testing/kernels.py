@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memscale._torch import with_autograd_below_dispatch
+from memscale.simulator.fake import gru_cell, gru_cell_backward
 
 aten = torch.ops.aten
 
@@ -251,37 +252,6 @@ def lstm_cell_backward(
         1,
     )
     return gates, through * forget, gates.sum(0) if has_bias else None
-
-
-def gru_cell(
-    input_gates: torch.Tensor,
-    hidden_gates: torch.Tensor,
-    hidden: torch.Tensor,
-    input_bias: torch.Tensor | None = None,
-    hidden_bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if input_bias is not None and hidden_bias is not None:
-        input_gates, hidden_gates = input_gates + input_bias, hidden_gates + hidden_bias
-    reset_in, update_in, new_in = input_gates.chunk(3, 1)
-    reset_hidden, update_hidden, new_hidden = hidden_gates.chunk(3, 1)
-    reset = (reset_in + reset_hidden).sigmoid()
-    update = (update_in + update_hidden).sigmoid()
-    new = (new_in + reset * new_hidden).tanh()
-    workspace = torch.cat([reset, update, new, hidden, new_hidden], 1)
-    return new + update * (hidden - new), workspace
-
-
-def gru_cell_backward(
-    gradient: torch.Tensor, workspace: torch.Tensor, has_bias: bool
-) -> tuple[torch.Tensor | None, ...]:
-    reset, update, new, hidden, new_hidden = workspace.chunk(5, 1)
-    update_gate = gradient * (hidden - new) * update * (1 - update)
-    new_gate = gradient * (1 - update) * (1 - new * new)
-    reset_gate = new_gate * new_hidden * reset * (1 - reset)
-    input_gates = torch.cat([reset_gate, update_gate, new_gate], 1)
-    hidden_gates = torch.cat([reset_gate, update_gate, new_gate * reset], 1)
-    biases = (input_gates.sum(0), hidden_gates.sum(0)) if has_bias else (None, None)
-    return input_gates, hidden_gates, gradient * update, *biases
 
 
 def rms_norm_backward(

@@ -32,7 +32,7 @@ import torch
 
 from memscale._util.locks import LateLock
 from memscale.errors import TierError
-from memscale.memory.elsewhere import made_elsewhere, mark_elsewhere
+from memscale.memory.tracker import made_elsewhere, mark_elsewhere
 from memscale.tiers import _libc
 from memscale.tiers.disk import write_from
 from memscale.tiers.engine import Engine, Lane, SyncEngine

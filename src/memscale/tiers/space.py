@@ -35,7 +35,7 @@ from pathlib import Path
 
 from memscale._util.locks import LateLock
 from memscale.errors import ConfigError, TierError, TierFullError, shown
-from memscale.hardware.disk import find_disk
+from memscale.hardware.host import find_disk
 from memscale.tiers import _libc
 from memscale.tiers.directory import PrivateDirectory
 from memscale.tiers.gaps import Gaps

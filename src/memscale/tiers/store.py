@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from memscale.memory.elsewhere import is_elsewhere
+from memscale.memory.tracker import is_elsewhere
 from memscale.tiers.disk import DiskTier
 from memscale.tiers.engine import Engine
 from memscale.tiers.layout import is_fake

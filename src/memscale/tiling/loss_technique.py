@@ -1,6 +1,6 @@
 """Tiled loss: the head returns lazy logits, of which a loss is computed some tokens at a time.
 
-The mechanism is `memscale.tiling`; here the head of a model is found, and gets a forward. Parameters that are at
+The mechanism is `memscale.tiling`; here the head of a model gets a forward. Parameters that are at
 home elsewhere (offloading) are fetched when the loss is computed, for as long as that takes, and not before.
 """
 
@@ -15,19 +15,19 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from memscale._torch import graph_task_id, hooks_are_allowed, is_traceable_wrapper_subclass
+from memscale._torch import graph_task_id, hooks_are_allowed
 from memscale.checkpointing.conditions import parameter_behind
 from memscale.observe.meter import Meter
 from memscale.offload.mapped_parameters import MappedParameters
-from memscale.profiler.blocks import find_blocks
-from memscale.techniques.base import Scene
-from memscale.techniques.forward import ReplacedForward
+from memscale.profiler import find_head
+from memscale.techniques.base import ModelSite
+from memscale.techniques.forward import ForwardOverride, ForwardStage, Stage
 from memscale.tiling import Head, LazyLogits, lazy_logits
 
 if TYPE_CHECKING:
-    from memscale.techniques.undo_log import Record
+    from memscale.techniques.undo_log import UndoLog
 
-__all__ = ["HeadForward", "TiledLoss", "find_head"]
+__all__ = ["TileHeadStage", "TiledLoss"]
 
 logger = logging.getLogger("memscale")
 
@@ -35,116 +35,59 @@ logger = logging.getLogger("memscale")
 class TiledLoss:
     """What `Plan.loss` says, on a model."""
 
-    def attach(self, scene: Scene, record: Record) -> None:
-        settings = scene.plan.loss
+    def attach(self, site: ModelSite, log: UndoLog) -> None:
+        settings = site.plan.loss
         if settings is None:
             return
-        name, head, objection = find_head(scene.model)
+        name, head, reason = find_head(site.model)
+        foreign = None if head is None else _foreign_forward(head)
+        if foreign is not None:
+            head, reason = None, f"{name} has a forward of its own ({foreign}), put there by others"
         if head is None:
-            if scene.config is None or scene.config.enable_logging:
-                logger.warning("Head and loss are not tiled: %s.", objection)
+            if site.config is None or site.config.enable_logging:
+                logger.warning("Head and loss are not tiled: %s.", reason)
             return
-        device = scene.device if scene.homes.device is not None else None
-        forward = HeadForward(head, settings.rows, device, scene.homes.mapped, scene.meter)
-        record.set_attribute(head, "forward", forward, name=name)
+        device = site.device if site.homes.device is not None else None
+        log.add_stage(head, TileHeadStage(settings.rows, device, site.homes.mapped, site.meter), name=name)
 
 
-def find_head(model: nn.Module) -> tuple[str, nn.Linear | None, str]:
-    """The linear layer that makes the logits: its name, itself, and, if there is none to be tiled, the reason.
-
-    It is what the model calls its output embeddings, as Hugging Face's models do; else it is outside of the
-    repeated layers, and has an output for each word or, without words, more outputs than others.
-
-    Example:
-        >>> model = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 16), nn.Linear(16, 100))
-        >>> find_head(model)[0]
-        '2'
-    """
-    names = {id(module): name for name, module in model.named_modules()}
-    said = getattr(model, "get_output_embeddings", None)
-    head = said() if callable(said) else None
-    if head is None or id(head) not in names:
-        head = _largest_output(model)
-    if head is None:
-        return "", None, f"{type(model).__name__} has no linear layer for a head"
-    name = names[id(head)]
-    objection = _objection(head)
-    if objection is not None or not isinstance(head, nn.Linear):
-        return name, None, f"{name} {objection}"
-    return name, head, ""
-
-
-def _largest_output(model: nn.Module) -> nn.Module | None:
-    """The last linear layer with an output for each row of an embedding; if there is none, that with the most."""
-    inside = tuple(
-        f"{member}." for block in find_blocks(model) if block.role == "repeated" for member in block.members
-    )
-    linear = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not name.startswith(inside)
-    ]
-    words = {table.num_embeddings for table in model.modules() if isinstance(table, nn.Embedding)}
-    for module in reversed(linear):
-        if module.out_features in words:
-            return module
-    return max(reversed(linear), key=lambda module: module.out_features, default=None)
-
-
-def _objection(head: nn.Module) -> str | None:
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        return f"is a {type(head).__name__}, which computes in a way of its own"
-    weight = head._parameters.get("weight")
-    if weight is None or not weight.is_floating_point() or is_traceable_wrapper_subclass(weight):
-        return "has a weight that is not an ordinary parameter"
+def _foreign_forward(head: nn.Module) -> str | None:
+    """Name the class of a forward that others have put on the head, below the override of this library."""
     forward = vars(head).get("forward")
     # A tiled head can do without those of ours: it saves nothing, and fetches what it needs itself.
-    while isinstance(forward, ReplacedForward):
-        forward = forward._before
-    return (
-        None
-        if forward is None
-        else f"has a forward of its own ({type(forward).__name__}), put there by others"
-    )
+    if isinstance(forward, ForwardOverride):
+        forward = forward.inner
+    return None if forward is None else type(forward).__name__
 
 
-class HeadForward(ReplacedForward):
-    """The forward of a head whose logits are lazy. See Note [Lazy logits].
+class TileHeadStage(ForwardStage):
+    """Makes a head's logits lazy. See Note [Lazy logits].
 
     Args:
-        module: The head.
         rows: How many tokens make a tile.
         device: Where it computes, if its parameters may be at home elsewhere.
         mapped: The parameters of the model that are at home on disk.
         meter: Told when backward comes by. Lazy logits do not pass the boundary by which others are seen.
     """
 
+    order = Stage.TILE_HEAD
+
     def __init__(
-        self,
-        module: nn.Linear,
-        rows: int,
-        device: torch.device | None,
-        mapped: MappedParameters,
-        meter: Meter,
+        self, rows: int, device: torch.device | None, mapped: MappedParameters, meter: Meter
     ) -> None:
-        super().__init__(module)
         self._rows = rows
         self._device = device
         self._mapped = mapped
         self._meter = meter
 
     def run(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if _in_static_graph():
-            return forward(*args, **kwargs)
+            return call_next(*args, **kwargs)
         hidden = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(hidden, torch.Tensor) or isinstance(hidden, LazyLogits) or not hooks_are_allowed():
-            return forward(*args, **kwargs)
+            return call_next(*args, **kwargs)
         if self._device is not None and hidden.device.type == "cpu":
             hidden = hidden.to(self._device, non_blocking=True)
         # Inside an offloaded block the module has working copies when it runs, which must not be held on to.
@@ -153,11 +96,11 @@ class HeadForward(ReplacedForward):
             for each in (module._parameters["weight"], module._parameters["bias"])
         )
         if not isinstance(weight, nn.Parameter) or not isinstance(bias, (nn.Parameter, type(None))):
-            return forward(*args, **kwargs)  # other weights, by torch.func.functional_call
+            return call_next(*args, **kwargs)  # other weights, by torch.func.functional_call
         dtype = _computed_in(hidden, weight)
         tensors = [each for each in (hidden, weight, bias) if each is not None]
         if dtype is None or hidden.dim() < 2 or not any(each.requires_grad for each in tensors):
-            return forward(*args, **kwargs)
+            return call_next(*args, **kwargs)
         if hidden.requires_grad and not hidden.is_leaf:
             hidden.register_hook(self._seen_backward)  # type: ignore[no-untyped-call]
         return lazy_logits(hidden, Head(weight, bias, dtype, self._rows, self._borrowed))

@@ -19,16 +19,16 @@ import torch
 from torch import nn
 
 from memscale.execution_plan import Tiling
-from memscale.techniques.base import Site
-from memscale.techniques.forward import ReplacedForward
+from memscale.techniques.base import LayerSite
+from memscale.techniques.forward import ForwardStage, Stage
 from memscale.tiling import run_in_tiles
 from memscale.tiling.positionwise import NotPositionWise, show_position_wise
 from memscale.tiling.sdpa import AttentionHandedOver, eager_attention
 
 if TYPE_CHECKING:
-    from memscale.techniques.undo_log import Record
+    from memscale.techniques.undo_log import UndoLog
 
-__all__ = ["ActivationTiling", "Place", "TiledForward", "find_places"]
+__all__ = ["ActivationTiling", "Place", "TileStage", "find_places"]
 
 # Methods of a block that are an MLP: of Hugging Face's encoders, and of torch's own transformer layers.
 METHODS = ("feed_forward_chunk", "ff_chunk", "_ff_block")
@@ -58,10 +58,10 @@ class ActivationTiling:
     name = "tiling"
 
     def __init__(self) -> None:
-        # What `objection` has found, for `attach`, which comes next.
+        # What `unsupported_reason` has found, for `attach`, which comes next.
         self._found: weakref.WeakKeyDictionary[nn.Module, list[Place]] = weakref.WeakKeyDictionary()
 
-    def objection(self, site: Site) -> str | None:
+    def unsupported_reason(self, site: LayerSite) -> str | None:
         if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):
             return "it is a scripted module, whose forward cannot be replaced"
         for module in site.modules:
@@ -70,20 +70,19 @@ class ActivationTiling:
             return "no wide layer inside is known to be position-wise"
         return None
 
-    def attach(self, site: Site, record: Record) -> None:
+    def attach(self, site: LayerSite, log: UndoLog) -> None:
         rows = (site.layer.tiling or Tiling(DEFAULT_ROWS)).rows
         for member, module in zip(site.layer.members, site.modules, strict=True):
             places = self._found.pop(module, None) or find_places(module)
             for place in places:
                 owner = module.get_submodule(place.name)
                 name = ".".join(filter(None, (member, place.name)))
-                forward = TiledForward(owner, rows, place)
-                record.set_attribute(owner, place.attribute, forward, name=name)
+                log.add_stage(owner, TileStage(rows, place), method=place.attribute, name=name)
         configs = eager_attention(site.model)
         if configs:
             handed_over = AttentionHandedOver(configs)
-            record.add(handed_over)
-            record.add_forward_pre_hook(site.model, _AttentionsAsked(handed_over))
+            log.add(handed_over)
+            log.add_forward_pre_hook(site.model, _AttentionsAsked(handed_over))
 
 
 class _AttentionsAsked:
@@ -146,38 +145,26 @@ def _widths(matrices: Sequence[torch.Tensor]) -> list[int]:
     return list(sides)[:MOST_WIDTHS]
 
 
-class TiledForward(ReplacedForward):
-    """A position-wise method of a module, called some positions at a time. See Note [Tiles of positions].
+class TileStage(ForwardStage):
+    """Calls a position-wise method of a module some positions at a time. See Note [Tiles of positions].
 
     Args:
-        module: The module.
         rows: How many positions make a tile.
         place: Which method it is, and what it uses.
     """
 
-    def __init__(self, module: nn.Module, rows: int, place: Place) -> None:
-        super().__init__(module)
+    order = Stage.TILE
+
+    def __init__(self, rows: int, place: Place) -> None:
         self._rows = rows
         self._attribute = place.attribute
         self._uses = place.uses
-        if place.attribute != "forward":
-            self._before = vars(module).get(place.attribute)
 
     def run(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         x = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(x, torch.Tensor) or x.dim() != 3 or x.shape[0] * x.shape[1] <= self._rows:
-            return forward(*args, **kwargs)
+            return call_next(*args, **kwargs)
         modules = [module] if self._attribute == "forward" else [module._modules[name] for name in self._uses]
-        return run_in_tiles(forward, x, self._rows, [each for each in modules if each is not None])
-
-    def _forward_of(self, module: nn.Module) -> Callable[..., Any]:
-        if self._before is not None:
-            return self._before
-        method: Callable[..., Any] = getattr(type(module), self._attribute).__get__(module)
-        return method
+        return run_in_tiles(call_next, x, self._rows, [each for each in modules if each is not None])

@@ -1,23 +1,22 @@
-"""Loss scaling without a change to the loop: gradients are large on their way, and right where they arrive.
+"""Loss scaling without a change to the training loop.
 
 Note [Loss scaling]
 ~~~~~~~~~~~~~~~~~~~
-In fp16 small gradients are rounded to zero. So a backward pass that goes through a model which computed in fp16
-begins with a gradient that is multiplied by a scale, a power of two, and whatever arrives at a leaf of the graph
-is divided by it, in 32 bits, before it is added to what is there. Seen from the loop nothing is scaled:
-`p.grad`, accumulation, clipping, the hooks of parameters and DDP see true gradients, those of other parts of the
-loss included, because all of the pass is scaled, and all of it is divided.
+In fp16 small gradients are rounded to zero. A backward pass through a model that computed in fp16 therefore begins
+with a gradient that is multiplied by a scale, a power of two, and whatever arrives at a leaf of the graph is divided
+by it, in 32 bits, before it is accumulated. The loop sees nothing of it: `p.grad`, accumulation, clipping, hooks of
+parameters and DDP see true gradients, those of other parts of the loss included, because the whole pass is scaled and
+all of its leaves are divided.
 
-*How.* While such a model is attached, `torch.autograd.backward`, which `Tensor.backward` calls, is exchanged for
-one (``backward.py``) that looks through the graph for the leaves; if parameters of the model are among them, it puts a
-hook on every leaf for the length of the pass, before the hooks that are there. A pass that does not come by here
-(`torch.autograd.grad`, a function that someone imported before) is not scaled, and right as well.
+*How.* A subscriber of `_torch.BACKWARD` (``backward.py``) collects the leaves of the graph; if parameters of the model
+are among them, it puts a hook on every leaf for the duration of the pass, before the hooks that are there. A pass
+that does not go through `torch.autograd.backward` (`torch.autograd.grad`, say) is not scaled, which is right too.
 
-*Inside a backward pass* (torch's reentrant checkpointing) another one runs with gradients that are scaled already;
-there, only the parameters of the model are divided: other leaves are ends that the outer pass goes on from.
+*Inside a backward pass* (torch's reentrant checkpointing) another one runs with gradients that are scaled already.
+There, only the parameters of the model are divided: other leaves are where the outer pass goes on from.
 
-*Overflow.* If a gradient is not finite when an optimizer is about to step, its step is not made, and the scale is
-halved, as torch's `GradScaler` has it. `GradScaler` itself, if the loop has one, is noticed at its first
+*Overflow.* If a gradient is not finite when an optimizer is about to step, the step is skipped and the scale is
+halved, as torch's `GradScaler` does. If the loop has a `GradScaler` of its own, this is noticed at its first
 `scale(...)`, and nothing is scaled here from then on.
 """
 
@@ -37,12 +36,47 @@ from memscale.optimizer.closure import closure_of, evaluated
 from memscale.optimizer.groups import members_of
 from memscale.optimizer.hooks import Surroundings
 from memscale.optimizer.kinds import has_own_step
-from memscale.precision import backward
-from memscale.precision.loss_scale import LossScale
+from memscale.precision.backward import start_scaling, stop_scaling
 
-__all__ = ["LossScaling"]
+__all__ = ["LossScale", "LossScaling"]
 
 logger = logging.getLogger("memscale")
+
+
+FIRST_SCALE = 2.0**16
+GROWTH_INTERVAL = 2000
+LEAST_SCALE = 2.0**-24
+LARGEST_SCALE = 2.0**120  # beyond, 32 bits overflow too
+
+
+class LossScale:
+    """A power of two that halves when gradients overflow, and doubles after many steps in which none did.
+
+    The constants are those of torch's `GradScaler`.
+
+    Example:
+        >>> scale = LossScale()
+        >>> scale.back_off()
+        >>> scale.value
+        32768.0
+    """
+
+    def __init__(self) -> None:
+        self.value = FIRST_SCALE
+        self._steps_since_change = 0
+
+    def back_off(self) -> None:
+        """Halve the scale: a step was skipped."""
+        self.value = max(self.value / 2, LEAST_SCALE)
+        self._steps_since_change = 0
+
+    def note_step(self) -> None:
+        """Count a step that was made."""
+        self._steps_since_change += 1
+        if self._steps_since_change == GROWTH_INTERVAL:
+            self._steps_since_change = 0
+            if self.value < LARGEST_SCALE:
+                self.value *= 2
 
 
 class LossScaling:
@@ -74,30 +108,30 @@ class LossScaling:
     def attach(self) -> None:
         """Scale from now on."""
         self._is_attached = True
-        backward.begin(self)
+        start_scaling(self)
         self._surroundings.attach()
 
     def detach(self) -> None:
         """Nothing is scaled, no step is looked at."""
         self._is_attached = False
         self._surroundings.remove()
-        backward.end(self)
+        stop_scaling(self)
 
     def note_forward(self, *, ours: bool) -> None:
         """The model is being called, in a precision that is MemScale's or the loop's own."""
         self._computed = ours
 
-    def step_back(self) -> None:
+    def defer_to_loop(self) -> None:
         """The loop scales its loss itself."""
         self._computed = False
-        backward.end(self)
+        stop_scaling(self)
 
     @property
     def factor(self) -> float:
         """The scale of a backward pass that begins now; 1 if it is not to be scaled."""
         return self.scale.value if self._computed else 1
 
-    def parameters(self) -> set[int]:
+    def parameter_ids(self) -> set[int]:
         """The ids of the model's parameters."""
         module = self._module()
         return set() if module is None else {id(parameter) for parameter in module.parameters()}
@@ -109,7 +143,7 @@ class LossScaling:
     # ------------------------------------------------------------------ steps
 
     def _meet(self, optimizer: Optimizer) -> None:
-        parameters = self.parameters()
+        parameters = self.parameter_ids()
         if any(id(member.parameter) in parameters for member in members_of(optimizer)):
             self._surroundings.install(type(optimizer))
 
@@ -129,7 +163,7 @@ class LossScaling:
                 return loss
             if self._last_growth != self._passes:
                 self._last_growth = self._passes
-                self.scale.went_well()
+                self.scale.note_step()
         return step(*args, **kwargs)
 
     def _warn_of_closure(self, optimizer: Optimizer) -> None:
@@ -147,7 +181,7 @@ class LossScaling:
         """Whether some of it is the model's, and a backward pass is or was scaled since its last step."""
         if self._seen.get(optimizer, 0) == self._passes:
             return False
-        parameters = self.parameters()
+        parameters = self.parameter_ids()
         if not any(id(member.parameter) in parameters for member in members_of(optimizer)):
             return False
         self._seen[optimizer] = self._passes
@@ -157,7 +191,7 @@ class LossScaling:
         self.skipped += 1
         if self._last_backoff != self._passes:  # several optimizers, one overflow
             self._last_backoff = self._passes
-            self.scale.overflowed()
+            self.scale.back_off()
         if self._logs and self.skipped == 1:
             logger.warning(
                 "fp16: gradients overflowed, so that this step of %s was not made; the scale of the loss is "

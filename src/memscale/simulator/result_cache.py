@@ -35,9 +35,9 @@ from memscale._torch import (
     warn_on_data_pointer,
 )
 
-__all__ = ["FORGOTTEN", "RememberingMode"]
+__all__ = ["NOT_CACHED", "CachingFakeMode"]
 
-FORGOTTEN = object()
+NOT_CACHED = object()
 
 _META = torch.device("meta")
 _BY_VALUE = frozenset(
@@ -88,7 +88,7 @@ _recipes: dict[Any, _Recipe | None] = {}
 _NEW = _Value(None)  # this very object: not looked at yet
 
 
-class RememberingMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
+class CachingFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
     """Torch's fake mode, asked only once for each result. See Note [Remembered results]."""
 
     def __init__(self, **options: Any) -> None:
@@ -120,16 +120,16 @@ class RememberingMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `
             return self.dispatch(func, types, args, kwargs)
         return self._follow(recipe, args)
 
-    def recall(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What an operation makes, if that is remembered, else `FORGOTTEN`; to be called while no mode is on.
+    def cached_result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What an operation makes, if that is remembered, else `NOT_CACHED`; to be called while no mode is on.
 
         For a mode that stands before this one: to get here by torch's dispatcher takes as long as the rest.
         """
         try:
             recipe = _recipes.get(self._key(func, args, kwargs))
         except _Unknown:
-            return FORGOTTEN
-        return FORGOTTEN if recipe is None else self._follow(recipe, args)
+            return NOT_CACHED
+        return NOT_CACHED if recipe is None else self._follow(recipe, args)
 
     def _ask(
         self, key: Any, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -1,24 +1,40 @@
-"""The device name ``vgpu``: torch's PrivateUse1 slot, answered from Python.
+"""The device `vgpu`: torch's PrivateUse1 slot, answered from Python.
 
-torch has one such slot
-per process and no way to clear it again: after the first use the name ``vgpu`` stays known, but outside a
-``simulate`` or ``executing`` block the device says that it is not available and has no memory.
+torch has one such slot per process and no way to clear it: after the first use the name `vgpu` stays known, but
+outside a `simulate` or `executing` block the device reports that it is not available.
+
+Note [Errors in backward]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+While autograd unwinds from an error it asks the device's guard for its device type. A guard written in Python fails
+when it runs with an error set, in a place where C++ allows no exceptions: the process ends (torch 2.13). So the guard
+stores the error before it answers, and the error is raised again where the user called `backward`. An error in a
+hook, in the unpacking of a saved tensor or in an operation then behaves as on any other device.
+
+This relies on a detail of CPython: `ctypes` raises an error that is set.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
+from torch.autograd import graph
 
-from memscale._torch import PrivateDeviceHooks, set_up_private_device
+from memscale._torch import (
+    PRIVATE_DEVICE_TYPE,
+    Generator,
+    PrivateDeviceGuard,
+    PrivateDeviceHooks,
+    private_device_name,
+    set_up_private_device,
+)
 from memscale.errors import SimulationError
 from memscale.memory.tracker import MemoryTracker
-from memscale.simulator.guard import Guard
-from memscale.simulator.streams import VirtualEvent, VirtualStream
+from memscale.simulator.patches import attribute
 
 NAME = "vgpu"
 AMP_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -40,6 +56,83 @@ class VirtualDevice(Protocol):
     def set_rng_state(self, state: torch.Tensor) -> None: ...
 
     def manual_seed(self, seed: int) -> None: ...
+
+
+def _device() -> torch.device:
+    return torch.device(private_device_name(), 0)
+
+
+class VirtualStream(torch.Stream):
+    """A stream on which everything is done at once."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **options: Any) -> VirtualStream:
+        return super().__new__(cls, device=_device())
+
+
+class VirtualEvent(torch.Event):
+    """An event that has happened."""
+
+    def __new__(cls, *args: Any, **options: Any) -> VirtualEvent:
+        return super().__new__(cls, device=_device())
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: torch.Event) -> float:
+        return 0.0
+
+
+class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
+    """Every generator counts as one, also those made before the block began."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, Generator)
+
+
+class VirtualGenerator(torch.Generator, metaclass=_AnyGenerator):
+    """The host's generator, which the virtual device's operations take as well."""
+
+    def __new__(cls, device: Any = "cpu") -> VirtualGenerator:
+        here = torch.device(device).type in ("cuda", _device().type)
+        return super().__new__(cls, "cpu" if here else device)  # type: ignore[call-arg]
+
+
+_DEVICE_TYPE = PRIVATE_DEVICE_TYPE
+_raise_what_is_set = ctypes.pythonapi.PyErr_Occurred
+_raise_what_is_set.restype = ctypes.c_void_p
+_put_aside: list[BaseException] = []
+
+
+class Guard(PrivateDeviceGuard):
+    """The guard of a device that has nothing to guard."""
+
+    def type_(self) -> Any:
+        try:
+            _raise_what_is_set()
+        except BaseException as error:  # even an interrupt: it is raised again a moment later
+            _put_aside.append(error)
+        return _DEVICE_TYPE
+
+
+@contextlib.contextmanager
+def errors_after_backward() -> Iterator[None]:
+    """Raise what was put aside when backward returns to the user. See Note [Errors in backward]."""
+    run_backward = graph._engine_run_backward
+
+    def run_and_raise(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run_backward(*args, **kwargs)
+        except SystemError:  # "returned NULL without setting an exception": the guard has it
+            if not _put_aside:
+                raise
+        raise _put_aside.pop()
+
+    with contextlib.ExitStack() as stack:
+        for owner in (graph, torch.autograd):
+            if hasattr(owner, "_engine_run_backward"):
+                stack.enter_context(attribute(owner, "_engine_run_backward", run_and_raise))
+        stack.callback(_put_aside.clear)
+        yield
 
 
 _active: VirtualDevice | None = None

@@ -1,4 +1,4 @@
-"""Note [Remembered results]: equal operations are looked up, and give what torch would give."""
+"""Note [Cached results]: equal operations are looked up, and give what torch would give."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memscale.simulator import remembered, simulate
+from memscale.simulator import result_cache, simulate
 from memscale.simulator.fake import FakeMode
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known() -> Iterator[None]:
-    remembered._recipes.clear()
+    result_cache._recipes.clear()
     yield
-    remembered._recipes.clear()
+    result_cache._recipes.clear()
 
 
 @pytest.fixture
@@ -182,18 +182,18 @@ def test_gradients_flow() -> None:
 
 
 def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered, "_MOST", 10)
+    monkeypatch.setattr(result_cache, "_MOST", 10)
     with FakeMode():
         for size in range(1, 40):
             assert torch.ones(size).add(1).shape == (size,)
-    assert 0 < len(remembered._recipes) <= 10
+    assert 0 < len(result_cache._recipes) <= 10
 
 
 def test_no_tensor_is_kept_alive() -> None:
     with FakeMode():
         x, y = _tensors()
         _ = x + y, x.view(24), x.mul_(y)
-    kept = tree_leaves([*remembered._recipes, *remembered._recipes.values()])
+    kept = tree_leaves([*result_cache._recipes, *result_cache._recipes.values()])
     assert kept
     assert not any(isinstance(each, torch.Tensor) for each in kept)
 
@@ -210,13 +210,13 @@ class _Heard(TorchDispatchMode):
 
 def test_a_simulation_recalls_without_asking_the_fake_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
-    dispatch = remembered.RememberingMode.__torch_dispatch__
+    dispatch = result_cache.CachingFakeMode.__torch_dispatch__
 
     def noted(self: Any, func: Any, *rest: Any) -> Any:
         heard.append(str(func))
         return dispatch(self, func, *rest)
 
-    monkeypatch.setattr(remembered.RememberingMode, "__torch_dispatch__", noted)
+    monkeypatch.setattr(result_cache.CachingFakeMode, "__torch_dispatch__", noted)
     with simulate("RTX 3090") as simulation:
         x = torch.empty(4, 6, device=simulation.device)
         first = x + x

@@ -1,0 +1,377 @@
+"""Where a step is rehearsed: a device as the simulator knows it, with room for any step.
+
+A cache for generation has no place in a profile of training: while a plan is attached, it is off.
+
+The static profile: one step on fake tensors, with equal blocks run only twice.
+
+Note [Shortened models]
+~~~~~~~~~~~~~~~~~~~~~~~
+Forty-eight equal layers need the same: it is enough to run two of them (two, because the first may differ: its
+input may need no gradient). So the fake copy of the model is shortened before it runs: of each run of equal blocks
+in a ``ModuleList`` the first two stay. The cost grows with the number of distinct blocks, not with depth. Where a
+model does not run without its other blocks (a U-Net's skip connections), it is run whole.
+
+The empirical profile: one real step, where fake tensors cannot follow (shapes that depend on data).
+
+The run is guarded: weights are not stepped, gradients are asked for instead of accumulated (so that hooks that wait
+for them, those of DistributedDataParallel or of an optimizer in backward, do not hear of it; reentrant checkpoints
+refuse that, and there they are accumulated and dropped), buffers are exchanged
+for copies (so that batch-norm statistics stay), random states, training flags and counters are put back. Forward hooks
+that the user has put on the model do run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from memscale._util.attributes import Attributes
+from memscale._util.rng import RngState
+from memscale.errors import ProfileError
+from memscale.hardware import DeviceSpec, find_gpu
+from memscale.memory.allocator import CachingAllocator
+from memscale.memory.tracker import MemoryTracker
+from memscale.profiler.blocks import Block, find_blocks, stacks
+from memscale.profiler.build import build_profile, run_step
+from memscale.profiler.profile import ModelProfile
+from memscale.profiler.recorder import Recorder
+from memscale.profiler.sample import Sample
+from memscale.simulator import Simulation, simulate
+
+ROOM = 1 << 50  # a step that does not fit has a peak too: it is what the user is told
+DEFAULT_CAPABILITY = (8, 6)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device to rehearse for.
+
+    Attributes:
+        kind: "cpu", with the CPU's kernels and exact bytes, or "vgpu", with CUDA's and its allocator.
+        capability: NVIDIA's compute capability, which decides about attention kernels and workspaces.
+    """
+
+    kind: Literal["cpu", "vgpu"]
+    capability: tuple[int, int] = DEFAULT_CAPABILITY
+
+    @classmethod
+    def of(cls, device: DeviceSpec) -> Place:
+        """The stand-in for a device.
+
+        >>> from memscale.hardware import virtual_hardware
+        >>> Place.of(virtual_hardware("H100").device)
+        Place(kind='vgpu', capability=(9, 0))
+        """
+        if device.kind == "cpu":
+            return cls("cpu")
+        return cls("vgpu", device.compute_capability or DEFAULT_CAPABILITY)
+
+    @property
+    def counts_exactly(self) -> bool:
+        """Whether memory is counted to the byte, not in the allocator's units."""
+        return self.kind == "cpu"
+
+    def simulate(self) -> AbstractContextManager[Simulation]:
+        gpu = replace(find_gpu("RTX 3090"), memory_bytes=ROOM, compute_capability=self.capability)
+        return simulate(gpu, device=self.kind)
+
+
+def uses_cache(model: nn.Module) -> bool:
+    """Whether a part of a Hugging Face model makes a cache unless it is told not to."""
+    return bool(_configs(model))
+
+
+@contextlib.contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """``config.use_cache`` is off in every part of a Hugging Face model that has it, inside the block."""
+    switched_off = _configs(model)
+    for config in switched_off:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in switched_off:
+            config.use_cache = True
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return [config for config in configs if getattr(config, "use_cache", None) is True]
+
+
+KEPT_OF_EQUAL = 2
+
+
+def profile_static(
+    model: nn.Module,
+    sample: Sample,
+    place: Place,
+    *,
+    with_cache: bool = False,
+    prepare: Callable[[nn.Module], object] | None = None,
+    at_home: bool = False,
+    resident: Mapping[str, tuple[str, ...]] | None = None,
+) -> ModelProfile:
+    """Profile a training step on fake tensors.
+
+    Args:
+        model: the model; it is not changed.
+        sample: how it is called.
+        place: the device to account for.
+        with_cache: leave the cache for generation as the model has it; it is off while a plan is attached.
+        prepare: called with the fake copy, shortened, before it runs, to change what its step needs.
+        at_home: that sends its parameters to the tier below.
+        resident: names of the parameters that it does not send there, by block; found by the profile if not given.
+
+    Raises:
+        Exception: whatever the model raises on fake tensors; the caller falls back to a real run.
+    """
+    blocks = find_blocks(model)
+    short = _shortening(model, blocks)
+    if short:
+        try:
+            found = _profile(model, sample, place, blocks, short, with_cache, prepare, at_home, resident)
+        except Exception as error:
+            why = f"as it does not run shortened ({type(error).__name__})"
+        else:
+            if resident is not None or not any(found.block(name).resident for name in short.values()):
+                return found
+            # Of the blocks that it stands in for, the model may read one only.
+            why = "as a block that stands in for others is read outside of its forward"
+        whole = _profile(model, sample, place, blocks, {}, with_cache, prepare, at_home, resident)
+        return replace(whole, reason=f"{whole.reason}, whole, {why}")
+    return _profile(model, sample, place, blocks, {}, with_cache, prepare, at_home, resident)
+
+
+def _profile(
+    model: nn.Module,
+    sample: Sample,
+    place: Place,
+    blocks: Sequence[Block],
+    short: dict[str, str],
+    with_cache: bool,
+    prepare: Callable[[nn.Module], object] | None,
+    at_home: bool,
+    resident: Mapping[str, tuple[str, ...]] | None,
+) -> ModelProfile:
+    with place.simulate() as simulation:
+        left_out = [model.get_submodule(block.members[0]) for block in blocks if block.name in short]
+        twin = simulation.copy_of(model, without=left_out).train(model.training)
+        named = {
+            block.name: [twin.get_submodule(member) for member in block.members]
+            for block in blocks
+            if block.name not in short
+        }
+        _shorten(twin, short)
+        if prepare is not None:
+            prepare(twin)
+        batch = Sample(simulation.batch_of(sample.args), simulation.batch_of(sample.kwargs))
+        recorder = Recorder(simulation.tracker, simulation.device)
+        cache = contextlib.nullcontext() if with_cache else without_cache(twin)
+        with recorder.listening(list(named.items())), cache:
+            run_step(twin, batch, recorder, torch.autograd.backward)
+    ran = sum(1 for block in blocks if block.name not in short)
+    reason = f"{ran} of {len(blocks)} blocks run on fake tensors" if short else "run on fake tensors"
+    return build_profile(
+        model,
+        blocks,
+        recorder.step,
+        stand_ins=short,
+        source="static",
+        reason=reason,
+        batch=sample.describe(),
+        exact_bytes=place.counts_exactly,
+        at_home=at_home,
+        resident=resident,
+    )
+
+
+# ---------------------------------------------------------------------- shortening
+
+
+def _shortening(model: nn.Module, blocks: Sequence[Block]) -> dict[str, str]:
+    """Blocks that need not run, each with the equal block that stands in for it."""
+    short: dict[str, str] = {}
+    for stack in stacks(blocks):
+        if not isinstance(model.get_submodule(stack[0].container), nn.ModuleList):
+            continue
+        for _, run in groupby(stack, key=lambda block: block.signature):
+            equal = list(run)
+            for block in equal[KEPT_OF_EQUAL:]:
+                short[block.name] = equal[KEPT_OF_EQUAL - 1].name
+    return short
+
+
+def _shorten(twin: nn.Module, short: dict[str, str]) -> None:
+    by_container: dict[str, set[str]] = {}
+    for name in short:
+        container, _, index = name.rpartition(".")
+        by_container.setdefault(container, set()).add(index)
+    for container, dropped in by_container.items():
+        modules = twin.get_submodule(container)
+        kept = [module for index, module in modules._modules.items() if index not in dropped]
+        modules._modules.clear()
+        modules._modules.update({str(index): module for index, module in enumerate(kept)})
+
+
+def profile_empirical(model: nn.Module, sample: Sample, *, reason: str) -> ModelProfile:
+    """Profile a real forward and backward on the model's own device; the model is as before afterwards."""
+    device = _device_of(model)
+    blocks = find_blocks(model)
+    allocators = {} if device.type == "cpu" else {device.type: CachingAllocator}
+    batch = sample.on(device)
+    with untouched(model), without_cache(model):
+        tracker = MemoryTracker(model, *batch.tensors(), allocators=allocators)
+        recorder = Recorder(tracker, device)
+        named = [(block.name, [model.get_submodule(path) for path in block.members]) for block in blocks]
+        with tracker, recorder.listening(named):
+            run_step(model, batch, recorder, gradients_of(model))
+    return build_profile(
+        model,
+        blocks,
+        recorder.step,
+        stand_ins={},
+        source="empirical",
+        reason=reason,
+        batch=sample.describe(),
+        exact_bytes=device.type == "cpu",
+    )
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Leave gradients, buffers, plain attributes, random states and training flags as they were before the block."""
+    attributes = Attributes(list(model.modules()))
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    flags = [(module, module.training) for module in model.modules()]
+    buffers = [(module, module._buffers) for module in model.modules() if module._buffers]
+    random = RngState(sorted({parameter.device.type for parameter, _ in gradients}))
+    for parameter, _ in gradients:
+        parameter.grad = None
+    copies: dict[int, torch.Tensor] = {}
+    for module, own in buffers:
+        module.__dict__["_buffers"] = {name: _copy(buffer, copies) for name, buffer in own.items()}
+    try:
+        yield
+    finally:
+        attributes.take_back()
+        for module, own in buffers:
+            module.__dict__["_buffers"] = own
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, training in flags:
+            module.training = training
+        random.restore()
+
+
+def gradients_of(model: nn.Module) -> Callable[[torch.Tensor], object]:
+    """A backward that makes every gradient and stores none, unless the graph allows no other way.
+
+    Raises:
+        ProfileError: gradients must be stored, and hooks of the user's wait for that.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    waited_for = any(parameter._post_accumulate_grad_hooks for parameter in trained)
+
+    def backward(loss: torch.Tensor) -> object:
+        if not is_reentrant(loss):
+            return torch.autograd.grad(loss, trained, allow_unused=True)
+        if waited_for:
+            raise ProfileError(
+                f"{type(model).__name__} can't be profiled by a real run: its torch.utils.checkpoint(use_reentrant="
+                "True) stores gradients in backward, and it has hooks that run when one is stored, which a profiling "
+                "run must not call. Pass use_reentrant=False to torch.utils.checkpoint."
+            )
+        torch.autograd.backward(loss)
+        return None
+
+    return backward
+
+
+def is_reentrant(loss: torch.Tensor) -> bool:
+    """Return whether the graph of a loss has reentrant checkpoints, which `torch.autograd.grad` refuses."""
+    waiting = [loss.grad_fn]
+    seen: set[object] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        waiting.extend(each for each, _ in node.next_functions)
+    return False
+
+
+def _copy(buffer: torch.Tensor | None, copies: dict[int, torch.Tensor]) -> torch.Tensor | None:
+    if buffer is not None and id(buffer) not in copies:
+        copies[id(buffer)] = buffer.detach().clone()
+    return None if buffer is None else copies[id(buffer)]
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def profile_model(
+    model: nn.Module, sample: Sample, place: Place, *, static: bool = True, empirical: bool = True
+) -> ModelProfile:
+    """Profile one training step: on fake tensors if possible, by a guarded real run if not.
+
+    A profile of a step that calls no block at all is of little use: where a copy of the model calls none (a forward
+    that someone has put on the model may refer to the original), a real run is tried too.
+
+    Args:
+        model: the model; it is not changed.
+        sample: how it is called.
+        place: the device to account for.
+        static: try fake tensors first (``Config.use_static_profiling``).
+        empirical: fall back to a real run (``Config.use_empirical_fallback``).
+
+    Raises:
+        ProfileError: neither way worked, with the reasons.
+    """
+    why_not_static = "use_static_profiling=False"
+    is_on_meta = any(parameter.is_meta for parameter in model.parameters())
+    if static:
+        try:
+            profile = profile_static(model, sample, place)
+        except Exception as error:
+            why_not_static = f"fake tensors failed: {type(error).__name__}: {_first_line(error)}"
+        else:
+            if profile.calls_blocks or not empirical or is_on_meta:
+                return profile
+            why_not_static = "a copy of the model on fake tensors calls none of its layers"
+    name = type(model).__name__
+    if not empirical:
+        raise ProfileError(
+            f"{name} can't be profiled without running it ({why_not_static}), and a real run is switched off "
+            "by use_empirical_fallback=False. Check that sample_input is what the model takes in training, or "
+            "allow the fallback."
+        )
+    if is_on_meta:
+        raise ProfileError(
+            f"{name} can't be profiled without running it ({why_not_static}), and it can't be run while its "
+            "weights are on the meta device. Check sample_input, or materialise the model first."
+        )
+    try:
+        return profile_empirical(model, sample, reason=f"a real run ({why_not_static})")
+    except (torch.OutOfMemoryError, ProfileError):
+        raise
+    except Exception as error:
+        raise ProfileError(
+            f"{name} does not run on the sample: {type(error).__name__}: {_first_line(error)}. The sample "
+            f"was: {sample.describe() or 'no tensors'}. Pass as sample_input what you pass to the model in "
+            "training."
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]

@@ -1,0 +1,385 @@
+"""Attention as CUDA's fused kernels account it.
+
+On CUDA ``scaled_dot_product_attention`` picks a kernel that never builds the score matrix: flash for 16 bits
+without a mask, memory-efficient for the rest. Both are aten operations with shape rules and gradients of
+their own, so that calling them on fake tensors shows what they allocate and what they keep for backward.
+
+Autocast on the virtual device, with CUDA's lists of operations.
+
+torch has autocast rules for each device it ships; a device registered from Python has none, and autocast
+would silently do nothing. The lists are those of CUDA in torch 2.13 (`aten/src/ATen/autocast_mode.h`).
+
+Operations that CUDA does in one kernel, and that torch takes apart on a device it has no kernel for.
+
+Taken apart they need temporaries that CUDA does not, and RMS norm keeps more for backward. These are all
+that torch 2.13 lists with a kernel for CUDA and a composite one for other devices.
+
+``"cuda"`` in user code means the virtual device while a simulation runs.
+
+A training script says ``model.to("cuda")`` and ``torch.autocast("cuda")``. On a build of torch without CUDA
+those words are rewritten to the virtual device's name, and the few ``torch.cuda`` questions that scripts ask
+are answered by it. Tensors still say ``vgpu`` when asked for their device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from memscale._torch import (
+    DispatchKey,
+    DispatchKeySet,
+    efficient_attention_is_enabled,
+    exclude_dispatch_keys,
+    flash_attention_is_enabled,
+    tree_leaves,
+    tree_map,
+)
+from memscale.simulator.device import NAME, VirtualGenerator
+from memscale.simulator.patches import attribute, operators
+
+aten = torch.ops.aten
+HALF = (torch.float16, torch.bfloat16)
+FLASH_HEAD_DIM = 256
+AMPERE = (8, 0)
+
+
+def choose_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    capability: tuple[int, int],
+) -> str:
+    """The kernel that CUDA would take: "flash", "efficient" or "math"."""
+    if query.dim() != 4:
+        return "math"
+    half, width = query.dtype in HALF, query.size(-1)
+    square = query.size(-2) == key.size(-2)
+    if (
+        flash_attention_is_enabled()
+        and half
+        and capability >= AMPERE
+        and mask is None
+        and (square or not causal)
+        and width == value.size(-1) <= FLASH_HEAD_DIM
+    ):
+        return "flash"
+    grouped = query.size(-3) != key.size(-3)
+    # Tensor cores read 16 bytes at a time; before Ampere they are not used for 32 bits.
+    alignment = 8 if half else 4 if capability >= AMPERE else 1
+    if (
+        efficient_attention_is_enabled()
+        and query.dtype is not torch.float64
+        and (query.dtype is not torch.bfloat16 or capability >= AMPERE)
+        and not grouped
+        and width % alignment == 0
+        and value.size(-1) % alignment == 0
+    ):
+        return "efficient"
+    return "math"
+
+
+def _expand_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """The efficient kernel takes an additive mask whose rows are aligned to 16 elements."""
+    if mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
+    length = mask.size(-1)
+    if length % 16:
+        mask = functional.pad(mask, (0, 16 - length % 16))[..., :length]
+    return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
+
+
+def fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    capability: tuple[int, int] = AMPERE,
+) -> torch.Tensor:
+    kernel = choose_kernel(query, key, value, attn_mask, is_causal, capability)
+    if kernel == "flash":
+        width = query.size(-1)
+        if width % 8:
+            scale = scale if scale is not None else 1 / math.sqrt(width)
+            query, key, value = (functional.pad(each, (0, -width % 8)) for each in (query, key, value))
+        flash: torch.Tensor = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return flash[..., :width] if flash.size(-1) != width else flash
+    if enable_gqa and query.size(-3) != key.size(-3):
+        groups = query.size(-3) // key.size(-3)
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    if kernel == "math":
+        math_out: torch.Tensor = aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+        )[0]
+        return math_out
+    needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    mask = None if attn_mask is None else _expand_mask(attn_mask, query, key)
+    out: torch.Tensor = aten._scaled_dot_product_efficient_attention(
+        query, key, value, mask, needs_grad, dropout_p, is_causal, scale=scale
+    )[0]
+    return out
+
+
+@contextlib.contextmanager
+def cuda_attention(capability: tuple[int, int], dispatch_key: str = "AutogradPrivateUse1") -> Iterator[None]:
+    """Inside the block the virtual device's attention takes CUDA's kernels."""
+
+    def kernel(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        return fused_attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            capability=capability,
+        )
+
+    with operators(dispatch_key) as implement:
+        implement("scaled_dot_product_attention", kernel)
+        yield
+
+
+KEY = "AutocastPrivateUse1"
+
+LOWER_PRECISION = """
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution prelu
+    addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm linalg_multi_dot
+    scaled_dot_product_attention
+"""
+FLOAT32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+    pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm nll_loss nll_loss2d
+    nll_loss_nd cross_entropy_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss soft_margin_loss
+    binary_cross_entropy_with_logits cosine_similarity cosine_embedding_loss margin_ranking_loss
+    hinge_embedding_loss triplet_margin_loss multi_margin_loss poisson_nll_loss logsumexp norm.Scalar
+    norm.ScalarOpt_dim dist pdist cdist renorm
+"""
+FLOAT32_BY_DTYPE_ARGUMENT = """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm sum sum.dim_IntList
+"""
+WIDEST_INPUT = """
+    addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put tensordot scatter_add vdot cat stack
+"""
+
+
+class _Casts:
+    """The casts of one block, with autocast's cache of weights."""
+
+    def __init__(self) -> None:
+        self.cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def clear(self) -> None:
+        self.cache.clear()
+
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if not _castable(value) or value.dtype is dtype:
+            return value
+        weight = (
+            dtype is not torch.float32
+            and value.dtype is torch.float32
+            and value.requires_grad
+            and value.is_leaf
+            and not value._is_view()
+        )
+        if not weight or not torch.is_autocast_cache_enabled():
+            return value.to(dtype)
+        if id(value) not in self.cache:
+            self.cache[id(value)] = (value, value.to(dtype))
+        return self.cache[id(value)][1]
+
+
+def _castable(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.device.type == NAME
+        and value.dtype is not torch.float64
+    )
+
+
+def _operator(name: str) -> Any | None:
+    base, _, overload = name.partition(".")
+    packet = getattr(torch.ops.aten, base, None)
+    return getattr(packet, overload or "default", None) if packet is not None else None
+
+
+def _autocast_kernel(operator: Any, policy: str, casts: _Casts) -> Callable[..., Any]:
+    takes_dtype = any(argument.name == "dtype" for argument in operator._schema.arguments)
+    off = DispatchKeySet(getattr(DispatchKey, KEY))
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with exclude_dispatch_keys(off):
+            if policy == "by dtype argument":
+                if takes_dtype and kwargs.get("dtype") is None and any(map(_castable, args)):
+                    kwargs = {**kwargs, "dtype": torch.float32}
+                return operator(*args, **kwargs)
+            if policy == "lower":
+                dtype = torch.get_autocast_dtype(NAME)
+            elif policy == "float32":
+                dtype = torch.float32
+            else:
+                present = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if _castable(leaf)}
+                dtype = torch.float32 if torch.float32 in present or not present else present.pop()
+            args, kwargs = tree_map(lambda leaf: casts.cast(leaf, dtype), (args, kwargs))
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+@contextlib.contextmanager
+def cuda_autocast() -> Iterator[None]:
+    """Inside the block ``torch.autocast("vgpu")`` does what ``torch.autocast("cuda")`` does."""
+    casts = _Casts()
+    clear = torch.clear_autocast_cache
+    rest = cast(Any, torch.library.Library)("_", "IMPL")
+
+    def clear_both() -> None:
+        casts.clear()
+        clear()
+
+    try:
+        rest.fallback(torch.library.fallthrough_kernel, KEY)
+        with operators(KEY) as implement:
+            for names, policy in (
+                (LOWER_PRECISION, "lower"),
+                (FLOAT32, "float32"),
+                (FLOAT32_BY_DTYPE_ARGUMENT, "by dtype argument"),
+                (WIDEST_INPUT, "widest"),
+            ):
+                for operator in filter(None, map(_operator, names.split())):
+                    implement(operator, _autocast_kernel(operator, policy, casts))
+            with attribute(torch, "clear_autocast_cache", clear_both):
+                yield
+    finally:
+        casts.clear()
+        rest._destroy()
+
+
+FUSED = ("silu_backward", "mish_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
+
+
+def _never_called(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("the virtual device's operations are caught before they come to a kernel")
+
+
+@contextlib.contextmanager
+def cuda_fused_kernels() -> Iterator[None]:
+    """Inside the block these operations stay in one piece on the virtual device."""
+    with operators("PrivateUse1") as implement:
+        for name in FUSED:
+            implement(name, _never_called)
+        yield
+
+
+# What ``torch.cuda`` is asked, and what ``torch.accelerator`` is asked under the same name.
+ANSWERED = """
+    is_available is_initialized init device_count current_device set_device is_bf16_supported
+    get_device_name get_device_capability get_device_properties
+    synchronize current_stream default_stream set_stream stream Stream Event ipc_collect
+    empty_cache memory_allocated max_memory_allocated memory_reserved max_memory_reserved
+    reset_peak_memory_stats reset_max_memory_allocated mem_get_info memory_stats memory_summary
+    manual_seed manual_seed_all get_rng_state get_rng_state_all set_rng_state set_rng_state_all
+"""
+ANSWERED_BY_ACCELERATOR = """
+    synchronize empty_cache memory_allocated max_memory_allocated memory_reserved max_memory_reserved
+    reset_peak_memory_stats memory_stats
+"""
+
+
+class _Rewrite(TorchFunctionMode):
+    """Rewrites the device argument of torch functions and tensor methods."""
+
+    def __init__(self, target: torch.device) -> None:
+        super().__init__()
+        self._target = target
+
+    def device(self, value: Any) -> Any:
+        """The device that is meant, if ``value`` names one."""
+        if isinstance(value, torch.device):
+            return self._target if value.type == "cuda" else value
+        if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
+            return self._target
+        return value
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.to:
+            args = tuple(map(self.device, args))
+        elif func is torch.Tensor.cuda:
+            return args[0].to(self._target)
+        if not kwargs:
+            return func(*args)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self.device(kwargs["device"])}
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def cuda_names(target: torch.device) -> Iterator[None]:
+    """Inside the block the word "cuda" stands for ``target``."""
+    module = torch.get_device_module(target)
+    rewrite = _Rewrite(target)
+    set_default_device = torch.set_default_device
+    autocast = torch.amp.autocast_mode.autocast.__init__
+    scaler = torch.amp.grad_scaler.GradScaler.__init__
+
+    def autocast_init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        autocast(self, target.type if device_type == "cuda" else device_type, *args, **kwargs)
+
+    def scaler_init(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
+        scaler(self, target.type if device == "cuda" else device, *args, **kwargs)
+
+    def to_target(self: torch.nn.Module, device: Any = None) -> torch.nn.Module:
+        return self.to(target)
+
+    with contextlib.ExitStack() as stack:
+        for owner, names in ((torch.cuda, ANSWERED), (torch.accelerator, ANSWERED_BY_ACCELERATOR)):
+            for name in filter(partial(hasattr, owner), names.split()):
+                # The compiler keeps books of functions and takes no one function under two names.
+                answer = getattr(module, name) if owner is torch.cuda else partial(getattr(module, name))
+                stack.enter_context(attribute(owner, name, answer))
+        stack.enter_context(attribute(torch.amp.autocast_mode.autocast, "__init__", autocast_init))
+        stack.enter_context(attribute(torch.amp.grad_scaler.GradScaler, "__init__", scaler_init))
+        stack.enter_context(attribute(torch.nn.Module, "cuda", to_target))
+        # Before torch 2.12 Adam asks the CUDA runtime itself, which raises where there is no driver.
+        stack.enter_context(attribute(torch.cuda, "is_current_stream_capturing", lambda: False))
+        stack.enter_context(attribute(torch, "Generator", VirtualGenerator))
+        stack.enter_context(
+            attribute(torch, "set_default_device", lambda device: set_default_device(rewrite.device(device)))
+        )
+        stack.enter_context(rewrite)
+        yield
