@@ -214,8 +214,9 @@ def test_what_the_failed_graph_has_saved_is_freed_though_the_loop_holds_on_to_it
 @pytest.mark.parametrize("loss_of", [two_calls, both])
 def test_a_pass_through_several_outputs_is_repeated_only_if_their_gradients_are_known(loss_of: Any) -> None:
     """Of two calls the later one comes first in backward; of two outputs one is behind the other."""
-    model = wrapped()
-    before = model._memscale_executor.plan
+    model, calm = wrapped(), wrapped()
+    run(calm, loss_of)
+    before = calm._memscale_executor.plan
     with pytest.raises(torch.OutOfMemoryError, match="injected") as caught:
         run(model, loss_of, RunsOut(int(0.3 * counted(loss_of, backward=True)), backward=True))
     (note,) = caught.value.__notes__

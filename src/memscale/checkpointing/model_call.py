@@ -8,13 +8,16 @@ them. A pass captures them only at the outputs that it reaches from outside (`re
 loss beside the logits that the loss was computed from, and the gradient that goes from one to the other inside is not
 to be kept. If a pass reaches both from outside, what arrives at the logits is a sum of both, and of no use.
 
-*Who owns whom.* graph → node → pre-hook → call. The call refers to no node: it is freed with the graph.
+*Who owns whom.* graph → node → pre-hook → `GraphHandle`, which refers to the call weakly: a call knows the model, and
+the model may hold its output; through a node the garbage collector does not see such a cycle. So the call belongs to
+whoever wants to repeat it, for as long as the handle is alive.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +32,28 @@ from memscale.checkpointing.buffers import Buffers
 from memscale.checkpointing.conditions import Conditions, ModuleFlags, submodules
 from memscale.profiler.sample import Sample
 
-__all__ = ["ModelCall", "ReachedOutput", "reached_outputs"]
+__all__ = ["GraphHandle", "ModelCall", "ReachedOutput", "reached_outputs"]
 
 _OUTPUTS = "memscale_outputs"  # the key in a node's metadata
+
+
+class GraphHandle:
+    """Is alive as long as the graph of a call is, and leads from there to the call."""
+
+    def __init__(self, call: ModelCall) -> None:
+        self._call = weakref.ref(call)
+
+    def call(self) -> ModelCall | None:
+        """Return the call, if somebody has kept it."""
+        return self._call()
+
+    def before_node(
+        self, outputs: Sequence[tuple[int, int]], gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Tell the call that a backward pass has come to a node; see `ModelCall.note_gradients`."""
+        call = self.call()
+        if call is not None:
+            call.note_gradients(outputs, gradients)
 
 
 class ModelCall:
@@ -76,7 +98,7 @@ class ModelCall:
         with self.conditions.replay(), self._buffers.put_back():
             yield
 
-    def finish_forward(self, output: Any) -> None:
+    def finish_forward(self, output: Any) -> GraphHandle:
         """Note the model's output, and let backward passes report when they come to it."""
         self.conditions.forward_has_run()
         self._buffers.settle()
@@ -89,10 +111,12 @@ class ModelCall:
             hidden = getattr(tensor, "hidden", None) if _is_lazy(tensor) else None
             if isinstance(hidden, torch.Tensor) and hidden.grad_fn is not None:
                 nodes.setdefault(hidden.grad_fn, [])
+        self.awaits_backward = bool(nodes)
+        handle = GraphHandle(self)
         for node, outputs in nodes.items():
-            self.awaits_backward = True
-            node.metadata[_OUTPUTS] = (self, outputs)
-            node.register_prehook(functools.partial(self.note_gradients, outputs))
+            node.metadata[_OUTPUTS] = (handle, outputs)
+            node.register_prehook(functools.partial(handle.before_node, outputs))
+        return handle
 
     @staticmethod
     def outputs_of(output: Any) -> list[torch.Tensor]:
@@ -162,7 +186,8 @@ def reached_outputs(
     seen = set(pending)
     while pending:
         node = pending.pop()
-        call, outputs = node.metadata.get(_OUTPUTS, (None, ()))
+        handle, outputs = node.metadata.get(_OUTPUTS, (None, ()))
+        call = None if handle is None else handle.call()
         if call is not None:
             indices = tuple(index for index, _ in outputs)
             call.capture(indices)

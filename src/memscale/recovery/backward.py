@@ -215,7 +215,9 @@ class _Pass:
         """Attach a heavier plan; return what to know of it."""
         peaks = []
         for call in self.calls:
-            call.awaits_backward = self._is_special  # a graph that is kept needs its parameters where they are
+            call.awaits_backward = (
+                self._is_special
+            )  # a graph that is kept needs its parameters where they are
         for executor in executors:
             failed = executor.plan
             plan = next(heavier_plans(executor, self._sample_of(executor)), failed)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from memscale._torch import BACKWARD, BackwardOrder, hooks_are_allowed
-from memscale.checkpointing.model_call import ModelCall
+from memscale.checkpointing.model_call import GraphHandle, ModelCall
 from memscale.errors import RecomputeError, is_out_of_memory
 from memscale.execution_plan import Plan
 from memscale.executor import Executor, executor_of
@@ -39,15 +39,20 @@ _FAILED = object()
 
 
 class StepGuard:
-    """Guards forward, backward and the optimizer steps of one model. See `memscale.recovery`.
-
-    Attributes:
-        calls: The calls of the model whose graphs are alive.
-    """
+    """Guards forward, backward and the optimizer steps of one model. See `memscale.recovery`."""
 
     def __init__(self) -> None:
-        self.calls: weakref.WeakSet[ModelCall] = weakref.WeakSet()
+        self._calls: weakref.WeakKeyDictionary[GraphHandle, ModelCall] = weakref.WeakKeyDictionary()
         self._model: WeakModule | None = None
+
+    @property
+    def calls(self) -> list[ModelCall]:
+        """The calls of the model whose graphs are alive."""
+        return list(self._calls.values())
+
+    def add_call(self, call: ModelCall, handle: GraphHandle) -> None:
+        """Keep a call for as long as its graph is alive."""
+        self._calls[handle] = call
 
     @property
     def awaits_backward(self) -> bool:
@@ -126,9 +131,8 @@ class RecoverStage(ForwardStage):
         # Not in the `except` above: as long as that runs, the frames that failed hold their tensors.
         if failure is not None:
             output = _repeat(executor, call, failure)
-        call.finish_forward(output)
+        self._guard.add_call(call, call.finish_forward(output))
         call.on_backward = executor.meter.backward_pass
-        self._guard.calls.add(call)
         return output
 
 
