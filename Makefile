@@ -41,10 +41,11 @@ test: setup ## Run the whole test suite, doctests included
 soak: setup ## Search for wrong numbers in random models: CASES=1000 SEED=0
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(python) -m properties.search --cases $(CASES) --seed $(SEED)
 
-check: setup ## Lint, formatting, types
+check: setup ## Lint, formatting, types, layers
 	$(python) -m ruff check
 	$(python) -m ruff format --check
 	$(python) -m mypy
+	$(VENV)/bin/lint-imports --no-cache
 
 format: setup ## Apply the formatter and the linter's safe fixes
 	$(python) -m ruff check --fix

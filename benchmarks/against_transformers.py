@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from memscale.api import wrap
-from memscale.benchmarks.registry import find_model, quiet_transformers
-from memscale.benchmarks.results import write_atomically
+from memscale.benchmarks.models import find_model, quiet_transformers
 from memscale.config import Config
 from memscale.memory.process import measure_in_fresh_process
 from memscale.units import format_bytes
@@ -127,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "time_ratios": [round(ratio, 4) for ratio in ratios],
     }
     if options.json:
-        write_atomically(options.json, json.dumps(result, indent=1) + "\n")
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8", newline="")
     return 0
 
 

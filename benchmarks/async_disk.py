@@ -26,7 +26,6 @@ from statistics import median, quantiles
 import torch
 from torch import nn
 
-from memscale.benchmarks.results import write_atomically
 from memscale.config import AsyncOffloadConfig, Config
 from memscale.execution_plan import LayerPlan, Offloading, Plan
 from memscale.executor import Executor
@@ -225,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "speedup_quartiles": [round(low, 4), round(high, 4)],
             "speedups": [round(ratio, 4) for ratio in ratios],
         }
-        write_atomically(options.json, json.dumps(result, indent=1) + "\n")
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8", newline="")
     return 0 if all(run.equal for run in runs) else 1
 
 

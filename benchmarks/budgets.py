@@ -26,9 +26,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.tables import check_into, write_into
 from memscale.api import plan as make_plan
-from memscale.benchmarks.commands import check_writable, command_line
-from memscale.benchmarks.registry import find_model, quiet_transformers
-from memscale.benchmarks.results import write_atomically
+from memscale.benchmarks.models import find_model, quiet_transformers
+from memscale.benchmarks.results import check_writable, command_line
 from memscale.config import Config
 from memscale.errors import MemScaleError
 from memscale.execution_plan import Plan
@@ -260,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(kept, file=sys.stderr, flush=True)
         command = command_line(_PROGRAM, arguments)
         if options.json is not None:
-            write_atomically(options.json, _document(rows, kept, command))
+            options.json.write_text(_document(rows, kept, command), encoding="utf-8", newline="")
         tables = {"budgets": budgets_table(rows, command), "selective": selective_table(kept, command)}
         if options.into is not None:
             write_into(options.into, tables)

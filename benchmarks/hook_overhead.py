@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from memscale.api import plan, wrap
-from memscale.benchmarks.registry import find_model, quiet_transformers
-from memscale.benchmarks.results import write_atomically
+from memscale.benchmarks.models import find_model, quiet_transformers
 from memscale.config import Config
 
 __all__ = ["main"]
@@ -89,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "time_ratio_median": round(middle, 5),
             "time_ratio_quartiles": [round(low, 5), round(high, 5)],
         }
-        write_atomically(options.json, json.dumps(result, indent=1) + "\n")
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8", newline="")
     return 0
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from memscale.api import wrap
-from memscale.benchmarks.registry import quiet_transformers
+from memscale.benchmarks.models import quiet_transformers
 from memscale.benchmarks.run import MODES
 from memscale.execution_plan import Plan
 from memscale.executor import executor_of

@@ -27,9 +27,8 @@ from benchmarks.prediction_cases import (
     run_cases,
 )
 from benchmarks.tables import check_into, write_into
-from memscale.benchmarks.choices import unknown_name
-from memscale.benchmarks.commands import check_writable, command_line
-from memscale.benchmarks.results import write_atomically
+from memscale.benchmarks.models import unknown_name
+from memscale.benchmarks.results import check_writable, command_line
 from memscale.benchmarks.run import MODES
 from memscale.errors import MemScaleError
 from tests.support.families import SMALL_FAMILIES
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = _run(_cases(options))
         command = command_line(_PROGRAM, arguments)
         if options.json is not None:
-            write_atomically(options.json, _document(rows, command))
+            options.json.write_text(_document(rows, command), encoding="utf-8", newline="")
         if options.into is not None:
             write_into(options.into, {_TABLE: markdown(rows, command)})
     except MemScaleError as error:

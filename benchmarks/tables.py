@@ -18,9 +18,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from memscale.benchmarks.cells import cells
-from memscale.benchmarks.choices import unknown_name
-from memscale.benchmarks.results import Results, write_atomically
+from memscale.benchmarks.models import unknown_name
+from memscale.benchmarks.results import Results, cells
 from memscale.errors import ConfigError, MemScaleError
 
 __all__ = ["check_into", "main", "markdown", "replace_tables", "write_into"]
@@ -118,7 +117,7 @@ def write_into(file: Path, tables: Mapping[str, str]) -> None:
     Raises:
         ConfigError: the file can't be read, or has no such markers.
     """
-    write_atomically(file, _with_tables(file, tables))
+    file.write_text(_with_tables(file, tables), encoding="utf-8", newline="")
 
 
 def _with_tables(file: Path, tables: Mapping[str, str]) -> str:
@@ -183,7 +182,7 @@ def _run(files: Sequence[Path], into: Sequence[Path], *, check: bool) -> int:
         for name in changed:
             print(f"{file}: table {name} {'is not up to date' if check else 'written'}")
         if changed and not check:
-            write_atomically(file, new)
+            file.write_text(new, encoding="utf-8", newline="")
         stale = stale or bool(changed)
     return 1 if check and stale else 0
 

@@ -24,9 +24,8 @@ import torch
 
 from benchmarks.tables import check_into, write_into
 from memscale.api import find_batch_size, plan, wrap
-from memscale.benchmarks.commands import check_writable, command_line
-from memscale.benchmarks.registry import find_model, quiet_transformers
-from memscale.benchmarks.results import write_atomically
+from memscale.benchmarks.models import find_model, quiet_transformers
+from memscale.benchmarks.results import check_writable, command_line
 from memscale.config import Config
 from memscale.errors import ConfigError, MemScaleError
 from memscale.executor import executor_of
@@ -177,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "torch": torch.__version__,
                 "rows": [asdict(row) for row in rows],
             }
-            write_atomically(options.json, json.dumps(result, indent=1) + "\n")
+            options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8", newline="")
         if options.into is not None:
             write_into(options.into, {_TABLE: table})
     except MemScaleError as error:

@@ -19,20 +19,21 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import argparse
 import bisect
 import collections
+import itertools
 import re
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 import memscale
-from memscale._util.terminal import Column, Terminal, bar, table, timeline
 from memscale.errors import MemScaleError
 from memscale.memory.record import Category, Phase, Snapshot, Timeline
 from memscale.memory.tracker import MemoryTracker
+from memscale.report import Column, Terminal, table
 from memscale.simulator import simulate
 from memscale.units import format_bytes
 
@@ -43,6 +44,9 @@ except ImportError:
 
 VOCABULARY = 8192
 QUIET = memscale.Config(enable_logging=False)  # the demo shows the plan itself
+BLOCKS = " ▏▎▍▌▋▊▉█"
+FILLS = "█▓▒░·#=+:x*&"
+COLOURS = (34, 32, 35, 33, 36, 31)
 WHAT_IT_IS = {
     Category.WEIGHTS: "the parameters",
     Category.BUFFERS: "not trained",
@@ -385,6 +389,97 @@ def verdict(seen: Seen, predicted: Seen, on_gpu: Seen | None) -> str:
         f"{'more' if ratio > 0 else 'less'}: its attention keeps less for backward, but its allocator hands "
         "out whole blocks, and its matrix library wants scratch memory."
     )
+
+
+# ---------------------------------------------------------------------- pictures
+
+
+def bar(fraction: float, width: int) -> str:
+    """Return a bar of `width` cells, filled from the left: full only for 1, empty only for 0."""
+    fraction = min(max(fraction, 0.0), 1.0)
+    eighths = round(fraction * width * 8)
+    if 0 < fraction < 1:
+        eighths = min(max(eighths, 1), width * 8 - 1)
+    full, part = divmod(eighths, 8)
+    drawn = BLOCKS[8] * full + (BLOCKS[part] if part else "")
+    return drawn + "░" * (width - len(drawn))
+
+
+def timeline(
+    series: Mapping[str, Sequence[int]],
+    marks: Sequence[tuple[int, str]] = (),
+    *,
+    height: int = 10,
+    width: int = 78,
+    title: str = "",
+    terminal: Terminal | None = None,
+) -> str:
+    """Draw memory over time: the categories stacked, the peak named, the phases below.
+
+    Each character column stands for a run of events and shows the one of them with the highest sum, so the peak is
+    always in the picture. A cell shows the category that has most of it.
+
+    Args:
+        series: For each category its bytes at every event; the first one is drawn at the bottom.
+        marks: `(event, name)` for each phase that begins.
+        height: Rows of the picture.
+        width: Cells in a line, labels included; a narrower terminal wins.
+        title: The line above; empty for none.
+        terminal: What to write for; by default what `Terminal.detect` finds.
+    """
+    terminal = terminal or Terminal.detect()
+    stacks = list(zip(*series.values(), strict=True))
+    lines = terminal.heading(title)
+    if not stacks:
+        return terminal.show([*lines, "(nothing recorded)"])
+    totals = [sum(stack) for stack in stacks]
+    peak = max(totals)
+    peak_event = totals.index(peak)
+    labels = {0: format_bytes(0), height: format_bytes(peak)}
+    margin = max(map(len, labels.values()))
+    columns = max(min(width, terminal.width) - margin - 2, 10)
+
+    starts = [number * len(stacks) // columns for number in range(columns + 1)]
+    runs = [range(start, max(end, start + 1)) for start, end in itertools.pairwise(starts)]
+
+    def column(event: int) -> int:
+        event = min(max(event, 0), len(stacks) - 1)
+        return next(number for number, run in enumerate(runs) if run.stop > event)
+
+    shown = [stacks[max(run, key=totals.__getitem__)] for run in runs]
+    text, arrow = f"peak {format_bytes(peak)}", column(peak_event)
+    pointer = f"▼ {text}" if arrow + len(text) + 2 <= columns else f"{text} ▼"
+    lines.append(" " * (margin + 2 + arrow - (0 if pointer[0] == "▼" else len(text) + 1)) + pointer)
+    for row in reversed(range(height)):
+        fills = [_category(stack, row * peak, (row + 1) * peak, height) for stack in shown]
+        drawn = "".join(" " if each is None else _painted(FILLS[each], each, terminal) for each in fills)
+        lines.append(f"{labels.get(row + 1, ''):>{margin}} ┤{drawn}".rstrip())
+    ticks = {column(event): name for event, name in marks}
+    axis = "".join("┬" if number in ticks else "─" for number in range(columns))
+    names = ""
+    for start, name in sorted(ticks.items()):
+        names = f"{names:<{start}}{name} " if len(names) <= start else f"{names}{name} "
+    lines += [f"{labels[0]:>{margin}} ┼{axis}", " " * (margin + 2) + names[:columns].rstrip()]
+    lines.append("at the peak:")
+    for number, (name, size) in enumerate(zip(series, stacks[peak_event], strict=True)):
+        lines.append(f"  {_painted(FILLS[number], number, terminal)} {name} {format_bytes(size)}")
+    return terminal.show(lines)
+
+
+def _category(stack: Sequence[int], low: int, high: int, scale: int) -> int | None:
+    """Return which category has most of the bytes between `low` and `high`, both in 1/`scale` of a byte."""
+    best, most, bottom = None, 0, 0
+    for category, size in enumerate(stack):
+        top = bottom + size * scale
+        overlap = min(top, high) - max(bottom, low)
+        if overlap > most:
+            best, most = category, overlap
+        bottom = top
+    return best
+
+
+def _painted(text: str, category: int, terminal: Terminal) -> str:
+    return terminal.paint(text, COLOURS[category % len(COLOURS)])
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ names = [
     module.name
     for module in pkgutil.walk_packages(memscale.__path__, "memscale.")
     # These exist for the library they need; a __main__ runs when imported.
-    if not module.name.startswith(("memscale.integrations.", "memscale.report.prometheus"))
+    if not module.name.startswith("memscale.integrations.")
     and not module.name.endswith("__main__")
 ]
 for name in names:

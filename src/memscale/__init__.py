@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from memscale.memory.tracker import MemoryTracker
     from memscale.offload.loading import load_safetensors
     from memscale.planner.batch_size import BatchSizes
-    from memscale.report.scalars import log_scalars
+    from memscale.report.exporters import log_scalars
     from memscale.simulator import simulate
 
 # Where each public name lives. They are imported on first use, so that `import memscale` costs next to nothing.
@@ -36,7 +36,7 @@ _HOMES = {
     "detach": "memscale.api",
     "find_batch_size": "memscale.api",
     "load_safetensors": "memscale.offload.loading",
-    "log_scalars": "memscale.report.scalars",
+    "log_scalars": "memscale.report.exporters",
     "optimize": "memscale.api",
     "plan": "memscale.api",
     "simulate": "memscale.simulator",

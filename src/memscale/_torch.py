@@ -36,6 +36,7 @@ __all__ = [
     "current_dispatch_modes",
     "disable_current_modes",
     "is_traceable_wrapper_subclass",
+    "outside_compiler",
     "pytree",
     "tree_leaves",
     "tree_map",
@@ -56,6 +57,30 @@ def graph_task_id() -> int:
     Without it (torch before 2.1) nothing works: two backward passes could not be told apart.
     """
     return cast(int, _C._current_graph_task_id())
+
+
+def changed_since_saved(node: Any) -> bool:
+    """Whether a node of autograd has saved a tensor that was changed in place since: its backward will refuse it.
+
+    What goes through hooks is not looked at: autograd does not compare its versions. On a torch that does not say
+    whether there are hooks (`SavedTensor.unpack_hook`), nothing is.
+    """
+    names = set(dir(node))
+    for raw_name in names:
+        if not raw_name.startswith("_raw_saved_"):
+            continue
+        raw = getattr(node, raw_name)
+        saved = raw if isinstance(raw, (tuple, list)) else (raw,)
+        if any(getattr(each, "unpack_hook", raw) is not None for each in saved if each is not None):
+            continue
+        name = raw_name.removeprefix("_raw")
+        try:
+            # Of a Function that is written in Python it is without the underscore.
+            getattr(node, name if name in names else name.removeprefix("_"))
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                return True
+    return False
 
 
 def a_dispatch_mode_is_active() -> bool:

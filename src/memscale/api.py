@@ -16,7 +16,8 @@ from memscale.errors import DoesNotFitError, ProfileError, WrapError, WrapTypeEr
 from memscale.execution_plan import Plan
 from memscale.executor import EXECUTOR, Executor, disk_of, executor_of, refuse_nested
 from memscale.hardware import Hardware, detect, virtual_hardware
-from memscale.observe.meter import Meter
+from memscale.observe.counters import Meter
+from memscale.observe.log import logger, say_plan, speaking
 from memscale.offload.homes import training_device
 from memscale.optimizer.needs import OptimizerNeeds, needs_of
 from memscale.planner import room_of
@@ -26,9 +27,7 @@ from memscale.planner.replan import follow_batch
 from memscale.profiler import Place, hinted_sample, sample_of
 from memscale.profiler.sample import named_shapes
 from memscale.recovery import StepGuard
-from memscale.report.log import logger, speaking
-from memscale.report.metrics import Metrics
-from memscale.report.wrapped import say_plan
+from memscale.report.exporters import Metrics
 from memscale.units import format_bytes
 
 TargetT = TypeVar("TargetT")

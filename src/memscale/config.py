@@ -1,19 +1,4 @@
-"""What the user asks for: Config, its modes, and the checks that every setting passes.
-
-Note [Fields the user set]
-A mode brings defaults; a field the user sets wins over them, also when it is set to what the default was.
-So a Config must know which fields it was *given*, not just their values, and after `replace(mode=...)` the
-rest must follow the new mode. `Config.__new__` sees the keywords of the call before the generated
-`__init__` fills in the defaults: it keeps their names, and `__post_init__` gives every other field the
-default of the mode.
-
-`dataclasses.replace(config, **changes)` (and `copy.replace`) calls the class with *every* field: first the
-changes, then what it copies from the old object in the order of declaration. It copies init-only variables
-too, and `_explicit` is one, declared first: the keywords before it are the changes, and those after it are
-copies, which count only if their names are in the old `_explicit`. Being init-only it is no field, and so
-never seen in `fields`, `asdict`, `==` or `hash`. tests/test_config.py holds the standard library to this
-order.
-"""
+"""Config: what the user asks for, with a check for every setting."""
 
 from __future__ import annotations
 
@@ -24,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import InitVar, dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from memscale.errors import ConfigError, ConfigTypeError, shown
 from memscale.units import BYTES_PER_GB, parse_bytes
@@ -61,302 +46,15 @@ class OptimizationMode(str, Enum):
         return _mode("mode", value)
 
 
-class ConfigFields(TypedDict, total=False):
-    """The keywords of Config, as wide as they are taken. The attributes of a Config are narrower."""
-
-    mode: OptimizationMode | str
-    enable_checkpointing: bool
-    enable_offloading: bool
-    enable_tiling: bool
-    use_mixed_precision: bool
-    use_8bit_optimizer: bool
-    max_cpu_offload_gb: float | None
-    target_gpu_utilization: float
-    force_optimize: bool
-    use_static_profiling: bool
-    use_empirical_fallback: bool
-    warmup_steps: int
-    enable_logging: bool
-    log_file: str | os.PathLike[str] | None
-    observability_port: int | None
-    verify_correctness: bool
-    async_offload: bool
-    async_config: AsyncOffloadConfig | None
-    auto_policy: bool
-    memory_budget: int | str | None
-    offload_dir: str | os.PathLike[str] | None
-    max_disk_offload_gb: float | None
-
-
-@dataclass(frozen=True)
-class AsyncOffloadConfig:
-    """How transfers overlap with compute while layers are offloaded.
-
-    Attributes:
-        prefetch_depth: How many layers ahead of the one that computes are fetched. More hides slower links,
-            and holds that many more layers on the device.
-        pinned_pool_gb: Page-locked host memory for transfers, in GB (10⁹ bytes); None sizes it from the plan.
-        workers: Threads that move tensors.
-
-    Raises:
-        ConfigError: A value is out of range.
-        ConfigTypeError: A value has the wrong type.
-
-    Example:
-        >>> AsyncOffloadConfig(prefetch_depth=3)
-        AsyncOffloadConfig(prefetch_depth=3, pinned_pool_gb=None, workers=2)
-    """
-
-    prefetch_depth: int = 2
-    pinned_pool_gb: float | None = None
-    workers: int = 2
-
-    def __post_init__(self) -> None:
-        for name, check in _ASYNC_CHECKS.items():
-            object.__setattr__(self, name, check(f"async_config.{name}", getattr(self, name)))
-
-    @property
-    def pinned_pool_bytes(self) -> int | None:
-        """`pinned_pool_gb` in bytes."""
-        return _gb_to_bytes(self.pinned_pool_gb)
-
-    def to_dict(self) -> dict[str, object]:
-        """The settings as plain data, for JSON."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, object]) -> AsyncOffloadConfig:
-        """Make it again from what :meth:`to_dict` gave."""
-        _refuse_unknown("AsyncOffloadConfig", data, _ASYNC_CHECKS)
-        return cls(**data)  # type: ignore[arg-type]  # checked, field by field, by __post_init__
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Config:
-    """What to optimize, how hard, and with which limits.
-
-    A field that is set wins over the default of the mode, in both directions: CONSERVATIVE turns offloading
-    off, and AGGRESSIVE turns tiling, mixed precision and the 8-bit optimizer on, unless that field is
-    given. The attributes show what holds, :attr:`explicit_fields` says which of them were given. Two
-    Configs are equal when the same values hold, however they came about.
-
-    Args:
-        mode: An :class:`OptimizationMode` or its name.
-        enable_checkpointing: May recompute activations in the backward pass instead of keeping them.
-        enable_offloading: May keep parameters, gradients, optimizer state and activations off the device.
-        enable_tiling: May compute attention, MLPs and the loss in tiles. On in AGGRESSIVE.
-        use_mixed_precision: May compute in 16 bits. On in AGGRESSIVE.
-        use_8bit_optimizer: May keep Adam's moments in 8 bits. On in AGGRESSIVE.
-        max_cpu_offload_gb: The most host memory to offload to, in GB (10⁹ bytes). 0: none; None: what is
-            free.
-        target_gpu_utilization: The share of the device's memory that a plan may fill, above 0 and at most 1.
-        force_optimize: Optimize also a model that fits as it is.
-        use_static_profiling: Profile without running the model, on fake tensors.
-        use_empirical_fallback: Where that fails, run the model to profile it.
-        warmup_steps: Training steps to watch before what was measured is trusted. Not implemented yet: only the
-            default is taken.
-        enable_logging: Log the hardware and the plan.
-        log_file: A file to log to as well.
-        observability_port: Serve metrics for Prometheus on this port of 127.0.0.1; 0 for any that is free.
-        verify_correctness: Compare loss and gradients with those of the plain model. Not implemented yet: only False is
-            taken.
-        async_offload: Overlap transfers with compute.
-        async_config: How; see :class:`AsyncOffloadConfig`.
-        auto_policy: Let the learned policy choose the strategy. Not implemented yet: only False is taken.
-        memory_budget: Take the fastest plan that fits this size: `"6GB"`, `"6GiB"`, a number of bytes, or
-            `"auto"` for `target_gpu_utilization` of the device.
-        offload_dir: Where the disk tier keeps its files.
-        max_disk_offload_gb: The most disk to offload to, in GB (10⁹ bytes). 0: none; None: what is free. Below an
-            accelerator the disk is used where nothing fits with the host memory that there is, or that is allowed.
-
-    Raises:
-        ConfigError: A value is out of range, or asks for what is not implemented yet.
-        ConfigTypeError: A value has the wrong type, or there is no such field.
-
-    Example:
-        >>> config = Config(mode="aggressive", enable_tiling=False)
-        >>> config.enable_tiling, config.use_8bit_optimizer
-        (False, True)
-        >>> config.replace(mode="balanced")
-        Config(mode='balanced', enable_tiling=False)
-    """
-
-    # First of all: see Note [Fields the user set].
-    _explicit: InitVar[frozenset[str]] = frozenset()
-
-    mode: OptimizationMode = OptimizationMode.BALANCED
-    enable_checkpointing: bool = True
-    enable_offloading: bool = True
-    enable_tiling: bool = False
-    use_mixed_precision: bool = False
-    use_8bit_optimizer: bool = False
-    max_cpu_offload_gb: float | None = None
-    target_gpu_utilization: float = 0.85
-    force_optimize: bool = False
-    use_static_profiling: bool = True
-    use_empirical_fallback: bool = True
-    warmup_steps: int = 2
-    enable_logging: bool = True
-    log_file: str | None = None
-    observability_port: int | None = None
-    verify_correctness: bool = False
-    async_offload: bool = False
-    async_config: AsyncOffloadConfig | None = None
-    auto_policy: bool = False
-    memory_budget: int | str | None = None
-    offload_dir: str | None = None
-    max_disk_offload_gb: float | None = None
-
-    if TYPE_CHECKING:
-        # The generated __init__ runs. This is what type checkers see of it, since it takes more than the
-        # attributes hold: a mode by its name, a path as a Path.
-        def __init__(self, **fields: Unpack[ConfigFields]) -> None: ...
-
-    def __new__(cls, *positional: object, **given: object) -> Config:
-        if positional:
-            raise ConfigTypeError(
-                f"Config takes keywords only, and got {shown(positional[0])}: name the field, "
-                "as in Config(mode='balanced')."
-            )
-        config = super().__new__(cls)
-        object.__setattr__(config, "_explicit", _explicit_names(given))
-        return config
-
-    def __post_init__(self, _explicit: frozenset[str]) -> None:
-        explicit = self.explicit_fields
-        for name in explicit:
-            object.__setattr__(self, name, _CHECKS[name](name, getattr(self, name)))
-        by_mode = _MODE_DEFAULTS[self.mode]
-        for field in dataclasses.fields(self):
-            if field.name not in explicit:
-                object.__setattr__(self, field.name, by_mode.get(field.name, field.default))
-
-    @property
-    def explicit_fields(self) -> frozenset[str]:
-        """The names of the fields that were given, and so win over the mode."""
-        return cast("frozenset[str]", vars(self)["_explicit"])
-
-    @property
-    def memory_budget_bytes(self) -> int | None:
-        """`memory_budget` in bytes; None where it is not a size (None or `"auto"`)."""
-        if self.memory_budget is None or self.memory_budget == "auto":
-            return None
-        return parse_bytes(self.memory_budget, field="memory_budget")
-
-    @property
-    def max_cpu_offload_bytes(self) -> int | None:
-        """`max_cpu_offload_gb` in bytes."""
-        return _gb_to_bytes(self.max_cpu_offload_gb)
-
-    @property
-    def max_disk_offload_bytes(self) -> int | None:
-        """`max_disk_offload_gb` in bytes."""
-        return _gb_to_bytes(self.max_disk_offload_gb)
-
-    def replace(self, **changes: Unpack[ConfigFields]) -> Config:
-        """A Config with these fields changed; fields that were never set follow the new mode.
-
-        Example:
-            >>> Config(force_optimize=True).replace(mode="aggressive").enable_tiling
-            True
-        """
-        given: dict[str, object] = {**self._given(), **changes}
-        return Config(**given)  # type: ignore[arg-type]  # checked, field by field, by __post_init__
-
-    def to_dict(self) -> dict[str, object]:
-        """The fields that were set, as plain data for JSON.
-
-        Example:
-            >>> Config(mode="aggressive", force_optimize=True).to_dict()
-            {'mode': 'aggressive', 'force_optimize': True}
-        """
-        data = self._given()
-        if "mode" in data:
-            data["mode"] = self.mode.value
-        if "async_config" in data and self.async_config is not None:
-            data["async_config"] = self.async_config.to_dict()
-        return data
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, object]) -> Config:
-        """Make a Config from what :meth:`to_dict` gave, or from JSON written by hand.
-
-        Example:
-            >>> Config.from_dict({"mode": "aggressive", "async_config": {"workers": 4}}).async_config.workers
-            4
-        """
-        _refuse_unknown("Config", data, _CHECKS)
-        given = dict(data)
-        if isinstance(given.get("async_config"), Mapping):
-            given["async_config"] = AsyncOffloadConfig.from_dict(
-                cast("Mapping[str, object]", given["async_config"])
-            )
-        return cls(**given)  # type: ignore[arg-type]  # checked, field by field, by __post_init__
-
-    def __repr__(self) -> str:
-        given = self._given()
-        if "mode" in given:
-            given["mode"] = self.mode.value
-        return f"Config({', '.join(f'{name}={value!r}' for name, value in given.items())})"
-
-    def __reduce__(self) -> tuple[Callable[[dict[str, object]], Config], tuple[dict[str, object]]]:
-        # Copies and pickles are built from what was set, and checked again on the way in.
-        return type(self).from_dict, (self.to_dict(),)
-
-    def _given(self) -> dict[str, object]:
-        """The fields that were set, with their values, in the order of declaration."""
-        explicit = self.explicit_fields
-        return {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name in explicit
-        }
-
-
-_MODE_DEFAULTS: dict[OptimizationMode, dict[str, object]] = {
-    OptimizationMode.CONSERVATIVE: {"enable_offloading": False},
-    OptimizationMode.BALANCED: {},
-    OptimizationMode.AGGRESSIVE: {
-        "enable_tiling": True,
-        "use_mixed_precision": True,
-        "use_8bit_optimizer": True,
-    },
-}
-
-
-def _explicit_names(given: Mapping[str, object]) -> frozenset[str]:
-    """Which of the keywords of a constructor call the user set: see Note [Fields the user set]."""
-    names = list(given)
-    before = given.get("_explicit")
-    if not isinstance(before, frozenset):
-        _refuse_unknown("Config", given, _CHECKS)
-        return frozenset(names)
-    changes = names[: names.index("_explicit")]
-    _refuse_unknown("Config", changes, _CHECKS)
-    _refuse_unknown("Config", before, _CHECKS)
-    return before.union(changes)
-
-
-def _refuse_unknown(owner: str, given: object, known: Iterable[str]) -> None:
-    """Raise unless the given names are all known ones; name the nearest."""
-    if not isinstance(given, (Mapping, frozenset, list)):
-        raise ConfigTypeError(
-            f"{owner} is made from a dict of its fields, and got {shown(given)}: give a dict."
-        )
-    fields = list(known)
-    for name in given:
-        if name in fields:
-            continue
-        import difflib  # only for a message: it is not free to import
-
-        nearest = difflib.get_close_matches(str(name), fields, n=1, cutoff=0.5)
-        advice = f"Did you mean {nearest[0]!r}?" if nearest else f"It has: {', '.join(fields)}."
-        raise ConfigTypeError(f"{owner} has no field {shown(name)}. {advice}")
-
-
-# The checks. Each takes a field's name and value, and gives back the value to store or raises.
+# ---------------------------------------------------------------------- checks
+# Each takes a field's name and value, and returns the value to store or raises.
 
 _Check = Callable[[str, object], object]
+
+
+def _setting(default: Any, check: _Check) -> Any:
+    """Declare a field with the check that its values pass."""
+    return dataclasses.field(default=default, metadata={"check": check})
 
 
 def _refusal(field: str, value: object, allowed: str) -> str:
@@ -443,14 +141,6 @@ def _path(field: str, value: object) -> str:
     return path
 
 
-def _async_config(field: str, value: object) -> AsyncOffloadConfig:
-    if not isinstance(value, AsyncOffloadConfig):
-        raise ConfigTypeError(
-            _refusal(field, value, "None or an AsyncOffloadConfig, as AsyncOffloadConfig(workers=2)")
-        )
-    return value
-
-
 def _memory_budget(field: str, value: object) -> int | str:
     if isinstance(value, str) and value.strip().lower() == "auto":
         return "auto"
@@ -463,6 +153,31 @@ def _memory_budget(field: str, value: object) -> int | str:
     return value.strip() if isinstance(value, str) else size
 
 
+def _async_config(field: str, value: object) -> AsyncOffloadConfig:
+    if not isinstance(value, AsyncOffloadConfig):
+        raise ConfigTypeError(
+            _refusal(field, value, "None or an AsyncOffloadConfig, as AsyncOffloadConfig(workers=2)")
+        )
+    return value
+
+
+def _refuse_unknown(owner: str, given: object, known: Iterable[str]) -> None:
+    """Raise unless the given names are all known ones; name the nearest."""
+    if not isinstance(given, (Mapping, frozenset, list)):
+        raise ConfigTypeError(
+            f"{owner} is made from a dict of its fields, and got {shown(given)}: give a dict."
+        )
+    fields = list(known)
+    for name in given:
+        if name in fields:
+            continue
+        import difflib  # only for a message: it is not free to import
+
+        nearest = difflib.get_close_matches(str(name), fields, n=1, cutoff=0.5)
+        advice = f"Did you mean {nearest[0]!r}?" if nearest else f"It has: {', '.join(fields)}."
+        raise ConfigTypeError(f"{owner} has no field {shown(name)}. {advice}")
+
+
 def _gb_to_bytes(gigabytes: float | None) -> int | None:
     return None if gigabytes is None else round(gigabytes * BYTES_PER_GB)
 
@@ -470,56 +185,280 @@ def _gb_to_bytes(gigabytes: float | None) -> int | None:
 _offload_limit = _optional(
     _real("a number of GB (10⁹ bytes), 0 for none, or None for what is free", lambda gb: gb >= 0)
 )
+_share = _real("a share above 0 and at most 1, such as 0.85 for 85%", lambda share: 0 < share <= 1)
+_port = _integer(
+    "a port from 0 (any that is free) to 65535, or None for no metrics", lambda port: 0 <= port <= 65535
+)
+_steps = _integer("a whole number, 0 or more", lambda steps: steps >= 0)
+_depth = _integer(
+    "a whole number of layers, 1 or more (for no prefetch at all, async_offload=False)",
+    lambda depth: depth >= 1,
+)
+_pool = _real("a number of GB (10⁹ bytes) above 0, or None to size it from the plan", lambda gb: gb > 0)
+_threads = _integer("a whole number of threads, 1 or more", lambda workers: workers >= 1)
 
-_CHECKS: dict[str, _Check] = {
-    "mode": _mode,
-    "enable_checkpointing": _boolean,
-    "enable_offloading": _boolean,
-    "enable_tiling": _boolean,
-    "use_mixed_precision": _boolean,
-    "use_8bit_optimizer": _boolean,
-    "max_cpu_offload_gb": _offload_limit,
-    "target_gpu_utilization": _real(
-        "a share above 0 and at most 1, such as 0.85 for 85%", lambda share: 0 < share <= 1
-    ),
-    "force_optimize": _boolean,
-    "use_static_profiling": _boolean,
-    "use_empirical_fallback": _boolean,
-    "warmup_steps": _not_yet(_integer("a whole number, 0 or more", lambda steps: steps >= 0), 2),
-    "enable_logging": _boolean,
-    "log_file": _optional(_path),
-    "observability_port": _optional(
-        _integer(
-            "a port from 0 (any that is free) to 65535, or None for no metrics",
-            lambda port: 0 <= port <= 65535,
+
+# ---------------------------------------------------------------------- the settings
+
+
+@dataclass(frozen=True)
+class AsyncOffloadConfig:
+    """How transfers overlap with compute while layers are offloaded.
+
+    Attributes:
+        prefetch_depth: How many layers ahead of the one that computes are fetched. More hides slower links,
+            and holds that many more layers on the device.
+        pinned_pool_gb: Page-locked host memory for transfers, in GB (10⁹ bytes); None sizes it from the plan.
+        workers: Threads that move tensors.
+
+    Raises:
+        ConfigError: A value is out of range.
+        ConfigTypeError: A value has the wrong type.
+
+    Example:
+        >>> AsyncOffloadConfig(prefetch_depth=3)
+        AsyncOffloadConfig(prefetch_depth=3, pinned_pool_gb=None, workers=2)
+    """
+
+    prefetch_depth: int = _setting(2, _depth)
+    pinned_pool_gb: float | None = _setting(None, _optional(_pool))
+    workers: int = _setting(2, _threads)
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = field.metadata["check"](f"async_config.{field.name}", getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+
+    @property
+    def pinned_pool_bytes(self) -> int | None:
+        """Return `pinned_pool_gb` in bytes."""
+        return _gb_to_bytes(self.pinned_pool_gb)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the settings as plain data, for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> AsyncOffloadConfig:
+        """Make it again from what :meth:`to_dict` returned."""
+        _refuse_unknown("AsyncOffloadConfig", data, cls.__dataclass_fields__)
+        return cls(**data)  # type: ignore[arg-type]  # checked, field by field, by __post_init__
+
+
+_MODE_DEFAULTS: dict[OptimizationMode, dict[str, object]] = {
+    OptimizationMode.CONSERVATIVE: {"enable_offloading": False},
+    OptimizationMode.BALANCED: {},
+    OptimizationMode.AGGRESSIVE: {
+        "enable_tiling": True,
+        "use_mixed_precision": True,
+        "use_8bit_optimizer": True,
+    },
+}
+
+
+class ConfigFields(TypedDict, total=False):
+    """The keywords of Config, as wide as they are taken. The attributes of a Config are narrower."""
+
+    mode: OptimizationMode | str
+    enable_checkpointing: bool
+    enable_offloading: bool
+    enable_tiling: bool
+    use_mixed_precision: bool
+    use_8bit_optimizer: bool
+    max_cpu_offload_gb: float | None
+    target_gpu_utilization: float
+    force_optimize: bool
+    use_static_profiling: bool
+    use_empirical_fallback: bool
+    warmup_steps: int
+    enable_logging: bool
+    log_file: str | os.PathLike[str] | None
+    observability_port: int | None
+    verify_correctness: bool
+    async_offload: bool
+    async_config: AsyncOffloadConfig | None
+    auto_policy: bool
+    memory_budget: int | str | None
+    offload_dir: str | os.PathLike[str] | None
+    max_disk_offload_gb: float | None
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Config:
+    """What to optimize, how hard, and with which limits.
+
+    A field that is set wins over the default of the mode, in both directions: CONSERVATIVE turns offloading
+    off, and AGGRESSIVE turns tiling, mixed precision and the 8-bit optimizer on, unless that field is
+    given. The attributes show what holds, :attr:`explicit_fields` says which of them were given. Two
+    Configs are equal when the same values hold, however they came about.
+
+    Args:
+        mode: An :class:`OptimizationMode` or its name.
+        enable_checkpointing: May recompute activations in the backward pass instead of keeping them.
+        enable_offloading: May keep parameters, gradients, optimizer state and activations off the device.
+        enable_tiling: May compute attention, MLPs and the loss in tiles. On in AGGRESSIVE.
+        use_mixed_precision: May compute in 16 bits. On in AGGRESSIVE.
+        use_8bit_optimizer: May keep Adam's moments in 8 bits. On in AGGRESSIVE.
+        max_cpu_offload_gb: The most host memory to offload to, in GB (10⁹ bytes). 0: none; None: what is
+            free.
+        target_gpu_utilization: The share of the device's memory that a plan may fill, above 0 and at most 1.
+        force_optimize: Optimize also a model that fits as it is.
+        use_static_profiling: Profile without running the model, on fake tensors.
+        use_empirical_fallback: Where that fails, run the model to profile it.
+        warmup_steps: Training steps to watch before what was measured is trusted. Not implemented yet: only the
+            default is taken.
+        enable_logging: Log the hardware and the plan.
+        log_file: A file to log to as well.
+        observability_port: Serve metrics for Prometheus on this port of 127.0.0.1; 0 for any that is free.
+        verify_correctness: Compare loss and gradients with those of the plain model. Not implemented yet: only False is
+            taken.
+        async_offload: Overlap transfers with compute.
+        async_config: How; see :class:`AsyncOffloadConfig`.
+        auto_policy: Let the learned policy choose the strategy. Not implemented yet: only False is taken.
+        memory_budget: Take the fastest plan that fits this size: `"6GB"`, `"6GiB"`, a number of bytes, or
+            `"auto"` for `target_gpu_utilization` of the device.
+        offload_dir: Where the disk tier keeps its files.
+        max_disk_offload_gb: The most disk to offload to, in GB (10⁹ bytes). 0: none; None: what is free. Below an
+            accelerator the disk is used where nothing fits with the host memory that there is, or that is allowed.
+
+    Raises:
+        ConfigError: A value is out of range, or asks for what is not implemented yet.
+        ConfigTypeError: A value has the wrong type, or there is no such field.
+
+    Example:
+        >>> config = Config(mode="aggressive", enable_tiling=False)
+        >>> config.enable_tiling, config.use_8bit_optimizer
+        (False, True)
+        >>> config.replace(mode="balanced")
+        Config(mode='balanced', enable_tiling=False)
+    """
+
+    mode: OptimizationMode = _setting(OptimizationMode.BALANCED, _mode)  # noqa: RUF009
+    enable_checkpointing: bool = _setting(True, _boolean)
+    enable_offloading: bool = _setting(True, _boolean)
+    enable_tiling: bool = _setting(False, _boolean)
+    use_mixed_precision: bool = _setting(False, _boolean)
+    use_8bit_optimizer: bool = _setting(False, _boolean)
+    max_cpu_offload_gb: float | None = _setting(None, _offload_limit)
+    target_gpu_utilization: float = _setting(0.85, _share)
+    force_optimize: bool = _setting(False, _boolean)
+    use_static_profiling: bool = _setting(True, _boolean)
+    use_empirical_fallback: bool = _setting(True, _boolean)
+    warmup_steps: int = _setting(2, _not_yet(_steps, 2))
+    enable_logging: bool = _setting(True, _boolean)
+    log_file: str | None = _setting(None, _optional(_path))
+    observability_port: int | None = _setting(None, _optional(_port))
+    verify_correctness: bool = _setting(False, _not_yet(_boolean, False))
+    async_offload: bool = _setting(False, _boolean)
+    async_config: AsyncOffloadConfig | None = _setting(None, _optional(_async_config))  # noqa: RUF009
+    auto_policy: bool = _setting(False, _not_yet(_boolean, False))
+    memory_budget: int | str | None = _setting(None, _optional(_memory_budget))
+    offload_dir: str | None = _setting(None, _optional(_path))
+    max_disk_offload_gb: float | None = _setting(None, _offload_limit)
+
+    # `dataclasses.replace` calls the class with every field, so that it would set them all. It passes init-only
+    # variables as well, by which such a call is known.
+    _dataclasses_replace: InitVar[bool] = True
+
+    def __init__(self, *positional: object, **given: Unpack[ConfigFields]) -> None:
+        settings: dict[str, object] = {**given}
+        if positional:
+            raise ConfigTypeError(
+                f"Config takes keywords only, and got {shown(positional[0])}: name the field, "
+                "as in Config(mode='balanced')."
+            )
+        if settings.get("_dataclasses_replace") is True:
+            raise ConfigTypeError(
+                "dataclasses.replace() would set every field, and none would follow the mode: use config.replace(...)."
+            )
+        fields = {field.name: field for field in dataclasses.fields(self)}
+        _refuse_unknown("Config", settings, fields)
+        checked = {name: fields[name].metadata["check"](name, value) for name, value in settings.items()}
+        mode = checked.get("mode", fields["mode"].default)
+        values = {name: field.default for name, field in fields.items()} | _MODE_DEFAULTS[mode] | checked
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_explicit_fields", frozenset(settings))
+
+    @property
+    def explicit_fields(self) -> frozenset[str]:
+        """Return the names of the fields that were given, and so win over the mode."""
+        return cast("frozenset[str]", vars(self)["_explicit_fields"])
+
+    @property
+    def memory_budget_bytes(self) -> int | None:
+        """Return `memory_budget` in bytes; None where it is not a size (None or `"auto"`)."""
+        if self.memory_budget is None or self.memory_budget == "auto":
+            return None
+        return parse_bytes(self.memory_budget, field="memory_budget")
+
+    @property
+    def max_cpu_offload_bytes(self) -> int | None:
+        """Return `max_cpu_offload_gb` in bytes."""
+        return _gb_to_bytes(self.max_cpu_offload_gb)
+
+    @property
+    def max_disk_offload_bytes(self) -> int | None:
+        """Return `max_disk_offload_gb` in bytes."""
+        return _gb_to_bytes(self.max_disk_offload_gb)
+
+    def replace(self, **changes: Unpack[ConfigFields]) -> Config:
+        """Return a Config with these fields changed; fields that were never set follow the new mode.
+
+        Example:
+            >>> Config(force_optimize=True).replace(mode="aggressive").enable_tiling
+            True
+        """
+        given: dict[str, object] = {**self._given(), **changes}
+        return Config(**given)  # type: ignore[arg-type]  # checked, field by field, by __init__
+
+    __replace__ = replace  # for copy.replace, from Python 3.13 on
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the fields that were set, as plain data for JSON.
+
+        Example:
+            >>> Config(mode="aggressive", force_optimize=True).to_dict()
+            {'mode': 'aggressive', 'force_optimize': True}
+        """
+        data = self._given()
+        if isinstance(data.get("async_config"), AsyncOffloadConfig):
+            data["async_config"] = cast(AsyncOffloadConfig, self.async_config).to_dict()
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> Config:
+        """Make a Config from what :meth:`to_dict` returned, or from JSON written by hand.
+
+        Example:
+            >>> Config.from_dict({"mode": "aggressive", "async_config": {"workers": 4}}).async_config.workers
+            4
+        """
+        _refuse_unknown("Config", data, (field.name for field in dataclasses.fields(cls)))
+        given = dict(data)
+        inner = given.get("async_config")
+        if isinstance(inner, Mapping):
+            given["async_config"] = AsyncOffloadConfig.from_dict(inner)
+        return cls(**given)  # type: ignore[arg-type]  # checked, field by field, by __init__
+
+    def __repr__(self) -> str:
+        return f"Config({', '.join(f'{name}={value!r}' for name, value in self._given().items())})"
+
+    def __reduce__(self) -> tuple[Callable[[dict[str, object]], Config], tuple[dict[str, object]]]:
+        # Copies and pickles are built from what was set, and checked again.
+        return type(self).from_dict, (self.to_dict(),)
+
+    def _given(self) -> dict[str, object]:
+        """Return the fields that were set, with their values, in the order of declaration."""
+        names = [field.name for field in dataclasses.fields(self) if field.name in self.explicit_fields]
+        return {name: self.mode.value if name == "mode" else getattr(self, name) for name in names}
+
+
+Config.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # for help() and notebooks
+    [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
         )
-    ),
-    "verify_correctness": _not_yet(_boolean, False),
-    "async_offload": _boolean,
-    "async_config": _optional(_async_config),
-    "auto_policy": _not_yet(_boolean, False),
-    "memory_budget": _optional(_memory_budget),
-    "offload_dir": _optional(_path),
-    "max_disk_offload_gb": _offload_limit,
-}
-
-_ASYNC_CHECKS: dict[str, _Check] = {
-    "prefetch_depth": _integer(
-        "a whole number of layers, 1 or more (for no prefetch at all, async_offload=False)",
-        lambda depth: depth >= 1,
-    ),
-    "pinned_pool_gb": _optional(
-        _real("a number of GB (10⁹ bytes) above 0, or None to size it from the plan", lambda gb: gb > 0)
-    ),
-    "workers": _integer("a whole number of threads, 1 or more", lambda workers: workers >= 1),
-}
-
-
-def _public_signature() -> inspect.Signature:
-    """The signature for help() and notebooks: the generated one, without `self` and `_explicit`."""
-    signature = inspect.signature(Config.__init__)
-    shown_parameters = [p for p in signature.parameters.values() if p.name not in ("self", "_explicit")]
-    return signature.replace(parameters=shown_parameters)
-
-
-Config.__signature__ = _public_signature()  # type: ignore[attr-defined]
+        for field in dataclasses.fields(Config)
+    ]
+)

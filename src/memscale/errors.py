@@ -6,8 +6,6 @@ that knows nothing of MemScale can catch it too.
 
 from __future__ import annotations
 
-import torch
-
 __all__ = [
     "ConfigError",
     "ConfigTypeError",
@@ -25,6 +23,7 @@ __all__ = [
     "WrapError",
     "WrapTypeError",
     "is_out_of_memory",
+    "shown",
 ]
 
 
@@ -88,20 +87,6 @@ class WrapTypeError(MemScaleError, TypeError):
     """Something was given to be wrapped that is neither a module nor a trainer."""
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out on a device or, which torch reports by a plain `RuntimeError`, on the host.
-
-    >>> is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to ..."))
-    True
-    >>> is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    False
-    """
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    message = str(error).lower()
-    return isinstance(error, RuntimeError) and ("out of memory" in message or "not enough memory" in message)
-
-
 def shown(value: object, limit: int = 80) -> str:
     """The value as a message shows it: its `repr` on one line, cut to `limit`, whatever the value is.
 
@@ -113,3 +98,19 @@ def shown(value: object, limit: int = 80) -> str:
     except Exception:  # a message about a bad value must not die of it: 10**5000 has no repr
         text = f"<{type(value).__name__}>"
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out on a device or, for which torch raises a plain ``RuntimeError``, on the host.
+
+    >>> is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to ..."))
+    True
+    >>> is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    False
+    """
+    import torch  # here, as `import memscale` does not import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error).lower() if isinstance(error, RuntimeError) else ""
+    return "out of memory" in text or "not enough memory" in text

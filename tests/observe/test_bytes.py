@@ -10,7 +10,7 @@ import torch
 from memscale import Config
 from memscale.execution_plan import Offloading, OptimizerPlan, Plan
 from memscale.executor import Executor
-from memscale.report.report import Moved
+from memscale.observe.report import Moved
 from memscale.testing import executing
 from support.observed import (
     LAYERS,

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from memscale.memory.process import measure_in_fresh_process
-from memscale.observe import peaks
-from memscale.observe.clocks import CudaClock, HostClock, NoClock, clock_for
-from memscale.observe.meter import Meter
-from memscale.observe.peaks import PeakWatch
+from memscale.observe import clocks
+from memscale.observe.clocks import CudaClock, HostClock, NoClock, PeakWatch, clock_for
+from memscale.observe.counters import Meter
 from memscale.testing import executing
 from support.observed import Stack, attached, batch, plan
 
@@ -80,7 +79,7 @@ def test_counts_of_many_threads_are_all_there() -> None:
 
 
 def test_whoever_counts_never_waits() -> None:
-    """See Note [Finalizers]: who holds the lock may be waiting for the one that counts."""
+    """See Note [Counting never waits]: who holds the lock may be waiting for the one that counts."""
     meter = Meter()
 
     def count() -> None:
@@ -92,7 +91,7 @@ def test_whoever_counts_never_waits() -> None:
             pass
 
     thread = threading.Thread(target=count, daemon=True)
-    with meter._lock, meter._clock._lock:
+    with meter._lock:
         thread.start()
         thread.join(timeout=60)
         assert not thread.is_alive()
@@ -154,28 +153,31 @@ def test_events_of_a_stream_are_read_when_someone_asks(cuda: CudaClock) -> None:
 @pytest.mark.parametrize("behind", [0, 100, 10_000])
 def test_events_do_not_pile_up_and_are_not_waited_for(cuda: CudaClock, behind: int) -> None:
     FakeEvent.behind = behind
+    meter = Meter()
+    meter._clock = cuda
     for _ in range(2000):
-        cuda.add("recomputing", cuda.now(), cuda.now(), None)
+        meter.lost("recomputing", meter.now())
     assert FakeEvent.waits == 0
-    assert len(cuda._pending) < (600 if behind < 1000 else 2001)
-    assert cuda.seconds() == {"recomputing": 2000.0}
-    assert not cuda._pending
+    assert len(meter._events) < (600 if behind < 1000 else 2001)
+    assert meter.seconds_lost() == {"recomputing": 2000.0}
+    assert not meter._events
 
 
 def test_what_is_captured_in_a_graph_has_no_time(cuda: CudaClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    cuda.add("recomputing", cuda.now(), cuda.now(), None)
-    assert cuda.seconds() == {}
+    assert cuda.elapsed(cuda.now(), cuda.now()) == 0
 
 
 def test_the_clock_of_a_device() -> None:
     assert isinstance(clock_for(CPU), HostClock)
     assert isinstance(clock_for(torch.device("cuda")), CudaClock)
     assert isinstance(clock_for(torch.device("cuda"), simulated=True), HostClock)
-    clock = clock_for(torch.device("mps"))
-    assert isinstance(clock, NoClock)
-    clock.add("recomputing", clock.now(), clock.now(), None)
-    assert clock.seconds() == {"recomputing": None}
+    assert isinstance(clock_for(torch.device("mps")), NoClock)
+    meter = Meter()
+    meter._clock = NoClock()
+    with meter.timing("recomputing"):
+        pass
+    assert meter.seconds_lost() == {"recomputing": None}
 
 
 # ---------------------------------------------------------------------- peaks
@@ -194,8 +196,8 @@ def test_the_peak_of_the_process(
     monkeypatch: pytest.MonkeyPatch, now: int, expected: int | None, since: str
 ) -> None:
     peak = [100]
-    monkeypatch.setattr(peaks, "rss_bytes", lambda: 80)
-    monkeypatch.setattr(peaks, "peak_rss_bytes", lambda: peak[0])
+    monkeypatch.setattr(clocks, "rss_bytes", lambda: 80)
+    monkeypatch.setattr(clocks, "peak_rss_bytes", lambda: peak[0])
     watch = PeakWatch(CPU)
     peak[0] = now
     found = watch.read()

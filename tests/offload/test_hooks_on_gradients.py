@@ -15,7 +15,7 @@ from support.wrapping import Layer
 QUIET = Config(enable_logging=False)
 
 
-def train(to: str | None) -> tuple[list[torch.Tensor], list[str]]:
+def train(to: str | None, *, moved: bool = False) -> tuple[list[torch.Tensor], list[str]]:
     """Train with an optimizer that steps inside backward, and with hooks that scale gradients."""
     heard: list[str] = []
     with executing() as gpu:
@@ -46,6 +46,8 @@ def train(to: str | None) -> tuple[list[torch.Tensor], list[str]]:
         gpu.manual_seed(3)
         for _ in range(2):
             model(x).square().mean().backward()
+            if moved:
+                model.to(gpu.device)
         if executor is not None:
             executor.detach()
         model(x).square().mean().backward()
@@ -60,6 +62,16 @@ def train(to: str | None) -> tuple[list[torch.Tensor], list[str]]:
 def test_an_optimizer_that_steps_inside_backward_is_called(to: str) -> None:
     weights, heard = train(None)
     got, heard_by_us = train(to)
+    assert len(heard) == 3 * len(weights)
+    assert sorted(heard_by_us) == sorted(heard)
+    for one, other in zip(got, weights, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_it_is_called_after_the_model_was_moved_to_its_device() -> None:
+    """`Module.to` brings offloaded parameters to the device; they keep the hooks that they have had."""
+    weights, heard = train(None, moved=True)
+    got, heard_by_us = train("host", moved=True)
     assert len(heard) == 3 * len(weights)
     assert sorted(heard_by_us) == sorted(heard)
     for one, other in zip(got, weights, strict=True):

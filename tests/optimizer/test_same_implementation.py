@@ -13,8 +13,10 @@ import torch
 from torch import optim
 
 from memscale.errors import TierFullError
+from memscale.execution_plan import Plan
 from memscale.executor import Executor
 from memscale.optimizer.kinds import ONE_BY_ONE
+from memscale.recovery.guard import StepGuard
 from memscale.testing import executing
 from support.offloaded import QUIET, plan_of
 from support.wrapping import Stack
@@ -75,6 +77,46 @@ def test_the_same_to_the_bit_as_on_the_device(kind, options, on_host):
     for expected, got in zip(plain, ours, strict=True):
         assert len(expected) == len(got)
         assert all(map(torch.equal, expected, got))
+
+
+def train_by_closures(kind, replan_at):
+    """Train by closures; the model is wrapped, and offloaded in the forward pass of a closure."""
+    with executing("256MiB") as gpu:
+        torch.manual_seed(0)
+        model = Stack(3, 16).to(gpu.device).train()
+        optimizer = kind(model.parameters())
+        step = 0
+
+        def offload(executor, args, kwargs):
+            if step == replan_at:
+                executor.replan(plan_of(model, to="host", activations=False))
+
+        if replan_at is not None:
+            executor = Executor(model, Plan(()), QUIET, on_training_batch=offload, guard=StepGuard())
+            executor.attach()
+
+        def closure():
+            optimizer.zero_grad()
+            torch.manual_seed(step)
+            loss = model(torch.randn(4, 16).to(gpu.device)).square().mean()
+            loss.backward()
+            return loss
+
+        for number in range(8):
+            step = number
+            optimizer.step(closure)
+        if replan_at is not None:
+            assert executor.homes.bytes_on_host > 0
+            executor.detach()
+        return [each.detach().cpu() for each in model.parameters()]
+
+
+@pytest.mark.parametrize("replan_at", [0, 6])
+@pytest.mark.parametrize("kind", [optim.RAdam, optim.NAdam, optim.AdamW])
+def test_a_closure_whose_forward_pass_makes_the_plan(kind, replan_at):
+    """Masters go to the host after the step has begun: so does the state that they have, and the bits are the same."""
+    plain, ours = train_by_closures(kind, None), train_by_closures(kind, replan_at)
+    assert all(map(torch.equal, plain, ours))
 
 
 @pytest.mark.parametrize("by_closure", [False, True])

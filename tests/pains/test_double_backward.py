@@ -48,6 +48,25 @@ def test_second_derivatives_are_right(name: str, device: str) -> None:
             assert off_by(ours[1], plain[1]) <= (1e-14 if name.startswith(("host", "disk")) else 0)
 
 
+@pytest.mark.parametrize("name", ["host", "host, recomputed"])
+def test_an_offloaded_layer_that_is_called_twice_is_off_by_the_order_of_a_sum(name: str) -> None:
+    """The four uses of a weight are added up by calls: the bound in Note [Home and working copy]."""
+
+    def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+        loss = model[3](model[:3](model[:3](x))).square().mean()
+        first = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        penalty = sum(each.square().sum().to(loss.device) for each in first)
+        (loss + penalty).backward()
+        return [each.grad for each in model.parameters()]
+
+    with device_of("virtual GPU") as where:
+        x = batch(where, torch.float32)
+        plain = gradients(build(where, torch.float32), x)
+        with on(build(where, torch.float32), PLANS[name]) as executor:
+            ours = gradients(executor.model, x)
+    assert off_by(ours, plain) <= 4 * torch.finfo(torch.float32).eps
+
+
 @pytest.mark.parametrize("name", TILED)
 def test_tiling_refuses(name: str) -> None:
     x = batch().requires_grad_()

@@ -489,7 +489,11 @@ def _one_sum(case: Case) -> Case:
     """
     stacks = tuple(_used_once(stack) for stack in case.model.stacks)
     steps = case.loop.steps
-    if any(stack.calls > 1 or stack.one_module or _has_common_weight(stack) for stack in stacks):
+    several_calls = any(stack.calls > 1 or stack.one_module or _has_common_weight(stack) for stack in stacks)
+    if several_calls or case.model.head == "tied":
+        # The penalty on a gradient uses each weight once more.
+        steps = tuple(replace(step, losses="one") if step.losses == "penalty" else step for step in steps)
+    if several_calls:
         # Autocast casts a weight once for all calls, and so adds up their gradients in 16 bits.
         steps = tuple(replace(step, autocast=False) for step in steps)
     if case.kinds() & SEVERAL_USES:

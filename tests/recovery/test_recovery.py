@@ -181,6 +181,21 @@ def test_out_of_memory_in_backward(loss_of: Any, where: float) -> None:
     assert model._memscale_executor.plan.predicted_peak_bytes < before.predicted_peak_bytes
 
 
+def test_out_of_memory_in_a_second_pass_over_a_kept_graph() -> None:
+    """The gradients of outputs that the first pass has brought are not counted again."""
+
+    def second_loss(model: nn.Module, seed: int) -> torch.Tensor:
+        output = model(ids(seed), labels=ids(seed))
+        output["loss"].backward(retain_graph=True)
+        loss: torch.Tensor = output["logits"].square().mean()
+        return loss
+
+    expected = run(build(), second_loss)
+    trouble = RunsOut(int(0.9 * counted(second_loss, backward=True)), backward=True)
+    assert_same(run(wrapped(), second_loss, trouble), expected)
+    assert trouble.raised == 1
+
+
 def test_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "memscale")
     model = wrapped(Config(enable_offloading=False))

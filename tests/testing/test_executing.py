@@ -197,6 +197,21 @@ def test_an_optimizer_made_before_the_move_goes_on(gpu):
     assert not torch.equal(model.first.bias.detach().cpu(), before)
 
 
+def test_hooks_on_gradients_stay_when_a_model_is_moved(gpu):
+    """As on CUDA, where the data of a parameter alone is exchanged."""
+    model, heard = Net(), []
+    weight = model.first.weight
+    handle = weight.register_post_accumulate_grad_hook(lambda parameter: heard.append("stored"))
+    weight.register_hook(lambda gradient: heard.append("made"))
+    for place in (gpu.device, gpu.device, "cpu", gpu.device):  # the second is where it is already
+        model.to(place)
+        model(torch.ones(2, 8, device=place)).sum().backward()
+    assert heard == ["made", "stored"] * 4
+    handle.remove()
+    model(torch.ones(2, 8, device=gpu.device)).sum().backward()
+    assert heard[8:] == ["made"]
+
+
 @pytest.mark.parametrize(
     "convert", [lambda m: m.half(), lambda m: m.double(), lambda m: m.to(torch.bfloat16)]
 )

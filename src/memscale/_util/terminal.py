@@ -1,30 +1,80 @@
-"""Tables and bars as text. `rich` paints them where it is installed; what they say never depends on it."""
+"""Tables as text: laid out by `rich` where it is installed, else plainly. The cells are the same either way."""
 
 from __future__ import annotations
 
 import importlib.util
 import io
+import os
 import re
+import shutil
+import sys
+import textwrap
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TextIO
 
-from memscale._util.text import Terminal, cell_width, clean, pad, wrap
-from memscale._util.timeline import timeline
+__all__ = ["Column", "Terminal", "cell_width", "clean", "table", "wrap"]
 
-__all__ = ["Column", "Terminal", "bar", "table", "timeline"]
-
-_BLOCKS = " ▏▎▍▌▋▊▉█"
+_DRAWN = "┌┬┐├┼┤└┴┘─│█▓▒░·▏▎▍▌▋▊▉▼…–×"
+_ASCII = str.maketrans(_DRAWN, "+++++++++-|@%o.,'''||||v.-x")
 _NUMBER = re.compile(r"[-+−~≈<>≤≥]?\s?\d[\d,._]*([eE][-+]?\d+)?\s?[^\d\s]{0,8}")
-_NOTHING = ("", "-", "–", "—", "n/a")
+MIN_COLUMN_WIDTH = 8  # cells; where there is less room, each row becomes a paragraph of `header: cell` lines
+_EMPTY = ("", "-", "–", "—", "n/a")
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """The terminal that text is made for.
+
+    Attributes:
+        width: Cells in a line.
+        color: Whether to colour with escape sequences; text that goes to a file wants `False`.
+        unicode: Whether box-drawing characters can be shown; plain ASCII stands in for them otherwise.
+    """
+
+    width: int = 100
+    color: bool = False
+    unicode: bool = True
+
+    @classmethod
+    def detect(cls, stream: TextIO | None = None) -> Terminal:
+        """Return the terminal behind `stream` (standard output by default).
+
+        `COLUMNS` gives the width, else the terminal itself, else it is 100. `NO_COLOR` and `TERM=dumb` turn
+        colours off, `FORCE_COLOR` turns them on for what is not a terminal.
+        """
+        stream = stream or sys.stdout
+        if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+            color = False
+        else:
+            color = bool(os.environ.get("FORCE_COLOR")) or stream.isatty()
+        try:
+            _DRAWN.encode(getattr(stream, "encoding", None) or "utf-8")
+            unicode = True
+        except (UnicodeEncodeError, LookupError):
+            unicode = False
+        return cls(shutil.get_terminal_size(fallback=(cls.width, 24)).columns, color, unicode)
+
+    def paint(self, text: str, code: int) -> str:
+        """Return `text` in the colour or weight `code` (an SGR number), or as it is without colours."""
+        return f"\x1b[{code}m{text}\x1b[0m" if self.color and text.strip() else text
+
+    def heading(self, text: str) -> list[str]:
+        """Return the lines of a title; none if it is empty."""
+        return [self.paint(line, 1) for line in wrap(clean(text), self.width)] if text else []
+
+    def show(self, lines: Iterable[str]) -> str:
+        """Join lines to text in the characters that the terminal has."""
+        text = "\n".join(lines)
+        if self.unicode:
+            return text
+        return "".join(c if c.isascii() else "?" * cell_width(c) for c in text.translate(_ASCII))
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its header, and the side its cells keep to.
-
-    `auto` is the right for a column of numbers (with or without a unit), else the left.
-    """
+    """A column of a table: its header and alignment. `auto` aligns a column of numbers (and units) to the right."""
 
     header: str
     align: Literal["auto", "left", "right"] = "auto"
@@ -38,10 +88,7 @@ def table(
     caption: str | None = None,
     terminal: Terminal | None = None,
 ) -> str:
-    """Set rows in columns, as wide as they need and never wider than the terminal.
-
-    A cell that is too long goes on in the next line; where there is no room for the columns beside each
-    other, each row becomes a paragraph of `header: cell` lines.
+    """Set rows in columns, as wide as they need; a cell that is too long goes on in the next line.
 
     Args:
         title: The line above the table; empty for none.
@@ -65,24 +112,23 @@ def table(
         └───────────┴───────┘
     """
     terminal = terminal or Terminal.detect()
-    wanted = [Column(column) if isinstance(column, str) else column for column in columns]
-    if not wanted:
+    specs = [Column(column) if isinstance(column, str) else column for column in columns]
+    if not specs:
         raise ValueError("a table needs at least one column")
-    headers = [_cell(column.header) for column in wanted]
+    headers = [_cell(column.header) for column in specs]
     cells = [[_cell(value) for value in row] for row in rows]
     for number, row in enumerate(cells):
         if len(row) != len(headers):
             raise ValueError(f"row {number} has {len(row)} cells, and the table has {len(headers)} columns")
-
-    right = [_keeps_right(column, [row[i] for row in cells]) for i, column in enumerate(wanted)]
-    widths = _column_widths([headers, *cells], right, terminal.width - 3 * len(headers) - 1)
-    lines = terminal.heading(title)
-    if widths is None:
-        lines += _as_paragraphs(headers, cells, terminal)
-    elif terminal.color and importlib.util.find_spec("rich") is not None:
-        lines += _by_rich(headers, cells, right, widths, terminal)
+    right = [
+        column.align == "right" or (column.align == "auto" and _is_numeric(row[i] for row in cells))
+        for i, column in enumerate(specs)
+    ]
+    if terminal.width < MIN_COLUMN_WIDTH * len(headers):
+        draw = _paragraphs
     else:
-        lines += _by_hand(headers, cells, right, widths)
+        draw = _drawn_by_rich if importlib.util.find_spec("rich") is not None else _drawn_plainly
+    lines = [*terminal.heading(title), *draw(headers, cells, right, terminal)]
     if caption:
         lines += wrap(clean(caption), terminal.width)
     return terminal.show(lines)
@@ -96,121 +142,117 @@ def _cell(value: object) -> str:
     return clean(str(value)).rstrip().lstrip("\n")
 
 
-def _keeps_right(column: Column, cells: list[str]) -> bool:
-    if column.align != "auto":
-        return column.align == "right"
-    said = [cell for cell in cells if cell not in _NOTHING]
-    return bool(said) and all(_NUMBER.fullmatch(cell) for cell in said)
+def _is_numeric(cells: Iterable[str]) -> bool:
+    filled = [cell for cell in cells if cell not in _EMPTY]
+    return bool(filled) and all(_NUMBER.fullmatch(cell) for cell in filled)
 
 
-def _column_widths(rows: list[list[str]], right: list[bool], room: int) -> list[int] | None:
-    """The width of each column, or `None` if not even two cells for each fit into `room`."""
-    columns = list(zip(*rows, strict=True))
-    most = max(room, 2)  # a wide character would fit into nothing less
-    widths = [min(_longest(line for cell in column for line in cell.split("\n")), most) for column in columns]
-    words = [min(_longest(word for cell in column for word in cell.split()), most) for column in columns]
-    # Sentences give way first, then long words; a number broken in two is hard to read, so it comes last.
-    for floors in (
-        [width if keep else word for width, word, keep in zip(widths, words, right, strict=True)],
-        [width if keep else min(width, 8) for width, keep in zip(widths, right, strict=True)],
-        [2] * len(widths),
-    ):
-        while sum(widths) > room:
-            wide = [i for i, (width, floor) in enumerate(zip(widths, floors, strict=True)) if width > floor]
-            if not wide:
-                break
-            widths[max(wide, key=widths.__getitem__)] -= 1
-    return widths if sum(widths) <= room else None
+def _paragraphs(
+    headers: list[str], cells: list[list[str]], right: list[bool], terminal: Terminal
+) -> list[str]:
+    return [
+        line
+        for row in cells or [[""] * len(headers)]
+        for header, cell in zip(headers, row, strict=True)
+        for line in wrap(f"{header}: {cell}".rstrip(), terminal.width)
+    ]
 
 
-def _longest(texts: Iterable[str]) -> int:
-    return max(map(cell_width, texts), default=0)
-
-
-def _by_hand(headers: list[str], cells: list[list[str]], right: list[bool], widths: list[int]) -> list[str]:
-    def rule(left: str, middle: str, end: str) -> str:
-        return left + middle.join("─" * (width + 2) for width in widths) + end
-
-    def row(texts: list[str], *, bottom: bool = False) -> list[str]:
-        wrapped = [wrap(text, width) for text, width in zip(texts, widths, strict=True)]
-        height = max(map(len, wrapped))
-        empty = [[""] * (height - len(lines)) for lines in wrapped]
-        filled = [
-            rest + lines if bottom else lines + rest for lines, rest in zip(wrapped, empty, strict=True)
-        ]
-        columns = [
-            [f" {pad(line, width, right=keep)} " for line in lines]
-            for lines, width, keep in zip(filled, widths, right, strict=True)
-        ]
-        return ["│" + "│".join(line) + "│" for line in zip(*columns, strict=True)]
-
-    body = [line for texts in cells for line in row(texts)]
-    return [rule("┌", "┬", "┐"), *row(headers, bottom=True), rule("├", "┼", "┤"), *body, rule("└", "┴", "┘")]
-
-
-def _by_rich(
-    headers: list[str], cells: list[list[str]], right: list[bool], widths: list[int], terminal: Terminal
+def _drawn_by_rich(
+    headers: list[str], cells: list[list[str]], right: list[bool], terminal: Terminal
 ) -> list[str]:
     import rich.box
     import rich.console
     import rich.table
     import rich.text
 
-    # Text objects and lines broken here: rich reads no markup in what users wrote, and breaks nothing anew.
-    def text(cell: str, width: int) -> rich.text.Text:
-        return rich.text.Text("\n".join(wrap(cell, width)))
-
+    # Text objects: rich reads no markup in what users wrote.
     grid = rich.table.Table(box=rich.box.SQUARE, header_style="bold", border_style="bright_black")
-    for header, keep, width in zip(headers, right, widths, strict=True):
-        justify: Literal["left", "right"] = "right" if keep else "left"
-        grid.add_column(text(header, width), justify=justify, width=width, overflow="fold")
+    for header, is_right in zip(headers, right, strict=True):
+        justify: Literal["left", "right"] = "right" if is_right else "left"
+        grid.add_column(rich.text.Text(header), justify=justify, overflow="fold")
     for row in cells:
-        grid.add_row(*(text(cell, width) for cell, width in zip(row, widths, strict=True)))
+        grid.add_row(*(rich.text.Text(cell) for cell in row))
     out = io.StringIO()
     console = rich.console.Console(
         file=out,
         width=terminal.width,
         force_terminal=True,
         force_jupyter=False,
-        color_system="standard",
-        no_color=False,
+        color_system="standard" if terminal.color else None,
+        no_color=not terminal.color,
         legacy_windows=False,
         safe_box=False,
     )
     console.print(grid)
-    return out.getvalue().splitlines()
+    return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
-def _as_paragraphs(headers: list[str], cells: list[list[str]], terminal: Terminal) -> list[str]:
-    lines: list[str] = []
-    for row in cells or [[""] * len(headers)]:
-        lines += [""] if lines else []
-        for header, cell in zip(headers, row, strict=True):
-            lines += wrap(f"{header}: {cell}".rstrip(), terminal.width)
-    return lines
+def _drawn_plainly(
+    headers: list[str], cells: list[list[str]], right: list[bool], terminal: Terminal
+) -> list[str]:
+    columns = list(zip(headers, *cells, strict=True))
+    widths = [max(cell_width(line) for cell in column for line in cell.split("\n")) for column in columns]
+    room = max(terminal.width - 3 * len(widths) - 1, 2 * len(widths))
+    while sum(widths) > room:  # text gives way before numbers
+        narrowable = [i for i, width in enumerate(widths) if width > 8 and not right[i]]
+        widest = max(narrowable or range(len(widths)), key=widths.__getitem__)
+        widths[widest] -= 1
+
+    def rule(left: str, middle: str, end: str) -> str:
+        return left + middle.join("─" * (width + 2) for width in widths) + end
+
+    def lines_of(row: Sequence[str]) -> list[str]:
+        wrapped = [wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
+        height = max(map(len, wrapped))
+        drawn = []
+        for number in range(height):
+            texts = [lines[number] if number < len(lines) else "" for lines in wrapped]
+            spaces = [" " * (width - cell_width(text)) for text, width in zip(texts, widths, strict=True)]
+            padded = [
+                space + text if is_right else text + space
+                for text, space, is_right in zip(texts, spaces, right, strict=True)
+            ]
+            drawn.append("│ " + " │ ".join(padded) + " │")
+        return drawn
+
+    body = [line for row in cells for line in lines_of(row)]
+    return [rule("┌", "┬", "┐"), *lines_of(headers), rule("├", "┼", "┤"), *body, rule("└", "┴", "┘")]
 
 
-def bar(fraction: float, width: int) -> str:
-    """A bar of `width` cells, filled from the left.
-
-    A fraction above 1 looks full and one below 0 looks empty, but nothing less than 1 looks full, and
-    nothing more than 0 looks empty.
-
-    Raises:
-        ValueError: `fraction` is not a number, or `width` is below 1.
+def wrap(text: str, width: int) -> list[str]:
+    """Break `text` into lines of at most `width` characters, between words where that is possible.
 
     Example:
-        >>> bar(0.55, 10), bar(0.0001, 3), bar(2, 3)
-        ('█████▌░░░░', '▏░░', '███')
+        >>> wrap("keep the matmul outputs", 10)
+        ['keep the', 'matmul', 'outputs']
     """
-    if width < 1:
-        raise ValueError(f"a bar of {width} cells cannot be drawn: width must be at least 1")
-    if fraction != fraction:
-        raise ValueError("a bar cannot show nan")
-    fraction = min(max(fraction, 0.0), 1.0)
-    eighths = round(fraction * width * 8)
-    if 0 < fraction < 1:
-        eighths = min(max(eighths, 1), width * 8 - 1)
-    full, part = divmod(eighths, 8)
-    drawn = _BLOCKS[8] * full + (_BLOCKS[part] if part else "")
-    return drawn + "░" * (width - len(drawn))
+    return [
+        line
+        for paragraph in text.split("\n")
+        for line in ([paragraph] if len(paragraph) <= width else textwrap.wrap(paragraph, max(width, 1)))
+    ]
+
+
+def cell_width(text: str) -> int:
+    """Return the number of terminal cells that `text` takes: a Chinese character takes two, an accent none.
+
+    Example:
+        >>> cell_width("GiB"), cell_width("显存"), cell_width("e\u0301")
+        (3, 4, 1)
+    """
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
+    return len(text) + wide - sum(unicodedata.category(c) in ("Mn", "Me", "Cf") for c in text)
+
+
+def clean(text: str) -> str:
+    r"""Return `text` without what would move the cursor or change the colours; line ends stay.
+
+    Example:
+        >>> clean("red: \x1b[31m\tend\r\n")
+        'red: [31m end\n'
+    """
+    text = text.replace("\r\n", "\n").replace("\t", " ")
+    return "".join(c for c in text if c == "\n" or unicodedata.category(c) not in ("Cc", "Cs", "Zl", "Zp"))

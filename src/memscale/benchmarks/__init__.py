@@ -4,7 +4,7 @@
 Markdown files.
 """
 
-from memscale.benchmarks.registry import MODELS, BenchmarkModel, Published, find_model
+from memscale.benchmarks.models import MODELS, BenchmarkModel, Published, find_model
 from memscale.benchmarks.results import Results, Row
 from memscale.benchmarks.run import MODES, Case, run_case, run_suite
 

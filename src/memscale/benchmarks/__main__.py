@@ -1,8 +1,130 @@
-"""`python -m memscale.benchmarks`."""
+"""`python -m memscale.benchmarks`: the command line of the suite."""
 
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
 import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
 
-from memscale.benchmarks.cli import main
+import torch
+
+from memscale._util.terminal import Column, table
+from memscale.benchmarks.models import DEFAULT_MODELS, MODELS, device_name
+from memscale.benchmarks.results import Results, Row, cells, check_writable, command_line
+from memscale.benchmarks.run import MODES, run_suite
+from memscale.errors import ConfigError, ConfigTypeError, HardwareError, MemScaleError
+from memscale.units import format_bytes
+
+__all__ = ["main"]
+
+_PROGRAM = "python -m memscale.benchmarks"
+
+
+def main(argv: Sequence[str] | None = None, *, program: str = _PROGRAM) -> int:
+    """Run the suite as the command line says, print its table, and return the exit code.
+
+    Args:
+        argv: The arguments; those of this process if None.
+        program: What was typed before them, for help, errors and the document.
+
+    Returns:
+        0; or 2 for arguments that are not allowed, and 1 for a run that failed.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = _parser(program).parse_args(arguments)
+    try:
+        check_writable(options.json)
+        rows = _run(options)
+        if options.json is not None:
+            Results(
+                command=command_line(program, arguments),
+                torch=torch.__version__,
+                transformers=importlib.metadata.version("transformers"),
+                rows=tuple(rows),
+            ).write(options.json)
+    except MemScaleError as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, (ConfigError, ConfigTypeError, HardwareError)) else 1
+    print(_table(rows, options.on))
+    if options.json is not None:
+        print(f"Written to {options.json}.")
+    return 0
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description="Train the models of the suite for a few steps, and show the memory that takes.",
+        epilog="A case that does not fit is a result too: it gets a row that says so.",
+    )
+    parser.add_argument(
+        "--on",
+        default="RTX 3090",
+        metavar="DEVICE",
+        help='a GPU to simulate ("RTX 3090"), a size of one ("24GiB"), or cpu to train and measure for real '
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--models",
+        type=_names,
+        default=list(DEFAULT_MODELS),
+        metavar="A,B",
+        help=f"of {', '.join(MODELS)} (default: {','.join(DEFAULT_MODELS)})",
+    )
+    parser.add_argument(
+        "--modes", type=_names, default=["none"], metavar="A,B", help=f"of {', '.join(MODES)} (default: none)"
+    )
+    parser.add_argument("--batch", type=int, metavar="N", help="samples in a batch (default: the model's)")
+    parser.add_argument("--seq", type=int, metavar="N", help="tokens in a sample (default: the model's)")
+    parser.add_argument(
+        "--steps", type=int, default=2, metavar="N", help="training steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tensor-bytes",
+        action="store_true",
+        help="with --on cpu: train once more, and count the bytes of the tensors alone",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file as well")
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    return list(dict.fromkeys(name for name in names if name)) or [text]
+
+
+def _run(options: argparse.Namespace) -> list[Row]:
+    found: list[Row] = []
+    start = time.perf_counter()
+    for row in run_suite(
+        options.models,
+        options.modes,
+        on=options.on,
+        batch=options.batch,
+        seq=options.seq,
+        steps=options.steps,
+        tensor_bytes=options.tensor_bytes,
+    ):
+        now = time.perf_counter()
+        peak = row.note if row.peak_bytes is None else format_bytes(row.peak_bytes)
+        print(f"{row.model}, {row.mode}: {peak} ({now - start:.1f} s)", file=sys.stderr, flush=True)
+        start = now
+        found.append(row)
+    return found
+
+
+def _table(rows: Sequence[Row], on: str) -> str:
+    text = cells(rows)
+    columns = [
+        Column(header, "right" if right else "left")
+        for header, right in zip(text.headers, text.right, strict=True)
+    ]
+    title = f"Peak memory of training on {device_name(on)} ({rows[0].source})"
+    return table(title, columns, text.rows, caption="\n".join(text.remarks))
+
 
 if __name__ == "__main__":
     sys.exit(main())

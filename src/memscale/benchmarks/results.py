@@ -1,20 +1,27 @@
-"""What the suite found: one row a case, and the JSON document that holds the rows."""
+"""What the suite found: one row a case, the JSON document that holds the rows, and the table that shows them."""
 
 from __future__ import annotations
 
 import json
 import os
-import tempfile
-from collections.abc import Mapping
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, TypeAlias, get_type_hints
+from typing import Any, Literal, TypeAlias
 
-from memscale.errors import ConfigError, shown
+from memscale.benchmarks.models import MODELS, PUBLISHED_ON, device_name, find_device
+from memscale.errors import ConfigError, MemScaleError, shown
+from memscale.hardware import GpuSpec
 
-__all__ = ["SCHEMA", "Results", "Row", "Source", "write_atomically"]
+__all__ = ["SCHEMA", "Cells", "Results", "Row", "Source", "cells", "check_writable", "command_line"]
 
 SCHEMA = 1
+_NOTHING = "–"
+_GIB = 2**30
+_MIB = 2**20
+_DEFAULT_MODE = "balanced"  # what the published reductions are credited to
 
 Source: TypeAlias = Literal["simulated", "measured"]
 
@@ -60,45 +67,26 @@ class Row:
     tensor_bytes: int | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """The row as JSON has it: `note` and `tensor_bytes` only where they say something."""
+        """Return the row as JSON has it: `note` and `tensor_bytes` only where they say something."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not None or name not in _OPTIONAL}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> Row:
-        """The row that `to_dict` wrote.
+    def from_dict(cls, values: Mapping[str, Any]) -> Row:
+        """Make the row that `to_dict` wrote.
 
         Raises:
-            ConfigError: A field is missing, unknown, or of the wrong type.
+            ConfigError: A field is missing or unknown.
         """
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"A row of results is an object with fields; got {shown(values)}.")
-        names = [field.name for field in fields(cls)]
-        missing = [name for name in names if name not in values and name not in _OPTIONAL]
-        unknown = [name for name in values if name not in names]
-        if missing or unknown:
+        try:
+            return cls(**values)
+        except TypeError as error:
             raise ConfigError(
-                f"A row of results lacks the fields {', '.join(missing) or '(none)'} and has the unknown "
-                f"fields {', '.join(map(str, unknown)) or '(none)'}: make the file anew with "
-                "python -m memscale.benchmarks."
-            )
-        for name, value in values.items():
-            if not _fits(name, value):
-                raise ConfigError(f"A row of results has {name}={shown(value)}, which is of the wrong type.")
-        return cls(**values)  # type: ignore[arg-type]
+                f"Not a row of results ({error}): make the file anew with python -m memscale.benchmarks."
+            ) from None
 
 
 _OPTIONAL = ("note", "tensor_bytes")
-
-
-def _fits(name: str, value: object) -> bool:
-    hint = get_type_hints(Row)[name]
-    if hint == Source:
-        return value in ("simulated", "measured")
-    if isinstance(value, bool):
-        return False
-    allowed = hint | int if hint == float | None else hint  # 1.0 is 1 to some JSON writers
-    return isinstance(value, allowed)
 
 
 @dataclass(frozen=True)
@@ -118,7 +106,7 @@ class Results:
     rows: tuple[Row, ...]
 
     def to_json(self) -> str:
-        """The document as text, indented, ending in a newline."""
+        """Return the document as text, indented, ending in a newline."""
         document = {
             "schema": SCHEMA,
             "command": self.command,
@@ -130,7 +118,7 @@ class Results:
 
     @classmethod
     def from_json(cls, text: str) -> Results:
-        """The results that `to_json` wrote.
+        """Make the results that `to_json` wrote.
 
         Raises:
             ConfigError: The text is not such a document.
@@ -149,21 +137,17 @@ class Results:
                 f'Not results of python -m memscale.benchmarks, which have "schema": {SCHEMA} at the top; '
                 f"got {shown(document)}."
             )
-        command, torch, transformers, rows = (
-            document.get(name) for name in ("command", "torch", "transformers", "rows")
-        )
-        if not (
-            isinstance(command, str)
-            and isinstance(torch, str)
-            and isinstance(transformers, str)
-            and isinstance(rows, list)
-        ):
-            raise ConfigError("Results need command, torch and transformers as text, and a list of rows.")
-        return cls(command, torch, transformers, tuple(map(Row.from_dict, rows)))
+        try:
+            rows = tuple(map(Row.from_dict, document["rows"]))
+            return cls(document["command"], document["torch"], document["transformers"], rows)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                f"Results need command, torch and transformers, and a list of rows ({error})."
+            ) from None
 
     def write(self, path: Path) -> None:
-        """Write the document to a file, which holds either all of it or what it held before."""
-        write_atomically(path, self.to_json())
+        """Write the document to a file."""
+        path.write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Results:
@@ -178,25 +162,180 @@ class Results:
             raise ConfigError(f"{path}: {error}") from None
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the file by one with this text, at once; its permissions stay."""
+# ---------------------------------------------------------------------- the command that made them
+
+
+def check_writable(path: Path | None) -> None:
+    """Raise a ConfigError if a results file can't be written: before a run of minutes, not after it."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"--json {path} is a directory: give the name of a file.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--json {path}: there is no directory {path.parent}, make it first.")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"--json {path}: the directory {path.parent} cannot be written to.")
+
+
+def command_line(program: str, arguments: Sequence[str]) -> str:
+    """Return the command line with each file by its place in this directory, or by its name alone.
+
+    Example:
+        >>> command_line("python -m memscale.benchmarks", ["--on", "RTX 3090", "--json=/nowhere/a.json"])
+        "python -m memscale.benchmarks --on 'RTX 3090' --json=a.json"
+    """
+    here = f"{Path.cwd()}/"
+    shown_arguments = [re.sub("(^|=)/.*/", r"\1", argument.replace(here, "")) for argument in arguments]
+    return f"{program} {shlex.join(shown_arguments)}".rstrip()
+
+
+# ---------------------------------------------------------------------- as a table
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A table of text.
+
+    Attributes:
+        headers: Of the columns.
+        right: For each column, whether it keeps to the right.
+        rows: A cell for each column.
+        remarks: Sentences to put below the table: what the figures are, what did not fit.
+    """
+
+    headers: tuple[str, ...]
+    right: tuple[bool, ...]
+    rows: tuple[tuple[str, ...], ...]
+    remarks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Column:
+    header: str
+    cell: Callable[[Row], str]
+    right: bool = True
+    shown: bool = True
+
+
+def cells(rows: Sequence[Row]) -> Cells:
+    """Return the rows as text; columns that would be empty are left out.
+
+    Example:
+        >>> row = Row("gpt2-tiny", 172_800, 2, 64, "none", "1GiB", "simulated", 2**21, 2**21, 0, 0, 0.0, 1.0)
+        >>> table = cells([row])
+        >>> table.headers
+        ('model', 'params', 'batch × seq', 'mode', 'peak (MiB)')
+        >>> table.rows
+        (('gpt2-tiny', '0.2 M', '2 × 64', 'none', '2.00'),)
+    """
+    compared = any(_has_published(row) for row in rows)
+    modes = any(row.mode != "none" for row in rows)
+    sizes = [size for row in rows for size in (row.peak_bytes, row.baseline_bytes) if size is not None]
+    unit, unit_name = (_GIB, "GiB") if compared or max(sizes, default=_GIB) >= _GIB else (_MIB, "MiB")
+
+    def size(nbytes: int | None) -> str:
+        return _NOTHING if nbytes is None else f"{nbytes / unit:.2f}"
+
+    columns = [
+        _Column("model", lambda row: row.model, right=False),
+        _Column("params", lambda row: f"{row.params / 1e6:,.1f} M"),
+        _Column("batch × seq", lambda row: f"{row.batch} × {row.seq}"),
+        _Column("mode", lambda row: row.mode, right=False),
+        _Column("on", lambda row: row.on, right=False, shown=len({row.on for row in rows}) > 1),
+        _Column(
+            f"peak ({unit_name})",
+            lambda row: "does not fit" if row.peak_bytes is None else size(row.peak_bytes),
+        ),
+        _Column("reduction", _reduction, shown=modes),
+        _Column("step time", _time, shown=modes),
+        _Column(
+            f"tensors ({unit_name})",
+            lambda row: size(row.tensor_bytes),
+            shown=any(row.tensor_bytes is not None for row in rows),
+        ),
+        _Column(
+            f"host ({unit_name})",
+            lambda row: size(row.host_bytes),
+            shown=any(row.host_bytes >= _MIB for row in rows),
+        ),
+        _Column(
+            f"disk ({unit_name})", lambda row: size(row.disk_bytes), shown=any(row.disk_bytes for row in rows)
+        ),
+        _Column("published (GiB)", _published, shown=compared),
+        _Column("error", _error, shown=compared),
+    ]
+    columns = [column for column in columns if column.shown]
+    return Cells(
+        headers=tuple(column.header for column in columns),
+        right=tuple(column.right for column in columns),
+        rows=tuple(tuple(column.cell(row) for column in columns) for row in rows),
+        remarks=_remarks(rows, compared),
+    )
+
+
+def _reduction(row: Row) -> str:
+    return _NOTHING if row.reduction is None or row.mode == "none" else f"{row.reduction:.1%}"
+
+
+def _time(row: Row) -> str:
+    return _NOTHING if row.time_ratio is None else f"{row.time_ratio:.2f} ×"
+
+
+def _has_published(row: Row) -> bool:
+    """Whether there is a published figure for this very case."""
+    model = MODELS.get(row.model)
+    if model is None or model.published is None or (row.batch, row.seq) != (model.batch, model.seq):
+        return False
+    if row.source != "simulated" or row.mode not in ("none", _DEFAULT_MODE):
+        return False
     try:
-        mode = path.stat().st_mode & 0o777
-    except FileNotFoundError:
-        umask = os.umask(0)
-        os.umask(umask)
-        mode = 0o666 & ~umask
-    path = path.resolve()  # through a link: what it points at is replaced, not the link
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", newline="", dir=path.parent, prefix=f".{path.name}.", delete=False
-    ) as file:
-        temporary = Path(file.name)
-        try:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            temporary.chmod(mode)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        device = find_device(row.on)
+    except MemScaleError:  # a file of results from elsewhere
+        return False
+    return isinstance(device, GpuSpec) and device.name == PUBLISHED_ON
+
+
+def _published_gib(row: Row) -> float | None:
+    published = MODELS[row.model].published if _has_published(row) else None
+    if published is None:
+        return None
+    return published.baseline_gib if row.mode == "none" else published.peak_gib
+
+
+def _published(row: Row) -> str:
+    if not _has_published(row):
+        return _NOTHING
+    gib = _published_gib(row)
+    return "does not fit" if gib is None else f"{gib:.2f}"
+
+
+def _error(row: Row) -> str:
+    """How far the peak is from the published one; of a saving, a percentage would be no error."""
+    gib = _published_gib(row)
+    if row.mode != "none" or not _has_published(row):
+        return _NOTHING
+    if gib is None or row.peak_bytes is None:
+        return "agrees" if gib is None and row.peak_bytes is None else "differs"
+    return f"{row.peak_bytes / _GIB / gib - 1:+.1%}"
+
+
+def _remarks(rows: Sequence[Row], compared: bool) -> tuple[str, ...]:
+    said = [f"{row.model}, {row.mode}: {row.note}." for row in rows if row.note is not None]
+    sources = {row.source for row in rows}
+    if "simulated" in sources:
+        devices = " and ".join(
+            dict.fromkeys(device_name(row.on) for row in rows if row.source == "simulated")
+        )
+        said.append(
+            f"Simulated on {devices}: device memory in use at the peak, counted as CUDA's caching allocator "
+            "counts it. No GPU was used."
+        )
+    if "measured" in sources:
+        said.append(
+            "Measured on the CPU: peak resident memory of a fresh process, above what it had after imports."
+        )
+    if compared:
+        said.append(
+            "Published: by the makers of memscale 1.1 (another package) for an RTX 3090; not measured here."
+        )
+    return tuple(said)

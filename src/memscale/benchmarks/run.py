@@ -1,4 +1,4 @@
-"""Running a case: on the virtual GPU, or on the CPU in a process of its own.
+"""Run a case: on the virtual GPU, or on the CPU in a process of its own.
 
 Note [Which steps are run]
 Every case trains a model in fp32 with the default AdamW, in the loop of the tutorials:
@@ -9,34 +9,38 @@ to see the peak: only in the second one are activations and optimizer state aliv
 from __future__ import annotations
 
 import gc
-import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memscale.api import wrap
-from memscale.benchmarks.choices import unknown_name
-from memscale.benchmarks.registry import BenchmarkModel, find_model, quiet_transformers
+from memscale.benchmarks.models import (
+    BenchmarkModel,
+    Device,
+    find_device,
+    find_model,
+    quiet_transformers,
+    unknown_name,
+)
 from memscale.benchmarks.results import Row, Source
 from memscale.config import Config, OptimizationMode
-from memscale.errors import ConfigError, ConfigTypeError, ProfileError, shown
+from memscale.errors import ConfigError, ProfileError, shown
 from memscale.execution_plan import Plan
 from memscale.executor import Executor, executor_of
-from memscale.hardware import GpuSpec, find_gpu, read_host, virtual_hardware
+from memscale.hardware import GpuSpec, read_host, virtual_hardware
 from memscale.memory.process import measure_in_fresh_process, rss_bytes
 from memscale.memory.tracker import MemoryTracker
 from memscale.planner.make_plan import make_plan
 from memscale.profiler import sample_of
 from memscale.simulator import Simulation, simulate
-from memscale.units import format_bytes, parse_bytes
+from memscale.units import format_bytes
 
-__all__ = ["MODES", "Case", "Device", "find_device", "run_case", "run_suite"]
+__all__ = ["MODES", "Case", "run_case", "run_suite"]
 
 MODES: dict[str, Config | None] = {
     "none": None,
@@ -44,37 +48,8 @@ MODES: dict[str, Config | None] = {
 }
 """The modes there are, by name: without MemScale, and with what `wrap` does in each of its modes."""
 
-Device: TypeAlias = GpuSpec | int | None
-"""What a case runs on: a GPU of the table or so many bytes (simulated), or None for the CPU (measured)."""
-
-# With a unit, or too large a number to be the name of a GPU ("3090").
-_SIZE = re.compile(r"[-+]?(\d[\d_.]*\s*[a-z]*b|\d{7,})", re.IGNORECASE)
 _ENDLESS = 2**50
 _LEARNING_RATE = 1e-4
-
-
-def find_device(on: str) -> Device:
-    """What `on` means.
-
-    Args:
-        on: A GPU as people write it ("RTX 3090", "a100-80gb"), a size ("24GiB"), or "cpu".
-
-    Raises:
-        HardwareError: No GPU is known by that name; the message lists the nearest.
-        ConfigError: The size is not one.
-
-    Example:
-        >>> find_device("24GiB"), find_device("cpu")
-        (25769803776, None)
-    """
-    if not isinstance(on, str):
-        raise ConfigTypeError(
-            f"on={shown(on)} is a {type(on).__name__}: give the name of a GPU, a size as text, or 'cpu'."
-        )
-    text = on.strip()
-    if text.lower() == "cpu":
-        return None
-    return parse_bytes(text, field="on") if _SIZE.fullmatch(text) else find_gpu(text)
 
 
 @dataclass(frozen=True)
@@ -88,7 +63,7 @@ class Case:
 
     @classmethod
     def of(cls, name: str, batch: int | None = None, seq: int | None = None, steps: int = 2) -> Case:
-        """The case of a model by its name; the model's own batch where none is given.
+        """Return the case of a model by its name; the model's own batch where none is given.
 
         Raises:
             ConfigError: There is no such model, a number is below 1, or the samples are too long for it.
@@ -287,7 +262,7 @@ def _simulate(case: Case, mode: str, device: GpuSpec | int) -> _Outcome:
 
 
 def _plan(case: Case, mode: str, device: GpuSpec | int) -> Plan | None:
-    """What `wrap` would do on that device; the model is not built for it, only described."""
+    """Return what `wrap` would do on that device; the model is on the meta device."""
     config = MODES[mode]
     if config is None:
         return None
@@ -341,7 +316,7 @@ def _measured(case: Case, mode: str, tensor_bytes: bool) -> _Outcome:
 
 
 def _predicted_on_cpu(case: Case) -> tuple[int, int]:
-    """Parameters, and the tensor bytes at the peak of the plain case."""
+    """Return the parameters, and the tensor bytes at the peak of the plain case."""
     try:
         with simulate(_ENDLESS, device="cpu") as simulation:
             model = case.model.build()
@@ -353,7 +328,7 @@ def _predicted_on_cpu(case: Case) -> tuple[int, int]:
 
 
 def measured_steps(name: str, batch: int, seq: int, steps: int, mode: str) -> list[float]:
-    """What a fresh process runs: train a case for real; returns the seconds of each step, and the bytes on disk.
+    """Train a case for real, in a fresh process; return the seconds of each step, and the bytes on disk.
 
     A model that is wrapped is described first, and gets its weights afterwards: so the peak is that of the whole
     process, and not of building the model in memory.
@@ -382,7 +357,7 @@ def measured_steps(name: str, batch: int, seq: int, steps: int, mode: str) -> li
 
 
 def tracked_steps(name: str, batch: int, seq: int, steps: int, mode: str) -> int:
-    """The same under the tracker; returns the peak of tensor bytes."""
+    """Do the same under the tracker, and return the peak of tensor bytes."""
     with MemoryTracker() as tracker:
         measured_steps(name, batch, seq, steps, mode)
     return tracker.peak_bytes("cpu")

@@ -20,7 +20,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -114,7 +114,7 @@ class ModelCall:
         self.awaits_backward = bool(nodes)
         handle = GraphHandle(self)
         for node, outputs in nodes.items():
-            node.metadata[_OUTPUTS] = (handle, outputs)
+            cast(Any, node).metadata[_OUTPUTS] = (handle, outputs)
             node.register_prehook(functools.partial(handle.before_node, outputs))
         return handle
 

@@ -19,7 +19,7 @@ from torch import nn
 from memscale.checkpointing import KeepPolicy, run_region
 from memscale.errors import WrapError
 from memscale.execution_plan import Checkpointing
-from memscale.observe.recomputing import WatchedLayer
+from memscale.observe.counters import WatchedLayer
 from memscale.techniques.base import LayerSite
 from memscale.techniques.forward import ForwardStage, Stage, override_of
 

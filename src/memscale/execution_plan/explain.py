@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from memscale._util.terminal import Terminal, table
-from memscale._util.text import clean, wrap
+from memscale._util.terminal import Terminal, clean, table, wrap
 from memscale.execution_plan.plan import FrontierPoint, LayerPlan, LossTiling, OptimizerPlan, Plan, Precision
 from memscale.units import format_bytes
 

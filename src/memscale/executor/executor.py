@@ -19,14 +19,13 @@ from memscale.errors import WrapError
 from memscale.execution_plan import LayerPlan, Offloading, Plan, Tier
 from memscale.executor.registry import LAYER_TECHNIQUES, MODEL_TECHNIQUES
 from memscale.executor.use_cache import no_cache_hooks
-from memscale.observe.meter import Meter
+from memscale.observe.counters import Meter
+from memscale.observe.report import Report
 from memscale.offload.homes import Homes, training_device
 from memscale.offload.loading import forget_pending
 from memscale.offload.materialise import Materialised, has_meta_tensors
 from memscale.offload.technique import bring_inputs
 from memscale.profiler.sample import PlannedBatches
-from memscale.report.metrics import Metrics
-from memscale.report.report import Report
 from memscale.techniques.base import LayerSite, ModelSite
 from memscale.techniques.forward import CompileNotice, ForwardStage, WeakModule, override_of
 from memscale.techniques.undo_log import UndoLog
@@ -34,6 +33,7 @@ from memscale.tiers.store import DiskStore
 
 if TYPE_CHECKING:
     from memscale.optimizer.needs import OptimizerNeeds
+    from memscale.report.exporters import Metrics
 
 __all__ = ["EXECUTOR", "Executor", "Guard", "TrainingBatch", "disk_of", "executor_of", "refuse_nested"]
 

@@ -1,75 +1,73 @@
-"""Clocks for the time that techniques cost: of the host where it waits for its work, of the stream on CUDA."""
+"""Clocks for the time that techniques cost, and the peak of memory while a plan is attached.
+
+Note [Peaks without a reset]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+torch and the kernel keep one peak each for the whole process, and a user may be watching it too. So it is never reset
+here, but read when the plan is attached and again when someone asks:
+
+- it has grown: the peak was reached since the plan was attached;
+- it is lower: someone has reset it, and the peak was reached since then;
+- it is the same: there was a higher one before, and the plan's own peak is not known.
+"""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 
-from memscale._util.locks import LateLock
+from memscale.errors import ProfileError
+from memscale.memory.process import peak_rss_bytes, rss_bytes
 
-__all__ = ["Clock", "CudaClock", "HostClock", "NoClock", "clock_for"]
-
-_AT_ONCE = 512  # pairs of events, after which those that are over are read
-
-_Interval = tuple[str, float, str | None]  # its name, its length, and what it is inside of
+__all__ = [
+    "NOT_WATCHED",
+    "Clock",
+    "CudaClock",
+    "HostClock",
+    "NoClock",
+    "ObservedPeak",
+    "PeakWatch",
+    "clock_for",
+]
 
 
 class Clock(Protocol):
-    """Adds up intervals under names. What is inside an interval of another name is not counted there as well."""
+    """Reads the time of a device."""
 
     def now(self) -> Any:
-        """A moment."""
+        """Return the present moment."""
 
-    def add(self, name: str, start: Any, end: Any, outer: str | None) -> None:
-        """An interval, and the name of the one that it is inside of."""
+    def is_known(self, moment: Any) -> bool:
+        """Return whether `elapsed` up to that moment returns at once."""
 
-    def seconds(self) -> dict[str, float | None]:
-        """The sum of each name so far; None where it cannot be known."""
+    def elapsed(self, start: Any, end: Any) -> float | None:
+        """Return the seconds between two moments; None if they cannot be known."""
 
 
 class HostClock:
-    """For work that is done when its call returns.
-
-    Example:
-        >>> clock = HostClock()
-        >>> clock.add("outer", 0.0, 5.0, None)
-        >>> clock.add("inner", 1.0, 3.0, "outer")
-        >>> clock.seconds()
-        {'outer': 3.0, 'inner': 2.0}
-    """
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        seconds = self._seconds
-        self._lock: LateLock[_Interval] = LateLock(lambda one: _add(seconds, *one))  # without a cycle
+    """Time work that is done when its call returns."""
 
     def now(self) -> float:
         return time.perf_counter()
 
-    def add(self, name: str, start: float, end: float, outer: str | None) -> None:
-        self._lock.leave((name, end - start, outer))
+    def is_known(self, moment: float) -> bool:
+        return True
 
-    def seconds(self) -> dict[str, float | None]:
-        with self._lock:
-            return dict(self._seconds)
+    def elapsed(self, start: float, end: float) -> float:
+        return end - start
 
 
 class CudaClock:
-    """For work that is put on a CUDA stream: pairs of events, which are read late and never waited for in a step.
+    """Time work on a CUDA stream by pairs of events, which no training step waits for.
 
     (Not run yet: the project has no such machine.)
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._lock = threading.Lock()  # of those who read
-        self._seconds: dict[str, float] = {}
-        self._pending: deque[tuple[str, Any, Any, str | None]] = deque()  # its append and popleft are atomic
-        self._next_look = _AT_ONCE
 
     def now(self) -> Any:
         if torch.cuda.is_current_stream_capturing():
@@ -78,57 +76,88 @@ class CudaClock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def add(self, name: str, start: Any, end: Any, outer: str | None) -> None:
+    def is_known(self, moment: Any) -> bool:
+        return moment is None or bool(moment.query())
+
+    def elapsed(self, start: Any, end: Any) -> float:
         if start is None or end is None:
-            return
-        self._pending.append((name, start, end, outer))
-        if len(self._pending) >= self._next_look and self._lock.acquire(blocking=False):
-            try:
-                self._settle(wait=False)
-                self._next_look = len(self._pending) + _AT_ONCE
-            finally:
-                self._lock.release()
-
-    def seconds(self) -> dict[str, float | None]:
-        with self._lock:
-            self._settle(wait=True)
-            return dict(self._seconds)
-
-    def _settle(self, *, wait: bool) -> None:
-        for _ in range(len(self._pending)):
-            name, start, end, outer = self._pending.popleft()
-            if wait:
-                end.synchronize()
-            elif not end.query():
-                self._pending.append((name, start, end, outer))  # for the next time; their order is no matter
-                continue
-            _add(self._seconds, name, start.elapsed_time(end) / 1e3, outer)
+            return 0.0
+        if not end.query():
+            end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
 
 
 class NoClock:
-    """For devices whose time is not known here: that names were used, and nothing else."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float | None] = {}
+    """Stand in on devices whose time is not known here."""
 
     def now(self) -> None:
         return None
 
-    def add(self, name: str, start: None, end: None, outer: str | None) -> None:
-        self._seconds[name] = None
+    def is_known(self, moment: None) -> bool:
+        return True
 
-    def seconds(self) -> dict[str, float | None]:
-        return dict(self._seconds)
+    def elapsed(self, start: None, end: None) -> None:
+        return None
 
 
 def clock_for(device: torch.device, *, simulated: bool = False) -> Clock:
-    """The clock for a model that computes there; on a virtual device all work is the host's."""
+    """Return the clock for a model that computes on a device; on a virtual device all work is the host's."""
     if simulated or device.type in ("cpu", "vgpu"):
         return HostClock()
     return CudaClock(device) if device.type == "cuda" else NoClock()
 
 
-def _add(sums: dict[str, float], name: str, seconds: float, outer: str | None) -> None:
-    sums[name] = sums.get(name, 0.0) + seconds
-    if outer is not None:
-        sums[outer] = sums.get(outer, 0.0) - seconds
+# ---------------------------------------------------------------------- peaks
+
+
+@dataclass(frozen=True)
+class ObservedPeak:
+    """A peak of memory that was measured.
+
+    Attributes:
+        nbytes: the peak; None if it is not known.
+        kind: whose memory.
+        since: since when; or, if it is not known, why.
+    """
+
+    nbytes: int | None
+    kind: Literal["device memory", "process memory above that at attach", "not known"]
+    since: str
+
+
+NOT_WATCHED = ObservedPeak(None, "not known", "no plan was attached")
+
+
+class PeakWatch:
+    """Reads the peak of a device, or of the process for a model on the CPU. See Note [Peaks without a reset]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = self._peak()
+        self._resident = _read(rss_bytes) if device.type == "cpu" else 0
+
+    def read(self) -> ObservedPeak:
+        """Return the peak since this object was made."""
+        peak, before, resident = self._peak(), self._before, self._resident
+        if peak is None or before is None or resident is None:
+            return ObservedPeak(None, "not known", f"there is no such figure for {self._device.type} here")
+        on_cpu = self._device.type == "cpu"
+        kind: Any = "process memory above that at attach" if on_cpu else "device memory"
+        if peak == before:
+            why = "it was higher before the plan was attached, and has not been reset since"
+            return ObservedPeak(None, kind, why)
+        since = "the plan was attached" if peak > before else "the system's figure was last reset"
+        return ObservedPeak(max(0, peak - resident), kind, since)
+
+    def _peak(self) -> int | None:
+        if self._device.type == "cpu":
+            return _read(peak_rss_bytes)
+        peak = getattr(torch.get_device_module(self._device), "max_memory_allocated", None)
+        return None if peak is None else int(peak(self._device))
+
+
+def _read(figure: Callable[[], int]) -> int | None:
+    try:
+        return figure()
+    except ProfileError:  # a system that does not tell
+        return None

@@ -43,7 +43,7 @@ from torch.nn.parameter import is_lazy
 
 from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id, is_traceable_wrapper_subclass
 from memscale.errors import TierFullError
-from memscale.observe.meter import Below, Meter
+from memscale.observe.counters import Below, Meter
 from memscale.offload.working import Refetch, without_history
 from memscale.tiers.host import HostTier
 from memscale.tiers.layout import View, rebuild

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from memscale._torch import hooks_are_allowed
-from memscale.observe.meter import Meter
+from memscale.observe.counters import Meter
 from memscale.tiers.engine import Lane
 from memscale.tiers.layout import is_fake
 from memscale.tiers.pinned import Block

@@ -7,9 +7,10 @@ has a place of its own for it (``state_homes.py``).
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,14 +18,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._util.interrupts import raise_pending_interrupt
-from memscale.observe.meter import Meter
+from memscale.observe.counters import Meter
 from memscale.offload.data import exchange_data
 from memscale.offload.freed_memory import freed_memory_returns
 from memscale.offload.mapped_parameters import MappedParameters
 from memscale.offload.materialise import Materialised, materialise
+from memscale.optimizer.closure import closure_of, evaluated
 from memscale.optimizer.eight_bit.states import EightBitStates
 from memscale.optimizer.hooks import Surroundings
 from memscale.optimizer.host_masters import as_on_the_device, check_room
+from memscale.optimizer.kinds import why_whole
 from memscale.optimizer.state_homes import StateHomes
 from memscale.simulator.simulate import PLAIN_KINDS
 from memscale.tiers.layout import is_fake
@@ -221,8 +224,25 @@ class Homes:
         optimizer: Optimizer = args[0]
         if self.device is None or self.device == HOST or not self._has_ours(optimizer):
             return step(*args, **kwargs)
-        with as_on_the_device(optimizer, {id(each) for each in self._masters()}, self.device):
-            return step(*args, **kwargs)
+        if closure_of(args, kwargs) is None or why_whole(optimizer) is not None:
+            with self._as_on_the_device(optimizer):
+                return step(*args, **kwargs)
+        loss = evaluated(args, kwargs)
+        with self.after_closure(optimizer):
+            step(optimizer)
+        return loss
+
+    @contextlib.contextmanager
+    def after_closure(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around the arithmetic of a step whose closure has been evaluated: that may have made another plan."""
+        self._before_step(optimizer)
+        with self._as_on_the_device(optimizer):
+            yield
+
+    def _as_on_the_device(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
+        if self.device is None or self.device == HOST:
+            return contextlib.nullcontext()
+        return as_on_the_device(optimizer, {id(each) for each in self._masters()}, self.device)
 
     def _masters(self) -> list[nn.Parameter]:
         """The parameters that are in host memory instead of on the device."""

@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id
 from memscale.memory.tracker import Pages
-from memscale.observe.meter import Meter
+from memscale.observe.counters import Meter
 from memscale.offload.data import exchange_data
 from memscale.tiers._libc import PAGE
 from memscale.tiers.layout import is_fake

@@ -10,7 +10,7 @@ from torch import nn
 
 from memscale._torch import tree_map
 from memscale.execution_plan import Tier
-from memscale.observe.meter import Meter
+from memscale.observe.counters import Meter
 from memscale.offload.arrival import arrived
 from memscale.offload.mapped_technique import MappedStage
 from memscale.offload.prefetch import Prefetcher

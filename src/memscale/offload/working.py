@@ -13,9 +13,10 @@ weight); there :class:`Refetch` is saved in their place, and backward fetches th
 through the hooks that surround the layer, if there are any (``activations.py``).
 
 Two sums are not in the order of the plain model, and may differ in the last bit: the gradient of a parameter that is
-used several times in a call (a recurrent weight) by a layer that is called several times before one backward, which is
-added up by calls; and the norm of ``clip_grad_norm_``, which adds up the gradients of each device apart. Under autocast
-the plain model casts a weight once for all calls and adds up their gradients in 16 bits; here that is done at home.
+used several times in a call (a recurrent weight, or any weight in a loss that has a gradient in it, by
+``create_graph=True``) by a layer that is called several times before one backward, which is added up by calls; and
+the norm of ``clip_grad_norm_``, which adds up the gradients of each device apart. Under autocast the plain model casts
+a weight once for all calls and adds up their gradients in 16 bits; here that is done at home.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from memscale._torch import (
 )
 from memscale.checkpointing.conditions import mark_as_copy
 from memscale.errors import RecomputeError
-from memscale.observe.meter import Meter
+from memscale.observe.counters import Meter
 from memscale.offload.arrival import arrived
 from memscale.offload.autocast_weights import autocast_dtype, cast_by_autocast
 from memscale.tiers.shared import SharedEngine

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from memscale._torch import is_traceable_wrapper_subclass, tree_map_only
-from memscale.observe.state import WatchedState
+from memscale.observe.counters import WatchedState
 
 __all__ = ["PAGE", "MovingState", "Origins", "StatePlace"]
 

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from memscale.execution_plan import Tier
-from memscale.observe.meter import Meter
-from memscale.observe.state import WatchedState
+from memscale.observe.counters import Meter, WatchedState
 from memscale.optimizer.state import PAGE
 from memscale.optimizer.state_places import HostPlace, MappedPlace
 from memscale.optimizer.streamed import StreamedSteps

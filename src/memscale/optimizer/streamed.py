@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memscale.errors import ConfigError, ConfigTypeError, TierFullError
-from memscale.observe.state import WatchedState
+from memscale.observe.counters import WatchedState
 from memscale.optimizer.buckets import Buckets
 from memscale.optimizer.closure import evaluated
 from memscale.optimizer.copies import copy_with_state, copy_without

@@ -23,6 +23,7 @@ from memscale.errors import ProfileError, is_out_of_memory
 from memscale.execution_plan import ALLOWANCES, Plan, Tier
 from memscale.executor import Executor
 from memscale.hardware import Hardware
+from memscale.observe.log import speaking
 from memscale.optimizer.needs import OptimizerNeeds, needs_of, with_optimizer
 from memscale.planner import decide, plain_point, room_of, unseen_bytes
 from memscale.planner.cache import PlanCache, plan_key
@@ -33,7 +34,6 @@ from memscale.planner.sizes import batch_size_of, length_of, with_batch_size, wi
 from memscale.planner.structure import decide_by_structure
 from memscale.profiler import ModelProfile, Place, Sample, find_blocks, find_head, profile_model
 from memscale.profiler.run import profile_static, uses_cache
-from memscale.report.log import speaking
 from memscale.simulator.fake import batch_value_reads
 from memscale.units import format_bytes
 

@@ -12,12 +12,11 @@ from memscale.errors import ProfileError
 from memscale.execution_plan import Plan
 from memscale.executor import Executor
 from memscale.hardware import Hardware, detect
+from memscale.observe.log import say_plan, speaking
 from memscale.planner.entries import NOT_CALLED
 from memscale.planner.make_plan import fits, make_plan
 from memscale.profiler import Sample
 from memscale.profiler.sample import MOST_PLANS, call_key, named_shapes, resized, roundings
-from memscale.report.log import speaking
-from memscale.report.wrapped import say_plan
 from memscale.units import format_bytes
 
 __all__ = ["follow_batch"]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memscale._torch import changed_since_saved
 from memscale._util.trees import Tree
 from memscale.memory.allocator import CachingAllocator
 from memscale.profiler.blocks import Block
@@ -33,7 +34,7 @@ def run_step(
 
 
 def backward_targets(output: Any) -> list[torch.Tensor]:
-    """Where backward starts: the model's own loss or, if it has none, all outputs that have a gradient."""
+    """Where backward starts: the model's own loss or, if it has none, all outputs that can be differentiated."""
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, dict):
         loss = output.get("loss")
@@ -43,7 +44,35 @@ def backward_targets(output: Any) -> list[torch.Tensor]:
     targets = list(found.values())
     if isinstance(output, (tuple, list)) and targets and targets[0].dim() == 0:
         return targets[:1]  # (loss, logits, ...), as models that return tuples have it
-    return targets
+    return _that_can_be_differentiated(targets) if len(targets) > 1 else targets
+
+
+def _that_can_be_differentiated(targets: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The targets without those whose backward raises: what it needs was changed in place after they were made.
+
+    The model trains all the same, if its loss does not use them. If that leaves none, all are returned.
+    """
+    found = []
+    good: set[Any] = {None}  # nodes of the outputs that can be differentiated
+    bad: set[Any] = set()
+    for target in targets:
+        waiting: list[Any] = [target.grad_fn]
+        seen = set(waiting)
+        while waiting:
+            node = waiting.pop()
+            if node in good:
+                continue
+            if node in bad or changed_since_saved(node):
+                bad.add(node)
+                break
+            for following, _ in node.next_functions:
+                if following not in seen:
+                    seen.add(following)
+                    waiting.append(following)
+        else:
+            good |= seen
+            found.append(target)
+    return found or targets
 
 
 def loss_of(targets: list[torch.Tensor]) -> torch.Tensor:

@@ -107,6 +107,8 @@ class _Pass:
         self._is_special = is_special  # it keeps its graph, or brings gradients to some tensors only
         self._reached, outside = reached_outputs(roots)
         self.calls = list({id(each.call): each.call for each in self._reached}.values())
+        for call in self.calls:
+            call.gradients = {}  # of an earlier pass, over a graph that was kept
         self._executors: dict[ModelCall, Executor] = {}
         for model in models:
             executor = model.executor()

@@ -29,11 +29,11 @@ from memscale.execution_plan import Plan, Tier
 from memscale.executor import Executor
 from memscale.hardware import Hardware, detect
 from memscale.memory.record import Snapshot
+from memscale.observe.log import speaking
 from memscale.planner.make_plan import make_plan
 from memscale.profiler import Place, Sample
 from memscale.profiler.build import backward_targets, loss_of
-from memscale.report.dump import dump_out_of_memory
-from memscale.report.log import speaking
+from memscale.recovery.dump import dump_out_of_memory
 from memscale.techniques.forward import Stage, override_of
 from memscale.units import format_bytes
 

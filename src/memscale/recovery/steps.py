@@ -33,12 +33,12 @@ from memscale._torch import LightDispatchMode, a_dispatch_mode_is_active, pytree
 from memscale.config import Config
 from memscale.errors import is_out_of_memory
 from memscale.executor import executor_of
-from memscale.optimizer.closure import evaluated
+from memscale.observe.log import speaking
+from memscale.optimizer.closure import closure_of, evaluated
 from memscale.optimizer.groups import Member, SplitStep, members_of
 from memscale.optimizer.hooks import Surroundings
 from memscale.optimizer.kinds import has_own_step, why_whole
 from memscale.recovery.shortage import add_note, explain, free_memory
-from memscale.report.log import speaking
 from memscale.techniques.forward import WeakModule
 
 __all__ = ["CaughtSteps"]
@@ -110,8 +110,12 @@ class CaughtSteps:
         reason = why_whole(optimizer)
         if reason is not None:
             return self._explained(reason, step, *args, **kwargs)
+        if closure_of(args, kwargs) is None:
+            self._watched(optimizer, lambda: step(optimizer))
+            return None
         loss = evaluated(args, kwargs)
-        self._watched(optimizer, lambda: step(optimizer))
+        with self._after_closure(optimizer):
+            self._watched(optimizer, lambda: step(optimizer))
         return loss
 
     def around_whole(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -120,6 +124,12 @@ class CaughtSteps:
         if not self._steps_ours(optimizer):
             return step(*args, **kwargs)
         return self._explained(why_whole(optimizer) or _NOT_OURS, step, *args, **kwargs)
+
+    def _after_closure(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
+        """Look where parameters are only now: a closure's forward pass may have made the first plan."""
+        model = self._model()
+        executor = None if model is None else executor_of(model)
+        return contextlib.nullcontext() if executor is None else executor.homes.after_closure(optimizer)
 
     # ------------------------------------------------------------------ a step
 

@@ -1,5 +1,5 @@
-"""What a person reads: tables and pictures for the terminal."""
+"""What a person or a dashboard reads: tables for the terminal, exporters of a model's report."""
 
-from memscale._util.terminal import Column, Terminal, bar, table, timeline
+from memscale._util.terminal import Column, Terminal, table
 
-__all__ = ["Column", "Terminal", "bar", "table", "timeline"]
+__all__ = ["Column", "Terminal", "table"]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from memscale._torch import foreach_type_lists
 
@@ -56,11 +57,23 @@ def foreach_by_default(kind: type[torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def swap_on_conversion() -> Iterator[None]:
-    """``module.to(device)`` exchanges tensors as a whole: ours can't exchange only their data."""
+    """``module.to(device)`` exchanges tensors as a whole: ours can't exchange only their data.
+
+    The hooks on a parameter's gradient stay with it, as they do on CUDA, where its data alone is exchanged.
+    """
     before = torch.__future__.get_swap_module_params_on_conversion()
+    swap: Any = torch.utils.swap_tensors
+
+    def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
+        if isinstance(first, nn.Parameter) and isinstance(second, nn.Parameter):
+            second._backward_hooks = first._backward_hooks
+            second._post_accumulate_grad_hooks = first._post_accumulate_grad_hooks
+        swap(first, second)
+
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        yield
+        with attribute(torch.utils, "swap_tensors", swap_tensors):
+            yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
 

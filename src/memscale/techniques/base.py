@@ -10,7 +10,7 @@ from torch import nn
 
 from memscale.config import Config
 from memscale.execution_plan import LayerPlan, Plan
-from memscale.observe.meter import Meter
+from memscale.observe.counters import Meter
 
 if TYPE_CHECKING:
     from memscale.offload.homes import Homes

@@ -32,7 +32,7 @@ from memscale.execution_plan import Tiling
 from memscale.offload.mapped_parameters import MappedParameters
 from memscale.profiler.blocks import find_head
 from memscale.techniques.base import LayerSite, ModelSite
-from memscale.techniques.forward import ForwardStage, Stage
+from memscale.techniques.forward import ForwardOverride, ForwardStage, Stage
 from memscale.tiling.head import Head
 from memscale.tiling.lazy import LazyLogits, lazy_logits
 from memscale.tiling.positions import run_in_tiles
@@ -249,12 +249,23 @@ class TiledLoss:
         if settings is None:
             return
         name, head, reason = find_head(site.model)
+        foreign = None if head is None else _foreign_forward(head)
+        if foreign is not None:
+            head, reason = None, f"{name} has a forward of its own ({foreign}), put there by others"
         if head is None:
             if site.logs:
                 logger.warning("Head and loss are not tiled: %s.", reason)
             return
         device = site.device if site.homes.device is not None else None
         log.add_stage(head, TileHeadStage(settings.rows, device, site.homes.mapped), name=name)
+
+
+def _foreign_forward(head: nn.Module) -> str | None:
+    """Return the class of a forward that others have put on the head; None if there is none."""
+    forward = vars(head).get("forward")
+    if isinstance(forward, ForwardOverride):  # a tiled head does without its other stages
+        forward = forward.inner
+    return None if forward is None else type(forward).__name__
 
 
 class TileHeadStage(ForwardStage):

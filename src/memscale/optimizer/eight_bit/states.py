@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from memscale.observe.meter import Meter
+from memscale.observe.counters import Meter
 from memscale.optimizer.eight_bit.quantizer import Quantizer, Unavailable, find_quantizer
 from memscale.optimizer.eight_bit.steps import EightBitSteps
 

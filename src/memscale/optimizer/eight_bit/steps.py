@@ -12,8 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from memscale.observe.meter import Meter
-from memscale.observe.state import WatchedState
+from memscale.observe.counters import Meter, WatchedState
 from memscale.optimizer.eight_bit.kinds import MOMENTS, holds_moments, why_in_full
 from memscale.optimizer.eight_bit.moments import EightBitMoments, Moment
 from memscale.optimizer.eight_bit.quantizer import Quantizer

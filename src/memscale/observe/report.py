@@ -1,4 +1,4 @@
-"""The report: what a plan has done so far, and what it had promised."""
+"""What a plan has done so far, beside what was predicted."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from memscale.execution_plan import Plan, PredictionSource
-from memscale.observe.meter import Below, Meter, What
-from memscale.observe.peaks import PeakKind
+from memscale.observe.counters import Below, Meter, What
 from memscale.units import format_bytes
 
 if TYPE_CHECKING:
-    from memscale.report import Terminal
+    from memscale._util.terminal import Terminal
 
 __all__ = ["Lost", "Moved", "Recomputed", "Report"]
 
@@ -105,7 +104,7 @@ class Report:
     allowance_bytes: int
     prediction_source: PredictionSource
     observed_peak_bytes: int | None
-    observed_peak_kind: PeakKind
+    observed_peak_kind: str
     observed_since: str
     moved: tuple[Moved, ...] = ()
     recomputed: tuple[Recomputed, ...] = ()
@@ -205,7 +204,7 @@ class Report:
 
     def explain(self, *, terminal: Terminal | None = None) -> str:
         """The report as tables that a person reads."""
-        from memscale.report import Terminal, table
+        from memscale._util.terminal import Terminal, table
 
         screen = terminal or Terminal.detect()
         title = f"Report: {self.model} on {self.device}"

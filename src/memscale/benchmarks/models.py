@@ -1,6 +1,6 @@
-"""The models of the suite, by name: built from their configuration with random weights, nothing downloaded.
+"""The models and devices of the suite, by name. Models are built with random weights; nothing is downloaded.
 
-To add one: a line in `_ALL`; a new family: a builder in `_BUILDERS` and its modules in `_MODULES`.
+To add a model: a line in `_ALL`; a new family: a builder in `_BUILDERS` and its modules in `_MODULES`.
 """
 
 from __future__ import annotations
@@ -8,25 +8,32 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from memscale.benchmarks.choices import unknown_name
-from memscale.errors import ConfigError, MemScaleError, shown
+from memscale.errors import ConfigError, ConfigTypeError, MemScaleError, shown
+from memscale.hardware import GpuSpec, find_gpu
+from memscale.units import format_bytes, parse_bytes
 
 __all__ = [
     "DEFAULT_MODELS",
     "MODELS",
     "PUBLISHED_ON",
     "BenchmarkModel",
+    "Device",
     "MissingPackageError",
     "Published",
+    "device_name",
+    "find_device",
     "find_model",
     "quiet_transformers",
+    "unknown_name",
 ]
 
 Family: TypeAlias = Literal["gpt2", "bert"]
@@ -84,11 +91,11 @@ class BenchmarkModel:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """What has to be imported to build it."""
+        """Return what has to be imported to build it."""
         return ("transformers", _MODULES[self.family])
 
     def build(self) -> nn.Module:
-        """The model with random weights, on the CPU (or what `torch.device` says), in training mode.
+        """Return the model with random weights, on the CPU (or what `torch.device` says), in training mode.
 
         Raises:
             MissingPackageError: transformers is not installed.
@@ -105,7 +112,7 @@ class BenchmarkModel:
             )
 
     def inputs(self, batch: int, seq: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Random tokens, with themselves as labels: every token counts in the loss.
+        """Return random tokens, with themselves as labels: every token counts in the loss.
 
         Example:
             >>> {name: tuple(t.shape) for name, t in MODELS["gpt2-tiny"].inputs(2, 8).items()}
@@ -168,7 +175,7 @@ _MODULES: dict[Family, str] = {
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Errors only in the block: a model made from a configuration gets advice that is for others."""
+    """Silence warnings of transformers in the block: a model made from a configuration is not to be told of weights."""
     logging = _transformers().utils.logging
     before = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -202,7 +209,7 @@ DEFAULT_MODELS: tuple[str, ...] = tuple(model.name for model in _ALL if model.pu
 
 
 def find_model(name: str) -> BenchmarkModel:
-    """The model of that name.
+    """Return the model of that name.
 
     Raises:
         ConfigError: There is none; the message lists those there are.
@@ -216,3 +223,62 @@ def find_model(name: str) -> BenchmarkModel:
     if name not in MODELS:
         raise unknown_name("model", name, MODELS)
     return MODELS[name]
+
+
+Device: TypeAlias = GpuSpec | int | None
+"""What a case runs on: a GPU of the table or so many bytes (simulated), or None for the CPU (measured)."""
+
+# With a unit, or too large a number to be the name of a GPU ("3090").
+_SIZE = re.compile(r"[-+]?(\d[\d_.]*\s*[a-z]*b|\d{7,})", re.IGNORECASE)
+
+
+def find_device(on: str) -> Device:
+    """Return the device that `on` names.
+
+    Args:
+        on: A GPU as people write it ("RTX 3090", "a100-80gb"), a size ("24GiB"), or "cpu".
+
+    Raises:
+        HardwareError: No GPU is known by that name; the message lists the nearest.
+        ConfigError: The size is not one.
+
+    Example:
+        >>> find_device("24GiB"), find_device("cpu")
+        (25769803776, None)
+    """
+    if not isinstance(on, str):
+        raise ConfigTypeError(
+            f"on={shown(on)} is a {type(on).__name__}: give the name of a GPU, a size as text, or 'cpu'."
+        )
+    text = on.strip()
+    if text.lower() == "cpu":
+        return None
+    return parse_bytes(text, field="on") if _SIZE.fullmatch(text) else find_gpu(text)
+
+
+def device_name(on: str) -> str:
+    """Return the device in full: its name, and its memory unless the name says that.
+
+    Example:
+        >>> device_name("rtx3090"), device_name("24GiB"), device_name("cpu")
+        ('NVIDIA GeForce RTX 3090, 24.0 GiB', 'a GPU of 24.0 GiB', 'the CPU')
+    """
+    device = find_device(on)
+    if device is None:
+        return "the CPU"
+    if isinstance(device, GpuSpec):
+        return f"{device.name}, {format_bytes(device.memory_bytes)}"
+    return f"a GPU of {format_bytes(device)}"
+
+
+def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> ConfigError:
+    """Return the error for a `name` that is none of the `allowed` ones.
+
+    Example:
+        >>> print(unknown_name("model", "gpt2xl", ["bert-base", "gpt2-xl"]))
+        There is no model 'gpt2xl'; did you mean gpt2-xl? Allowed: bert-base, gpt2-xl.
+    """
+    names = list(allowed)
+    near = get_close_matches(str(name).lower(), names, n=1, cutoff=0.5)
+    guess = f"; did you mean {near[0]}?" if near else "."
+    return ConfigError(f"There is no {kind} {shown(name)}{guess} Allowed: {', '.join(names)}.")

@@ -1,4 +1,4 @@
-"""What MemScale says: through the logger ``memscale``, to the user's own handlers or, if there are none, stderr."""
+"""Log lines: through the logger ``memscale``, to the user's own handlers or, if there are none, to stderr."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from collections.abc import Iterator
 
 from memscale.config import Config
 from memscale.errors import ConfigError, shown
+from memscale.execution_plan import Plan
+from memscale.hardware import Hardware
+from memscale.units import format_bytes
+
+__all__ = ["logger", "say_plan", "speaking"]
 
 logger = logging.getLogger("memscale")
 
 
 class _LogFile(logging.FileHandler):
-    """`Config.log_file` while it is open. A line that can't be written is said once a file, and nothing else."""
+    """`Config.log_file` while it is open. That it can't be written is logged once for each file."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, encoding="utf-8")
@@ -35,7 +40,7 @@ class _LogFile(logging.FileHandler):
             _say_unwritable(self._path, error)
 
 
-_unwritable: set[str] = set()  # log files of which it was said that they can't be written
+_unwritable: set[str] = set()  # log files of which that was logged
 
 
 def _say_unwritable(path: str, error: OSError) -> None:
@@ -48,13 +53,13 @@ def _say_unwritable(path: str, error: OSError) -> None:
 
 @contextlib.contextmanager
 def speaking(config: Config, *, strict: bool = False) -> Iterator[logging.Logger]:
-    """The logger, set up for as long as the block runs; silent if the Config says so.
+    """Return the logger, with handlers for as long as the block runs; a silent one if the Config says so.
 
-    Handlers are added for the block only: a library that configures logging for good takes it from the user.
+    Handlers are added for the block only: how logging is configured is the user's business.
 
     Args:
         config: Says whether to log, and to which file.
-        strict: Raise if that file can't be opened; otherwise that is said once, as a step must not die of it.
+        strict: Raise if that file can't be opened; otherwise that is logged once, as a step must not fail for it.
 
     Raises:
         ConfigError: `strict`, and the log file can't be opened.
@@ -93,3 +98,23 @@ def speaking(config: Config, *, strict: bool = False) -> Iterator[logging.Logger
 
 _silent = logging.Logger("memscale.silent")
 _silent.addHandler(logging.NullHandler())
+
+
+def say_plan(log: logging.Logger, plan: Plan, hardware: Hardware, occasion: str = "planned") -> None:
+    """Log the hardware, the predicted peak before and after, the step-time ratio, and the plan as a table."""
+    if not log.isEnabledFor(logging.INFO):
+        return
+    log.info("hardware: %s", hardware.summary())
+    log.info(
+        "%s (%s) for %s: peak %s → %s, step time × %.2f (%s)",
+        occasion,
+        plan.mode,
+        plan.batch,
+        format_bytes(plan.baseline_peak_bytes),
+        format_bytes(plan.predicted_peak_bytes),
+        plan.predicted_time_ratio,
+        plan.prediction_source,
+    )
+    for note in plan.notes:
+        log.warning("%s", note)
+    log.info("%s", plan.explain(trades=False))

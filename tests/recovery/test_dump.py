@@ -12,7 +12,7 @@ import torch
 import memscale
 from memscale import Config, Plan
 from memscale._torch import LightDispatchMode
-from memscale.report import dump
+from memscale.recovery import dump
 from support.observed import Stack, batch, train
 
 

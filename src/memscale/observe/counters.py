@@ -1,0 +1,345 @@
+"""Counts of what a plan does while a model trains: bytes moved, layers recomputed, passes, and time.
+
+The executor owns one `Meter` and hands it to techniques. Counting costs an append to a queue, timing two looks at a
+clock as well; a technique that is not attached counts nothing.
+
+Note [Counting never waits]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Backward runs in threads of its own, copies in others, metrics are read from one more, and the garbage collector may
+run a finalizer that counts in any of them, also while that thread holds a lock. So whoever counts only appends to a
+deque, which is atomic; events are added up by whoever reads, or in passing when many have gathered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from memscale.observe.clocks import NOT_WATCHED, Clock, HostClock, ObservedPeak, PeakWatch, clock_for
+
+__all__ = ["Below", "Cost", "Meter", "WatchedLayer", "WatchedState", "What"]
+
+What = Literal["parameters", "gradients", "activations", "optimizer state"]
+"""What is moved."""
+
+Below = Literal["host", "disk"]
+"""The tier that it is kept on."""
+
+Cost = Literal["recomputing", "offloading", "optimizer state", "8-bit optimizer"]
+"""What time is lost to."""
+
+MAX_EVENTS = 512  # events that may gather before whoever counts adds them up in passing
+MAX_BACKWARD_PASSES = 64  # that may be under way at once
+
+
+class Meter:
+    """Counts of one executor, over all of its plans. A copy, by ``deepcopy`` or pickle, begins at zero.
+
+    Example:
+        >>> meter = Meter()
+        >>> meter.up("parameters", "host", 4096)
+        >>> meter.recomputed("layers.0", flops=10)
+        >>> meter.moved(), meter.recomputations()
+        ({('parameters', 'host'): (4096, 0)}, {'layers.0': (1, 10)})
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[tuple[Any, ...]] = deque()  # see Note [Counting never waits]
+        self._max_events = MAX_EVENTS
+        self._lock = threading.Lock()  # of those who add up
+        self._spans = _OpenSpans()
+        self._clock: Clock = HostClock()
+        self._device: torch.device | None = None
+        self._simulated = False
+        self._watch: PeakWatch | None = None
+        self._last_peak: ObservedPeak = NOT_WATCHED
+        self._moved: dict[tuple[What, Below], tuple[int, int]] = {}
+        self._recomputed: dict[str, tuple[int, int]] = {}
+        self._seconds: dict[str, float | None] = {}
+        self._forward_passes = 0
+        self._backward_passes = 0
+        self._recent_passes: deque[int] = deque(maxlen=MAX_BACKWARD_PASSES)
+        self.plans = 0
+        self.planning_seconds = 0.0
+        self.dumps: list[str] = []
+        """Files that were written when memory ran out."""
+
+    # ------------------------------------------------------------------ from attach to detach
+
+    def begin(self, device: torch.device, *, simulated: bool = False) -> None:
+        """Watch the memory of a device, to which a plan is being attached."""
+        if self._device != device or self._simulated != simulated:
+            self._device, self._simulated = device, simulated
+            self._clock = clock_for(device, simulated=simulated)
+            self._watch = None if simulated else PeakWatch(device)
+        self._last_peak = NOT_WATCHED
+
+    def end(self) -> None:
+        """Keep the peak as it is: from now on memory is not used by the plan."""
+        self._last_peak = self.peak()
+
+    def peak(self) -> ObservedPeak:
+        """Return the most memory in use while a plan was attached."""
+        if self._watch is None or self._last_peak is not NOT_WATCHED:
+            return self._last_peak
+        return self._watch.read()
+
+    @contextlib.contextmanager
+    def planning(self) -> Iterator[None]:
+        """Count a plan, and the time that it takes to make it."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.plans += 1
+            self.planning_seconds += time.perf_counter() - began
+
+    # ------------------------------------------------------------------ counting
+
+    def forward_pass(self) -> None:
+        """Count a forward pass in training."""
+        self._add("forward")
+
+    def backward_pass(self, task: int) -> None:
+        """Count a backward pass once, however often it comes by with its graph task id."""
+        self._add("backward", task)
+
+    def up(self, what: What, below: Below, nbytes: int) -> None:
+        """Count bytes that were copied to the device (or to host memory) from the tier they are kept on."""
+        self._move(what, below, nbytes, 0)
+
+    def down(self, what: What, below: Below, nbytes: int) -> None:
+        """Count bytes that were copied to the tier they are kept on."""
+        self._move(what, below, 0, nbytes)
+
+    def recomputed(self, layer: str, flops: int) -> None:
+        """Count a recomputation of a layer."""
+        self._add("recomputed", layer, 1, flops)
+
+    def _move(self, what: What, below: Below, up: int, down: int) -> None:
+        # The compiler traces the call once without running it.
+        if not torch.compiler.is_compiling() and (up or down):
+            self._add("moved", (what, below), up, down)
+
+    # ------------------------------------------------------------------ timing
+
+    def timing(self, cost: Cost) -> _Span:
+        """Time a block; what is timed inside of it under another name is not counted here."""
+        return _Span(self, cost)
+
+    def now(self) -> Any:
+        """Return the present moment, for `lost`."""
+        return self._clock.now()
+
+    def lost(self, cost: Cost, since: Any) -> None:
+        """Count the time from then to now."""
+        outer = self._spans.stack[-1] if self._spans.stack else None
+        self._add("lost", self._clock, since, self._clock.now(), cost, outer)
+
+    # ------------------------------------------------------------------ reading
+
+    @property
+    def forward_passes(self) -> int:
+        """Return the forward passes in training that were begun."""
+        self._add_up(wait=True)
+        return self._forward_passes
+
+    @property
+    def backward_passes(self) -> int:
+        """Return the backward passes that came to the model."""
+        self._add_up(wait=True)
+        return self._backward_passes
+
+    def moved(self) -> dict[tuple[What, Below], tuple[int, int]]:
+        """Return the bytes copied from, and to, each tier."""
+        self._add_up(wait=True)
+        return dict(self._moved)
+
+    def recomputations(self) -> dict[str, tuple[int, int]]:
+        """Return for each layer how often it was recomputed, and the floating-point operations of that."""
+        self._add_up(wait=True)
+        return dict(self._recomputed)
+
+    def seconds_lost(self) -> dict[str, float | None]:
+        """Return the time by what it was lost to; None where it cannot be measured."""
+        self._add_up(wait=True)
+        return dict(self._seconds)
+
+    # ------------------------------------------------------------------ events
+
+    def _add(self, *event: Any) -> None:
+        self._events.append(event)
+        if len(self._events) >= self._max_events:
+            self._add_up(wait=False)
+
+    def _add_up(self, *, wait: bool) -> None:
+        if not self._lock.acquire(blocking=wait):
+            return
+        try:
+            for _ in range(len(self._events)):
+                event = self._events.popleft()
+                if not self._count(event, wait):
+                    self._events.append(event)  # for the next time
+            self._max_events = len(self._events) + MAX_EVENTS
+        finally:
+            self._lock.release()
+
+    def _count(self, event: tuple[Any, ...], wait: bool) -> bool:
+        """Add an event to the sums; return False if it has a time that the device has not reached."""
+        match event:
+            case ("forward",):
+                self._forward_passes += 1
+            case ("backward", task):
+                if task not in self._recent_passes:
+                    self._recent_passes.append(task)
+                    self._backward_passes += 1
+            case ("moved", key, up, down):
+                before = self._moved.get(key, (0, 0))
+                self._moved[key] = (before[0] + up, before[1] + down)
+            case ("recomputed", layer, times, flops):
+                so_far = self._recomputed.get(layer, (0, 0))
+                self._recomputed[layer] = (so_far[0] + times, so_far[1] + flops)
+            case ("lost", clock, start, end, cost, outer):
+                if not wait and not clock.is_known(end):
+                    return False
+                seconds = clock.elapsed(start, end)
+                for name, sign in ((cost, 1), (outer, -1)):
+                    if name is not None:
+                        sum_before = self._seconds.get(name) or 0.0
+                        self._seconds[name] = None if seconds is None else sum_before + sign * seconds
+        return True
+
+    # ------------------------------------------------------------------ copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"device": self._device, "simulated": self._simulated}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        if state["device"] is not None:
+            self.begin(state["device"], simulated=state["simulated"])
+
+
+class _OpenSpans(threading.local):
+    """The blocks that are being timed in this thread, the outermost first."""
+
+    def __init__(self) -> None:
+        self.stack: list[Cost] = []
+
+
+class _Span:
+    """A block that is timed, also if it ends in an exception."""
+
+    __slots__ = ("_cost", "_meter", "_start")
+
+    def __init__(self, meter: Meter, cost: Cost) -> None:
+        self._meter = meter
+        self._cost: Cost = cost
+        self._start: Any = None
+
+    def __enter__(self) -> None:
+        if not torch.compiler.is_compiling():
+            self._start = self._meter.now()
+            self._meter._spans.stack.append(self._cost)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not torch.compiler.is_compiling():
+            self._meter._spans.stack.pop()
+            self._meter.lost(self._cost, self._start)
+
+
+class WatchedLayer:
+    """Counts the recomputations of a layer.
+
+    Args:
+        meter: Counts them.
+        name: The layer's name in the plan.
+        flops: What computing it once more takes.
+    """
+
+    def __init__(self, meter: Meter, name: str, flops: int) -> None:
+        self._meter = meter
+        self._name = name
+        self._flops = flops
+
+    def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function whose first call is the forward, and every later one a recomputation that is counted.
+
+        Example:
+            >>> meter = Meter()
+            >>> call = WatchedLayer(meter, "layer", 5).watched(abs)
+            >>> call(-1), meter.recomputations(), call(-1), meter.recomputations()
+            (1, {}, 1, {'layer': (1, 5)})
+        """
+        has_run = False
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal has_run
+            if not has_run:
+                has_run = True
+                return function(*args, **kwargs)
+            self._meter.recomputed(self._name, self._flops)
+            with self._meter.timing("recomputing"):  # it mostly ends early, by an exception
+                return function(*args, **kwargs)
+
+        return call
+
+
+class WatchedState:
+    """Counts the copies of optimizer state, and of what is stepped on disk.
+
+    Args:
+        meter: Counts them; None if nobody asks.
+        below: The tier of the state; None if it is beside its parameter, and nothing is copied.
+        cost: What the time is lost to.
+        on_disk: Tells whether a parameter, or a gradient, is kept on disk.
+    """
+
+    def __init__(
+        self,
+        meter: Meter | None = None,
+        below: Below | None = None,
+        cost: Cost = "optimizer state",
+        on_disk: Callable[[Tensor], bool] | None = None,
+    ) -> None:
+        self._meter = meter
+        self._below = below
+        self._cost: Cost = cost
+        self._on_disk = on_disk
+
+    def timed(self) -> contextlib.AbstractContextManager[None]:
+        """Time a block that copies state."""
+        return contextlib.nullcontext() if self._meter is None else self._meter.timing(self._cost)
+
+    def up(self, home: Tensor, parameter: Tensor) -> None:
+        """Count state that was fetched for the step of a parameter."""
+        if self._meter is not None and self._below is not None and self._is_copied(home, parameter):
+            self._meter.up("optimizer state", self._below, home.nbytes)
+
+    def down(self, home: Tensor, parameter: Tensor) -> None:
+        """Count state that was written back."""
+        if self._meter is not None and self._below is not None and self._is_copied(home, parameter):
+            self._meter.down("optimizer state", self._below, home.nbytes)
+
+    def stepped(self, parameter: Tensor) -> None:
+        """Count a step of a parameter on disk: it was read and written, and its gradient read."""
+        if self._meter is None or self._on_disk is None or not self._on_disk(parameter):
+            return
+        self._meter.up("parameters", "disk", parameter.nbytes)
+        self._meter.down("parameters", "disk", parameter.nbytes)
+        if parameter.grad is not None and self._on_disk(parameter.grad):
+            self._meter.up("gradients", "disk", parameter.grad.nbytes)
+
+    def _is_copied(self, home: Tensor, parameter: Tensor) -> bool:
+        # State of a parameter on the host is beside it there.
+        return self._below == "disk" or home.device != parameter.device
