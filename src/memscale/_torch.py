@@ -187,9 +187,10 @@ def release_saved_tensors(tensors: Sequence[torch.Tensor], error: str) -> None:
     """Free what the graph behind some tensors has saved for backward, as a backward pass does when it is through.
 
     The tensors and the nodes stay; running backward through them raises a `RuntimeError`. An object that saved-tensor
-    hooks keep in the place of a tensor is asked to `release()` itself, if it can. `SavedTensor` objects under
-    `_raw_saved_...` are documented in torch's notes on hooks for saved tensors; their `data` is not: without it
-    (torch before 2.7) such objects live as long as the graph.
+    hooks keep in the place of a tensor, and a node of a custom function, are asked to release what they hold by
+    `memscale_release()`, if they have it. `SavedTensor` objects under `_raw_saved_...` are documented in torch's notes
+    on hooks for saved tensors; their `data` is not: without it (torch before 2.7) what hooks keep lives as long as
+    the graph.
 
     Args:
         tensors: Where the graph begins.
@@ -207,12 +208,17 @@ def release_saved_tensors(tensors: Sequence[torch.Tensor], error: str) -> None:
             try:
                 saved.register_hooks(lambda _: None, refuse)  # what the first hook returns is kept instead
             except RuntimeError:  # it is empty, or has hooks
-                release = getattr(getattr(saved, "data", None), "release", None)
-                if callable(release):
-                    release()
+                _release(getattr(saved, "data", None))
+        _release(node)
         following = {each for each, _ in node.next_functions if each is not None} - seen
         seen |= following
         pending += following
+
+
+def _release(holder: object) -> None:
+    release = getattr(holder, "memscale_release", None)
+    if release is not None:
+        release()
 
 
 def _saved_tensors(node: Any) -> Iterator[Any]:

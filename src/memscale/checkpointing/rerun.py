@@ -44,6 +44,11 @@ def hand_out(holder: Holder, task: int) -> torch.Tensor:
 
 def _recompute(holder: Holder, task: int) -> None:
     region = holder.region
+    if region is None:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time: a checkpointed region has been freed. Specify "
+            "retain_graph=True if you need to backward through the graph a second time."
+        )
     *earlier, _ = order = order_to_run(region, task)
     try:
         for predecessor in earlier:

@@ -28,7 +28,7 @@ class Holder:
     __slots__ = ("__weakref__", "_tensors", "index", "region")
 
     def __init__(self, region: Region, index: int) -> None:
-        self.region = region
+        self.region: Region | None = region
         self.index = index
         self._tensors: dict[int, tuple[torch.Tensor, int]] | None = None
 
@@ -55,6 +55,10 @@ class Holder:
                 "of the operation."
             )
         return tensor
+
+    def memscale_release(self) -> None:
+        """Free the region and its inputs; see `memscale._torch.release_saved_tensors`."""
+        self.region, self._tensors = None, None
 
     def drop(self, task: int) -> None:
         if self._tensors:
