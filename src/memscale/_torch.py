@@ -189,8 +189,7 @@ def release_saved_tensors(tensors: Sequence[torch.Tensor], error: str) -> None:
     The tensors and the nodes stay; running backward through them raises a `RuntimeError`. An object that saved-tensor
     hooks keep in the place of a tensor, and a node of a custom function, are asked to release what they hold by
     `memscale_release()`, if they have it. `SavedTensor` objects under `_raw_saved_...` are documented in torch's notes
-    on hooks for saved tensors; their `data` is not: without it (torch before 2.7) what hooks keep lives as long as
-    the graph.
+    on hooks for saved tensors; their `data` is not: without it what hooks keep lives as long as the graph.
 
     Args:
         tensors: Where the graph begins.

@@ -223,11 +223,17 @@ class _Pass:
         for executor in executors:
             failed = executor.plan
             plan = next(heavier_plans(executor, self._sample_of(executor)), failed)
-            if plan is not failed:
+            if plan is failed:
+                continue
+            try:
                 executor.replan(plan)
                 executor.homes.settle_states()
-                executor.batches.ceiling = plan.predicted_peak_bytes or None
-                peaks.append(plan.predicted_peak_bytes)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                continue  # the error that is being handled matters more
+            executor.batches.ceiling = plan.predicted_peak_bytes or None
+            peaks.append(plan.predicted_peak_bytes)
         if not peaks:
             return "there is no heavier plan for the next step"
         return f"the next step runs under a heavier plan, peak {', '.join(map(format_bytes, peaks))}"
