@@ -11,6 +11,7 @@ import enum
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import CellType, CodeType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -514,6 +515,60 @@ else:  # without them (torch before 2.10) there is no second device on a machine
 def map_location_in_use() -> Any:
     """Return the `map_location` of the `torch.load` that is running in this thread."""
     return cast(Any, torch.serialization)._serialization_tls.map_location
+
+
+# -- optimizers: the way into a step
+#
+# Note [Inside optimizer.step]
+# torch wraps the `step` of every optimizer class once, when the first instance is built
+# (`Optimizer.profile_hook_step`). The wrapper runs the step pre-hooks (those of all optimizers, then the instance's
+# own), calls the class's step, which it holds in its closure as `func`, and runs the post-hooks. The step of a class
+# of torch.optim is wrapped once more, in what turns gradients off, which also holds it as `func`.
+# MemScale has to be exactly in these two places:
+#
+# - in a pre-hook it would be too early: the user's own pre-hooks (which may clip gradients) run later, a hook cannot
+#   skip a step, and none runs when a step raises;
+# - a replaced `optimizer.step` or class attribute is outside of the hooks, which would run once for each bucket of
+#   parameters, and LR schedulers and `GradScaler` keep the function that they found earlier.
+#
+# So the content of such a closure cell is exchanged while someone is subscribed to steps, and put back afterwards.
+# Without the names and wrappers (tried on 2.13) no cell is found; then only the public hooks run, and every
+# optimizer is stepped as it is, which is the fallback.
+
+
+def step_cell(kind: type[torch.optim.Optimizer]) -> CellType | None:
+    """Return the cell in which torch's outermost wrapper keeps the step of an optimizer class, inside of the hooks.
+
+    A class may override a step that is wrapped already and call it: the outer one is a whole step.
+    """
+    hook_step = getattr(torch.optim.Optimizer.profile_hook_step, "__code__", None)
+    wrappers = [each for each in getattr(hook_step, "co_consts", ()) if isinstance(each, CodeType)]
+    for owner in kind.__mro__:
+        for function in _unwrapped(vars(owner).get("step")):
+            if any(getattr(function, "__code__", None) is each for each in wrappers):
+                return _cell_of_func(function)
+    return None
+
+
+def arithmetic_cell(step: Callable[..., Any]) -> CellType | None:
+    """Return the cell in which the innermost wrapper of a step of torch.optim keeps the function itself."""
+    layers = list(_unwrapped(step))
+    return _cell_of_func(layers[-2]) if len(layers) > 1 else None
+
+
+def _cell_of_func(function: Any) -> CellType | None:
+    code = getattr(function, "__code__", None)
+    if code is None or "func" not in code.co_freevars:
+        return None
+    cell: CellType = function.__closure__[code.co_freevars.index("func")]
+    return cell
+
+
+def _unwrapped(function: Any) -> Iterator[Any]:
+    """Yield a function and what it wraps: the compiler, for one, wraps the steps that it must not trace into."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
 
 
 # -- distributed training

@@ -7,10 +7,8 @@ has a place of its own for it (``state_homes.py``).
 
 from __future__ import annotations
 
-import contextlib
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -23,11 +21,8 @@ from memscale.offload.data import exchange_data
 from memscale.offload.freed_memory import freed_memory_returns
 from memscale.offload.mapped_parameters import MappedParameters
 from memscale.offload.materialise import Materialised, materialise
-from memscale.optimizer.closure import closure_of, evaluated
 from memscale.optimizer.eight_bit.states import EightBitStates
-from memscale.optimizer.hooks import Surroundings
-from memscale.optimizer.host_masters import as_on_the_device, check_room
-from memscale.optimizer.kinds import why_whole
+from memscale.optimizer.placement import PlacementSteps
 from memscale.optimizer.state_homes import StateHomes
 from memscale.simulator.simulate import PLAIN_KINDS
 from memscale.tiers.layout import is_fake
@@ -82,8 +77,7 @@ class Homes:
             set()
         )  # those, and the ones too small for a page, which stay in host memory
         self._buffers: list[tuple[nn.Module, str, torch.device]] = []
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._surroundings: Surroundings | None = None
+        self._steps = PlacementSteps(self)
 
     @property
     def bytes_at_home(self) -> int:
@@ -135,7 +129,7 @@ class Homes:
                 if buffer is not None and buffer.device != device:
                     self._buffers.append((module, name, buffer.device))
                     module._buffers[name] = buffer.to(device)
-        self._meet_optimizers()
+        self._steps.subscribe()
 
     def materialise(
         self,
@@ -170,8 +164,7 @@ class Homes:
 
     def restore(self) -> None:
         """Everything where it was before the first :meth:`arrange`."""
-        if self._surroundings is not None:
-            self._surroundings.remove()
+        self._steps.unsubscribe()
         self.states.restore()
         self.moments.restore()
         for parameter in self.on_disk:
@@ -182,22 +175,22 @@ class Homes:
             buffer = module._buffers.get(name)
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
-        for optimizer in self._optimizers:
-            self._follow(optimizer)
+        for optimizer in self._steps.optimizers:
+            self._steps.follow(optimizer)
+        self._steps.forget_optimizers()
         self._parameters.clear()
         self._buffers.clear()
-        self._optimizers.clear()
         self.store.close()
         self.device = None
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """One that steps the model's parameters: its state is where these are, or are to be."""
-        self._optimizers.add(optimizer)
+        self._steps.note_optimizer(optimizer)
 
     def settle_states(self) -> None:
         """Take optimizer state to its place now, and not before the next step: the device may be short of memory."""
-        for optimizer in list(self._optimizers):
-            self._follow(optimizer)
+        for optimizer in self._steps.optimizers:
+            self._steps.follow(optimizer)
             if self.states.steps is not None:
                 self.states.steps.settle(optimizer)
 
@@ -205,68 +198,21 @@ class Homes:
         self.mapped.bring_back(parameter)
         del self._on_disk[id(parameter)]
 
-    def _meet_optimizers(self) -> None:
-        self._surroundings = self._surroundings or _weakly_before_steps(self)
-        self._surroundings.attach()
+    def parameter_ids(self) -> Container[int]:
+        """Return the ids of the model's parameters."""
+        return self._parameters
 
-    def _before_step(self, optimizer: Optimizer) -> None:
-        if self._has_ours(optimizer):
-            self._optimizers.add(optimizer)
-            self._follow(optimizer)
-            if self._surroundings is not None and self.device not in (None, HOST):
-                self._surroundings.install(type(optimizer))
-                if self.host_capacity is not None:
-                    masters = [each for each in self._masters() if id(each) not in self._for_disk]
-                    check_room(optimizer, masters, self.host_capacity)
-
-    def _around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stands in the place of the arithmetic of a class of torch.optim."""
-        optimizer: Optimizer = args[0]
-        if self.device is None or self.device == HOST or not self._has_ours(optimizer):
-            return step(*args, **kwargs)
-        if closure_of(args, kwargs) is None or why_whole(optimizer) is not None:
-            with self._as_on_the_device(optimizer):
-                return step(*args, **kwargs)
-        loss = evaluated(args, kwargs)
-        with self.after_closure(optimizer):
-            step(optimizer)
-        return loss
-
-    @contextlib.contextmanager
-    def after_closure(self, optimizer: Optimizer) -> Iterator[None]:
-        """Around the arithmetic of a step whose closure has been evaluated: that may have made another plan."""
-        self._before_step(optimizer)
-        with self._as_on_the_device(optimizer):
-            yield
-
-    def _as_on_the_device(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
-        if self.device is None or self.device == HOST:
-            return contextlib.nullcontext()
-        return as_on_the_device(optimizer, {id(each) for each in self._masters()}, self.device)
-
-    def _masters(self) -> list[nn.Parameter]:
-        """The parameters that are in host memory instead of on the device."""
+    def host_masters(self, *, with_disk_bound: bool = True) -> list[nn.Parameter]:
+        """Return the parameters that are in host memory instead of on the device."""
         if self.device in (None, HOST):
             return []
+        left_out = self._on_disk.keys() if with_disk_bound else self._on_disk.keys() | self._for_disk
         every = (parameter for parameter, _ in self._parameters.values())
-        return [each for each in every if each.device == HOST and id(each) not in self._on_disk]
+        return [each for each in every if each.device == HOST and id(each) not in left_out]
 
-    def _has_ours(self, optimizer: Optimizer) -> bool:
-        return any(
-            id(parameter) in self._parameters
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
-
-    def _follow(self, optimizer: Optimizer) -> None:
-        """An optimizer's state goes where its parameter is; its step counters stay."""
-        for parameter, state in optimizer.state.items():
-            if id(parameter) not in self._parameters:
-                continue
-            for name, value in state.items():
-                moved = isinstance(value, torch.Tensor) and value.dim() > 0
-                if moved and value.device != parameter.device and not self.states.is_down(value):
-                    state[name] = value.to(parameter.device)
+    def keeps_state(self, tensor: torch.Tensor) -> bool:
+        """Return whether a state tensor is where the plan has it, and must be left there."""
+        return self.states.is_down(tensor)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has parameters of its own, in memory; no optimizer has stepped them yet.
@@ -289,25 +235,7 @@ class Homes:
         self._parameters = {id(parameter): (parameter, before) for parameter, before in state["parameters"]}
         self._buffers = state["buffers"]
         if self._parameters:
-            self._meet_optimizers()
-
-
-def _weakly_before_steps(homes: Homes) -> Surroundings:
-    """Sees every optimizer before it steps; hooks are global, and must not keep a dropped model alive."""
-    reference = weakref.ref(homes)
-
-    def meet(optimizer: Optimizer) -> None:
-        homes = reference()
-        if homes is not None:
-            homes._before_step(optimizer)
-
-    def around(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        homes = reference()
-        return step(*args, **kwargs) if homes is None else homes._around(step, *args, **kwargs)
-
-    surroundings = Surroundings(around, meet)
-    surroundings.remove_with(homes)
-    return surroundings
+            self._steps.subscribe()
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Container, Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -34,10 +34,9 @@ from torch.optim import Optimizer
 from memscale.errors import ConfigError, ConfigTypeError, TierFullError
 from memscale.observe.counters import WatchedState
 from memscale.optimizer.buckets import Buckets
-from memscale.optimizer.closure import evaluated
 from memscale.optimizer.copies import copy_with_state, copy_without
 from memscale.optimizer.groups import Member, SplitStep, members_of
-from memscale.optimizer.hooks import Surroundings
+from memscale.optimizer.interceptor import StepOrder, StepSubscriber
 from memscale.optimizer.kinds import why_whole
 from memscale.optimizer.new_state import NewState
 from memscale.optimizer.slices import SlicedParameter, as_left, slices_of
@@ -48,7 +47,7 @@ __all__ = ["StatePlace", "StreamedSteps"]
 _NOT_REACHED = "its step does not call that of torch.optim, or torch's wrapper of that was not found"
 
 
-class StreamedSteps:
+class StreamedSteps(StepSubscriber):
     """Keeps the optimizer state of some parameters in a place, whichever optimizer steps them.
 
     It lives as long as someone holds it: its owner, or an optimizer whose state is in the place. Hooks don't,
@@ -88,6 +87,7 @@ class StreamedSteps:
         >>> steps.detach()
     """
 
+    order = StepOrder.BUCKETS
     _notice = "The state of this %s stays on its device: %s."
 
     def __init__(
@@ -116,7 +116,6 @@ class StreamedSteps:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._splits = 0  # calls of torch's arithmetic that were split
         self._splits_before: MutableMapping[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._surroundings = _weakly_around(self)
 
     @property
     def bytes_moved(self) -> int:
@@ -126,17 +125,17 @@ class StreamedSteps:
 
     def attach(self) -> None:
         """Stream every step from now on that one of the parameters is in."""
-        self._surroundings.attach()
+        self.subscribe()
 
     def detach(self) -> None:
         """No hooks, no changed steps; all state beside its parameters, as ordinary tensors."""
-        self._surroundings.remove()
+        self.unsubscribe()
         for optimizer in list(self._optimizers):
             self._bring_back(optimizer)
 
     def pause(self) -> None:
         """No hooks and no changed steps for now; state stays where it is until :meth:`attach` or :meth:`detach`."""
-        self._surroundings.remove()
+        self.unsubscribe()
 
     def settle(self, optimizer: Optimizer) -> None:
         """Take down what state there is now, after ``load_state_dict`` say, instead of at the next step."""
@@ -159,40 +158,32 @@ class StreamedSteps:
 
     # ------------------------------------------------------------------ which steps
 
-    def _meet(self, optimizer: Optimizer) -> None:
-        """Sees every optimizer of the process before it steps, and each class for the first time."""
-        if self._is_concerned(optimizer):
-            self._surroundings.install(type(optimizer))
-            self._splits_before[optimizer] = self._splits
+    def parameter_ids(self) -> Container[int]:
+        return self._parameters
 
-    def _around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stands in the place of the arithmetic of a class of torch.optim."""
-        optimizer: Optimizer = args[0]
-        if not self._is_concerned(optimizer) or not self._may_split(optimizer):
-            return step(*args, **kwargs)
-        self._splits += 1
-        loss = evaluated(args, kwargs)
-        self._in_buckets(optimizer, lambda: step(optimizer))
-        return loss
+    def before_step(self, optimizer: Optimizer) -> None:
+        self._splits_before[optimizer] = self._splits
+        if optimizer in self._optimizers and self._why_whole(optimizer) is not None:
+            self._bring_back(optimizer)  # found out late
 
-    def _after(self, optimizer: Optimizer) -> None:
-        """Sees every optimizer after a step; the step of one that wraps another comes after the other's."""
-        if not self._is_concerned(optimizer) or self._splits_before.get(optimizer) != self._splits:
+    def around_arithmetic(self, call: Callable[[], Any], optimizer: Optimizer) -> None:
+        if self._may_split(optimizer):
+            self._splits += 1
+            self._in_buckets(optimizer, call)
+        else:
+            call()
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        # The step of an optimizer that wraps another comes after the other's.
+        if self._splits_before.get(optimizer) != self._splits:
             return
         self._leave_whole(optimizer, self._why_whole(optimizer) or _NOT_REACHED)
         for member in self._ours_of(optimizer):
             self._stepped(member)
             self._rest(member.parameter)
 
-    def _is_ours(self, member: Member) -> bool:
-        return self._parameters.get(id(member.parameter)) is member.parameter
-
     def _ours_of(self, optimizer: Optimizer) -> list[Member]:
-        return [member for member in members_of(optimizer) if self._is_ours(member)]
-
-    def _is_concerned(self, optimizer: Optimizer) -> bool:
-        """Whether anything is to be done about this optimizer."""
-        return any(self._is_ours(member) for member in members_of(optimizer))
+        return [member for member in members_of(optimizer) if self.owns(member.parameter)]
 
     def _may_split(self, optimizer: Optimizer) -> bool:
         """Whether its arithmetic can be; it gets its state back if that was found out late."""
@@ -220,7 +211,7 @@ class StreamedSteps:
         streamed: list[Member] = []
         others: list[Member] = []
         for member in members_of(optimizer):
-            ours = self._is_ours(member) and member.parameter.grad is not None
+            ours = self.owns(member.parameter) and member.parameter.grad is not None
             (streamed if ours else others).append(member)
         self._reserve(optimizer, streamed, others)
         try:
@@ -240,7 +231,9 @@ class StreamedSteps:
                     if buckets.is_last:
                         break
             for member in others:
-                if self._is_ours(member):  # no gradient now, but maybe state: loaded, or from before we came
+                if self.owns(
+                    member.parameter
+                ):  # no gradient now, but maybe state: loaded, or from before we came
                     self._take_down(optimizer, member, {})
         finally:
             self._state.end_reservation()
@@ -249,7 +242,7 @@ class StreamedSteps:
         """Take room for all state that the step will leave in the place, before a parameter is changed."""
         new = NewState(optimizer)
         try:
-            for member in (*streamed, *filter(self._is_ours, others)):
+            for member in (*streamed, *(each for each in others if self.owns(each.parameter))):
                 self._state.reserve_for(optimizer.state.get(member.parameter), member.parameter)
             for member in streamed:
                 group, parameter = optimizer.param_groups[member.group], member.parameter
@@ -325,25 +318,3 @@ class StreamedSteps:
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
             copy_with_state(optimizer, self._state, self)
-
-
-def _weakly_around(steps: StreamedSteps) -> Surroundings:
-    reference = weakref.ref(steps)
-
-    def around(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        steps = reference()
-        return step(*args, **kwargs) if steps is None else steps._around(step, *args, **kwargs)
-
-    def meet(optimizer: Optimizer) -> None:
-        steps = reference()
-        if steps is not None:
-            steps._meet(optimizer)
-
-    def after(optimizer: Optimizer) -> None:
-        steps = reference()
-        if steps is not None:
-            steps._after(optimizer)
-
-    surroundings = Surroundings(around, meet, after=after)
-    surroundings.remove_with(steps)
-    return surroundings

@@ -32,9 +32,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._torch import FakeTensor, largest_magnitudes
-from memscale.optimizer.closure import closure_of, evaluated
 from memscale.optimizer.groups import members_of
-from memscale.optimizer.hooks import Surroundings
+from memscale.optimizer.interceptor import StepOrder, StepSubscriber, closure_of, evaluate_closure
 from memscale.optimizer.kinds import has_own_step
 from memscale.precision.backward import start_scaling, stop_scaling
 
@@ -79,7 +78,7 @@ class LossScale:
                 self.value *= 2
 
 
-class LossScaling:
+class LossScaling(StepSubscriber):
     """Scales the backward passes of one model. See Note [Loss scaling].
 
     Args:
@@ -92,6 +91,8 @@ class LossScaling:
         skipped: How many steps were not made.
     """
 
+    order = StepOrder.LOSS_SCALING
+
     def __init__(self, module: nn.Module, scale: LossScale, *, logs: bool = True) -> None:
         self.scale = scale
         self.skipped = 0
@@ -103,26 +104,25 @@ class LossScaling:
         self._passes = 0
         self._last_backoff = self._last_growth = 0
         self._seen: MutableMapping[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._surroundings = _weakly_around(self)
 
     def attach(self) -> None:
-        """Scale from now on."""
+        """Scale backward passes and check steps from now on."""
         self._is_attached = True
         start_scaling(self)
-        self._surroundings.attach()
+        self.subscribe()
 
     def detach(self) -> None:
-        """Nothing is scaled, no step is looked at."""
+        """Scale and check nothing any more."""
         self._is_attached = False
-        self._surroundings.remove()
+        self.unsubscribe()
         stop_scaling(self)
 
     def note_forward(self, *, ours: bool) -> None:
-        """The model is being called, in a precision that is MemScale's or the loop's own."""
+        """Note that the model is called, in MemScale's precision or in the loop's own."""
         self._computed = ours
 
     def defer_to_loop(self) -> None:
-        """The loop scales its loss itself."""
+        """Stop scaling: the loop has a `GradScaler` of its own."""
         self._computed = False
         stop_scaling(self)
 
@@ -132,31 +132,25 @@ class LossScaling:
         return self.scale.value if self._computed else 1
 
     def parameter_ids(self) -> set[int]:
-        """The ids of the model's parameters."""
+        """Return the ids of the model's parameters."""
         module = self._module()
         return set() if module is None else {id(parameter) for parameter in module.parameters()}
 
     def note_pass(self) -> None:
-        """A backward pass begins that is scaled."""
+        """Note that a scaled backward pass begins."""
         self._passes += 1
 
     # ------------------------------------------------------------------ steps
 
-    def _meet(self, optimizer: Optimizer) -> None:
-        parameters = self.parameter_ids()
-        if any(id(member.parameter) in parameters for member in members_of(optimizer)):
-            self._surroundings.install(type(optimizer))
-
-    def _around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stands in the place of an optimizer class's own step."""
-        optimizer: Optimizer = args[0]
+    def around_step(self, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Skip a step whose gradients are not finite."""
         loss: Any = None
-        if closure_of(args, kwargs) is not None:
+        if closure_of(*args, **kwargs) is not None:
             if has_own_step(type(optimizer)):
                 self._warn_of_closure(optimizer)
-                return step(*args, **kwargs)
-            loss = evaluated(args, kwargs)  # which is when gradients come to be
-            args, kwargs = (optimizer, lambda: loss), {}
+                return step(optimizer, *args, **kwargs)
+            loss = evaluate_closure(*args, **kwargs)  # which makes the gradients
+            args, kwargs = (lambda: loss,), {}
         if self._is_new_to(optimizer):
             if not _is_finite(optimizer):
                 self._skip(optimizer)
@@ -164,10 +158,10 @@ class LossScaling:
             if self._last_growth != self._passes:
                 self._last_growth = self._passes
                 self.scale.note_step()
-        return step(*args, **kwargs)
+        return step(optimizer, *args, **kwargs)
 
     def _warn_of_closure(self, optimizer: Optimizer) -> None:
-        """Say, once, that a step which evaluates its closure as it likes is not looked at."""
+        """Warn, once, that a step which evaluates its closure by itself is not checked."""
         if self._logs and not self._warned_of_closure:
             self._warned_of_closure = True
             logger.warning(
@@ -178,11 +172,8 @@ class LossScaling:
             )
 
     def _is_new_to(self, optimizer: Optimizer) -> bool:
-        """Whether some of it is the model's, and a backward pass is or was scaled since its last step."""
+        """Return whether a backward pass is or was scaled since the last step of an optimizer."""
         if self._seen.get(optimizer, 0) == self._passes:
-            return False
-        parameters = self.parameter_ids()
-        if not any(id(member.parameter) in parameters for member in members_of(optimizer)):
             return False
         self._seen[optimizer] = self._passes
         return True
@@ -219,25 +210,8 @@ class LossScaling:
             self.attach()
 
 
-def _weakly_around(scaling: LossScaling) -> Surroundings:
-    reference = weakref.ref(scaling)
-
-    def around(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        scaling = reference()
-        return step(*args, **kwargs) if scaling is None else scaling._around(step, *args, **kwargs)
-
-    def meet(optimizer: Optimizer) -> None:
-        scaling = reference()
-        if scaling is not None:
-            scaling._meet(optimizer)
-
-    surroundings = Surroundings(around, meet, whole=True)
-    surroundings.remove_with(scaling)
-    return surroundings
-
-
 def _is_finite(optimizer: Optimizer) -> bool:
-    """Whether all gradients of an optimizer are; of those without data, they are."""
+    """Return whether all gradients of an optimizer are finite; fake ones are."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for member in members_of(optimizer):
         gradient = member.parameter.grad

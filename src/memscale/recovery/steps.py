@@ -21,7 +21,6 @@ A step that is not one of torch.optim's (``optimizer_kinds.py``) is not repeated
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -34,10 +33,9 @@ from memscale.config import Config
 from memscale.errors import is_out_of_memory
 from memscale.executor import executor_of
 from memscale.observe.log import speaking
-from memscale.optimizer.closure import closure_of, evaluated
 from memscale.optimizer.groups import Member, SplitStep, members_of
-from memscale.optimizer.hooks import Surroundings
-from memscale.optimizer.kinds import has_own_step, why_whole
+from memscale.optimizer.interceptor import StepOrder, StepSubscriber
+from memscale.optimizer.kinds import why_whole
 from memscale.recovery.shortage import add_note, explain, free_memory
 from memscale.techniques.forward import WeakModule
 
@@ -55,8 +53,10 @@ _NO_ROOM = (
 )
 
 
-class CaughtSteps:
+class CaughtSteps(StepSubscriber):
     """Looks after the steps of a model's parameters, whichever optimizer makes them."""
+
+    order = StepOrder.RECOVERY
 
     def __init__(self, model: nn.Module) -> None:
         self._begin(WeakModule(model))
@@ -64,15 +64,10 @@ class CaughtSteps:
     def _begin(self, model: WeakModule) -> None:
         self._model = model
         self._ran_out = False
-        self._ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._arithmetic = _weakly_around(self, CaughtSteps.around)
-        self._steps = _weakly_around(self, CaughtSteps.around_whole, whole=True)
-        for each in (self._arithmetic, self._steps):
-            each.attach()
+        self.subscribe()
 
     def undo(self) -> None:
-        for each in (self._arithmetic, self._steps):
-            each.remove()
+        self.unsubscribe()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"model": self._model}
@@ -80,66 +75,32 @@ class CaughtSteps:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._begin(state["model"])
 
-    # ------------------------------------------------------------------ which steps
-
-    def meet(self, optimizer: Optimizer) -> None:
-        """Sees every optimizer of the process before it steps."""
+    def parameter_ids(self) -> set[int]:
+        """Return the ids of the model's parameters."""
         model = self._model()
-        if model is not None and self._steps_ours(optimizer):
-            self._arithmetic.install(type(optimizer))
-            if has_own_step(type(optimizer)):
-                self._steps.install(type(optimizer))
-            executor = executor_of(model)
-            if executor is not None:
-                executor.homes.note_optimizer(optimizer)
+        return set() if model is None else {id(parameter) for parameter in model.parameters()}
 
-    def _steps_ours(self, optimizer: Optimizer) -> bool:
-        model = self._model()
-        if model is None or optimizer in self._ours:
-            return model is not None
-        ours = {id(parameter) for parameter in model.parameters()}
-        if any(id(member.parameter) in ours for member in members_of(optimizer)):
-            self._ours.add(optimizer)
-        return optimizer in self._ours
-
-    def around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stands in the place of the arithmetic of a class of torch.optim."""
-        optimizer: Optimizer = args[0]
-        if not self._steps_ours(optimizer):
-            return step(*args, **kwargs)
-        reason = why_whole(optimizer)
-        if reason is not None:
-            return self._explained(reason, step, *args, **kwargs)
-        if closure_of(args, kwargs) is None:
-            self._watched(optimizer, lambda: step(optimizer))
-            return None
-        loss = evaluated(args, kwargs)
-        with self._after_closure(optimizer):
-            self._watched(optimizer, lambda: step(optimizer))
-        return loss
-
-    def around_whole(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stands in the place of a step that somebody else wrote, who may call one of torch.optim's in it."""
-        optimizer: Optimizer = args[0]
-        if not self._steps_ours(optimizer):
-            return step(*args, **kwargs)
-        return self._explained(why_whole(optimizer) or _NOT_OURS, step, *args, **kwargs)
-
-    def _after_closure(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
-        """Look where parameters are only now: a closure's forward pass may have made the first plan."""
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Tell the model's placement of an optimizer."""
         model = self._model()
         executor = None if model is None else executor_of(model)
-        return contextlib.nullcontext() if executor is None else executor.homes.after_closure(optimizer)
+        if executor is not None:
+            executor.homes.note_optimizer(optimizer)
 
-    # ------------------------------------------------------------------ a step
-
-    def _explained(self, reason: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def around_step(self, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Explain an out-of-memory error in a step that cannot be repeated."""
         try:
-            return step(*args, **kwargs)
+            return step(optimizer, *args, **kwargs)
         except Exception as error:
             if is_out_of_memory(error) and not hasattr(error, _EXPLAINED):
-                self._explain(error, reason)
+                self._explain(error, why_whole(optimizer) or _NOT_OURS)
             raise
+
+    def around_arithmetic(self, call: Callable[[], Any], optimizer: Optimizer) -> None:
+        """Run the arithmetic, again in buckets if memory runs out."""
+        self._watched(optimizer, call)
+
+    # ------------------------------------------------------------------ a step
 
     def _watched(self, optimizer: Optimizer, call: Callable[[], Any]) -> None:
         if self._is_short(optimizer):
@@ -378,21 +339,3 @@ def _free_bytes(device: torch.device, wanted: int) -> int:
         return wanted
     free, _ = module.mem_get_info(device)
     return int(free + module.memory_reserved(device) - module.memory_allocated(device))
-
-
-def _weakly_around(steps: CaughtSteps, around: Callable[..., Any], *, whole: bool = False) -> Surroundings:
-    """Hooks are global, and must not keep a dropped model's steps alive."""
-    reference = weakref.ref(steps)
-
-    def around_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        steps = reference()
-        return step(*args, **kwargs) if steps is None else around(steps, step, *args, **kwargs)
-
-    def meet(optimizer: Optimizer) -> None:
-        steps = reference()
-        if steps is not None:
-            steps.meet(optimizer)
-
-    surroundings = Surroundings(around_step, meet, whole=whole)
-    surroundings.remove_with(steps)
-    return surroundings

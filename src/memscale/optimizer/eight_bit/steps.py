@@ -18,6 +18,7 @@ from memscale.optimizer.eight_bit.moments import EightBitMoments, Moment
 from memscale.optimizer.eight_bit.quantizer import Quantizer
 from memscale.optimizer.eight_bit.slices import EightBitSlices
 from memscale.optimizer.groups import Member
+from memscale.optimizer.interceptor import StepOrder
 from memscale.optimizer.slices import INSIDE, SlicedParameter, length_of_slices
 from memscale.optimizer.streamed import StreamedSteps
 
@@ -57,6 +58,7 @@ class EightBitSteps(StreamedSteps):
         torch.float32
     """
 
+    order = StepOrder.EIGHT_BIT
     _notice = "The state of this %s stays in 32 bits: %s."
 
     def __init__(
@@ -101,8 +103,8 @@ class EightBitSteps(StreamedSteps):
         else:
             yield (name,), like
 
-    def _is_concerned(self, optimizer: Optimizer) -> bool:
-        return holds_moments(optimizer) and super()._is_concerned(optimizer)
+    def concerns(self, optimizer: Optimizer) -> bool:
+        return holds_moments(optimizer) and super().concerns(optimizer)
 
     def _why_whole(self, optimizer: Optimizer) -> str | None:
         return why_in_full(optimizer) or super()._why_whole(optimizer)

@@ -1,0 +1,216 @@
+"""The one interceptor of `optimizer.step()`, and what subscribes to it.
+
+Whatever has to happen around a step subscribes here: loss scaling, the buckets of parameters with the state that
+is loaded for them, the placement of parameters, recovery from out-of-memory errors. A subscriber is asked which
+optimizers it is concerned with, and may act at four points of a step:
+
+    pre-hooks ─ before_step
+      around_step          the whole step, whoever wrote it: it may be skipped
+        around_arithmetic  torch's own arithmetic, also when a user's step calls it by `super().step()`
+    post-hooks ─ after_step
+
+A user's step therefore runs once, and only the arithmetic of torch.optim's own classes can be split into several
+calls. How calls get here: Note [Inside optimizer.step] in ``_torch.py``.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import weakref
+from collections.abc import Callable, Container
+from types import CellType
+from typing import Any, ClassVar
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from memscale._torch import arithmetic_cell, outside_compiler, step_cell
+from memscale.optimizer.kinds import arithmetic_of, why_whole
+
+__all__ = ["StepInterceptor", "StepOrder", "StepSubscriber", "closure_of", "evaluate_closure"]
+
+
+class StepOrder(enum.IntEnum):
+    """The subscribers of a step, the outermost first."""
+
+    LOSS_SCALING = 0  # decides whether a step is made
+    BUCKETS = 1  # calls the arithmetic once for each bucket, with the bucket's state loaded
+    EIGHT_BIT = 2  # dequantizes the moments of a bucket that is in memory
+    PLACEMENT = 3  # chooses the implementation for the parameters of one call
+    RECOVERY = 4  # repeats one call
+
+
+class StepSubscriber:
+    """Base class of what happens around optimizer steps. Each method does nothing unless it is overridden.
+
+    The interceptor refers to subscribers weakly, so that a model which is dropped without `detach` is collected.
+    """
+
+    order: ClassVar[StepOrder]
+
+    def subscribe(self) -> None:
+        """Be called around steps from now on."""
+        StepInterceptor.instance.add(self)
+
+    def unsubscribe(self) -> None:
+        """Be called no more."""
+        StepInterceptor.instance.remove(self)
+
+    def parameter_ids(self) -> Container[int]:
+        """Return the ids of the parameters whose steps matter."""
+        raise NotImplementedError
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Return whether the steps of a parameter matter."""
+        return id(parameter) in self.parameter_ids()
+
+    def concerns(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer steps any of these parameters."""
+        ids = self.parameter_ids()
+        return any(id(each) in ids for group in optimizer.param_groups for each in group["params"])
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Act before a step, and before the hooks of this optimizer."""
+
+    def around_step(self, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Make a step, or not, by `step(optimizer, *args, **kwargs)`."""
+        return step(optimizer, *args, **kwargs)
+
+    def around_arithmetic(self, call: Callable[[], Any], optimizer: Optimizer) -> None:
+        """Run the arithmetic of torch.optim by calling `call()`, for whatever `optimizer.param_groups` holds then.
+
+        Gradients are there: a closure has been evaluated. It is called only where the arithmetic can be split.
+        """
+        call()
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Act after a step that did not raise."""
+
+
+class StepInterceptor:
+    """Calls the subscribers around the steps of all optimizers of the process.
+
+    While there are subscribers, it has one pre-hook and one post-hook for all optimizers, and stands in the closure
+    cells of those optimizer classes that a subscriber is concerned with.
+
+    Example:
+        >>> class Twice(StepSubscriber):
+        ...     order = StepOrder.RECOVERY
+        ...     def concerns(self, optimizer): return True
+        ...     def around_arithmetic(self, call, optimizer): call(); call()
+        >>> weight = torch.nn.Parameter(torch.tensor(1.0))
+        >>> weight.grad = torch.tensor(0.25)
+        >>> twice = Twice()
+        >>> twice.subscribe()
+        >>> torch.optim.SGD([weight], lr=1.0).step()
+        >>> twice.unsubscribe()
+        >>> weight.item()
+        0.5
+    """
+
+    instance: ClassVar[StepInterceptor]
+
+    def __init__(self) -> None:
+        self._subscribers: tuple[weakref.ref[StepSubscriber], ...] = ()  # outermost first
+        self._handles: list[RemovableHandle] = []
+        self._replaced: dict[int, tuple[CellType, Callable[..., Any]]] = {}
+
+    def add(self, subscriber: StepSubscriber) -> None:
+        """Call a subscriber; of those with the same order the last one is outermost."""
+        others = [each for each in self._alive() if each is not subscriber]
+        ordered = sorted([subscriber, *others], key=lambda each: each.order)
+        self._subscribers = tuple(weakref.ref(each) for each in ordered)
+        if not self._handles:
+            self._handles.append(register_optimizer_step_pre_hook(self._before_step))
+            self._handles.append(register_optimizer_step_post_hook(self._after_step))
+
+    def remove(self, subscriber: StepSubscriber) -> None:
+        """Call a subscriber no more; after the last one torch is as it was.
+
+        Of subscribers that were collected this happens with the next call: torch's hooks must not change in the
+        middle of a step, where the garbage collector may run.
+        """
+        self._subscribers = tuple(weakref.ref(each) for each in self._alive() if each is not subscriber)
+        if not self._subscribers:
+            while self._handles:
+                self._handles.pop().remove()
+            for cell, original in self._replaced.values():
+                cell.cell_contents = original
+            self._replaced.clear()
+
+    def _alive(self) -> list[StepSubscriber]:
+        return [each for reference in self._subscribers if (each := reference()) is not None]
+
+    def _concerned(self, optimizer: Optimizer) -> list[StepSubscriber]:
+        return [each for each in self._alive() if each.concerns(optimizer)]
+
+    @outside_compiler
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        concerned = self._concerned(optimizer)
+        if concerned:
+            kind = type(optimizer)
+            owner = arithmetic_of(kind)
+            self._replace(step_cell(kind), self._run_step)
+            self._replace(arithmetic_cell(vars(owner)["step"]) if owner else None, self._run_arithmetic)
+        for subscriber in concerned:
+            subscriber.before_step(optimizer)
+
+    @outside_compiler
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for subscriber in self._concerned(optimizer):
+            subscriber.after_step(optimizer)
+
+    def _replace(self, cell: CellType | None, run: Callable[..., Any]) -> None:
+        if cell is None or id(cell) in self._replaced:
+            return
+        original = cell.cell_contents
+
+        @outside_compiler
+        @functools.wraps(original)
+        def intercepted(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return run(original, optimizer, *args, **kwargs)
+
+        self._replaced[id(cell)] = cell, original
+        cell.cell_contents = intercepted
+
+    def _run_step(self, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        for subscriber in reversed(self._concerned(optimizer)):
+            step = functools.partial(subscriber.around_step, step)
+        return step(optimizer, *args, **kwargs)
+
+    def _run_arithmetic(
+        self, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not self._concerned(optimizer) or why_whole(optimizer) is not None:
+            return step(optimizer, *args, **kwargs)
+        loss = evaluate_closure(*args, **kwargs)
+        if closure_of(*args, **kwargs) is not None:
+            # Its forward pass may have attached the model's first plan, with other subscribers.
+            for subscriber in self._concerned(optimizer):
+                subscriber.before_step(optimizer)
+        call = functools.partial(step, optimizer)
+        for subscriber in reversed(self._concerned(optimizer)):
+            call = functools.partial(subscriber.around_arithmetic, call, optimizer)
+        call()
+        return loss
+
+
+StepInterceptor.instance = StepInterceptor()
+
+
+def closure_of(*args: Any, **kwargs: Any) -> Callable[[], Any] | None:
+    """Return the closure among the arguments of a step of torch.optim, the optimizer left out."""
+    closure: Callable[[], Any] | None = kwargs["closure"] if "closure" in kwargs else (*args, None)[0]
+    return closure
+
+
+def evaluate_closure(*args: Any, **kwargs: Any) -> Any:
+    """Evaluate the closure of such a step, which makes the gradients; return its loss, None without a closure."""
+    closure = closure_of(*args, **kwargs)
+    if closure is None:
+        return None
+    with torch.enable_grad():  # as optimizers do; hooks and steps run without
+        return closure()

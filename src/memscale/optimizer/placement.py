@@ -1,0 +1,191 @@
+"""Steps of parameters that are placed on the host below an accelerator.
+
+Their state follows them, it must fit under the cap on host memory, and the numbers must be those of the device:
+torch steps parameters that are on an accelerator by its ``foreach`` implementation, and those on a CPU, or some of
+each, by its loop over them. The two round differently in the classes of :data:`FOREACH_DIFFERS`
+(``tests/optimizer/test_same_implementation.py`` compares all). For these the step is asked to run as it would on the
+device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from memscale._torch import takes_foreach
+from memscale.errors import TierFullError
+from memscale.optimizer.buckets import bytes_of_gradient
+from memscale.optimizer.interceptor import StepOrder, StepSubscriber
+from memscale.optimizer.kinds import arithmetic_of, why_whole
+from memscale.optimizer.new_state import NewState
+from memscale.optimizer.slices import as_left
+from memscale.units import format_bytes
+
+__all__ = ["FOREACH_DIFFERS", "Placement", "PlacementSteps"]
+
+FOREACH_DIFFERS = frozenset({optim.ASGD, optim.NAdam, optim.RAdam})
+
+_HOST = torch.device("cpu")
+
+
+class Placement(Protocol):
+    """What of a model's parameter placement a step has to know."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the model computes; None while nothing is placed."""
+
+    @property
+    def host_capacity(self) -> int | None:
+        """The cap on host memory for parameters with gradients and state, in bytes; None for no cap."""
+
+    def parameter_ids(self) -> Container[int]:
+        """Return the ids of the parameters that are placed."""
+
+    def host_masters(self, *, with_disk_bound: bool = True) -> list[nn.Parameter]:
+        """Return the parameters in host memory instead of on the device.
+
+        Args:
+            with_disk_bound: Whether to include those of a layer on disk that are too small for a page there.
+        """
+
+    def keeps_state(self, tensor: Tensor) -> bool:
+        """Return whether a state tensor is in a place of its own, and must be left there."""
+
+
+class PlacementSteps(StepSubscriber):
+    """Makes the optimizers of placed parameters follow them.
+
+    Args:
+        placement: Where parameters are; it is not kept alive.
+    """
+
+    order = StepOrder.PLACEMENT
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = weakref.ref(placement)
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that have stepped the parameters."""
+        return list(self._optimizers)
+
+    def note_optimizer(self, optimizer: Optimizer) -> None:
+        """Note an optimizer whose state is to follow its parameters."""
+        self._optimizers.add(optimizer)
+
+    def forget_optimizers(self) -> None:
+        """Forget all optimizers: nothing is placed any more."""
+        self._optimizers.clear()
+
+    def parameter_ids(self) -> Container[int]:
+        placement = self._placement()
+        return () if placement is None else placement.parameter_ids()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        self._optimizers.add(optimizer)
+        self.follow(optimizer)
+        placement = self._placement()
+        if (
+            placement is not None
+            and placement.device not in (None, _HOST)
+            and placement.host_capacity is not None
+        ):
+            check_room(optimizer, placement.host_masters(with_disk_bound=False), placement.host_capacity)
+
+    def around_arithmetic(self, call: Callable[[], Any], optimizer: Optimizer) -> None:
+        placement = self._placement()
+        if placement is None or placement.device is None or placement.device == _HOST:
+            call()
+            return
+        masters = {id(each) for each in placement.host_masters()}
+        with as_on_the_device(optimizer, masters, placement.device):
+            call()
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Move an optimizer's state to where its parameters are now; step counters stay."""
+        placement = self._placement()
+        if placement is None:
+            return
+        ids = placement.parameter_ids()
+        for parameter, state in optimizer.state.items():
+            if id(parameter) not in ids:
+                continue
+            for name, value in state.items():
+                moves = isinstance(value, Tensor) and value.dim() > 0 and value.device != parameter.device
+                if moves and not placement.keeps_state(value):
+                    state[name] = value.to(parameter.device)
+
+
+@contextlib.contextmanager
+def as_on_the_device(optimizer: Optimizer, masters: set[int], device: torch.device) -> Iterator[None]:
+    """Step the groups that masters are in by the implementation that the device would have had by default.
+
+    Args:
+        optimizer: One whose arithmetic is torch.optim's.
+        masters: The ids of parameters that are on the host instead of on the device.
+        device: The device.
+    """
+    changed = []
+    if arithmetic_of(type(optimizer)) in FOREACH_DIFFERS:
+        for group in optimizer.param_groups:
+            parameters = group["params"]
+            if group["foreach"] is None and any(id(each) in masters for each in parameters):
+                kinds = {device.type if id(each) in masters else each.device.type for each in parameters}
+                if takes_foreach(kinds, {type(each) for each in parameters}):
+                    changed.append(group)
+    try:
+        for group in changed:
+            group["foreach"] = True
+        yield
+    finally:
+        for group in changed:
+            group["foreach"] = None
+
+
+def check_room(optimizer: Optimizer, masters: Sequence[Tensor], capacity: int) -> None:
+    """Raise if the state that a step is about to make for masters exceeds the cap on host memory with them.
+
+    Raises:
+        TierFullError: It does. Nothing was changed.
+    """
+    if why_whole(optimizer) is not None:
+        return  # what state it makes is not known
+    with_gradient = {id(each) for each in masters if each.grad is not None}
+    # Before a closure is evaluated there are none.
+    ids = with_gradient or {id(each) for each in masters if each.requires_grad}
+    new, layout = 0, NewState(optimizer)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in ids:
+                for name, like in layout.of(group, parameter).items():
+                    new += sum(left.nbytes for _, left in as_left(optimizer, parameter, name, like))
+    if not new:
+        return
+    used = sum(
+        each.nbytes + (each.nbytes if id(each) in ids else bytes_of_gradient(each.grad)) for each in masters
+    )
+    used += sum(_state_bytes(optimizer.state.get(each)) for each in masters)
+    if used + new > capacity:
+        raise TierFullError(
+            f"This step of {type(optimizer).__name__} was not made, and no parameter was changed: its state needs "
+            f"{format_bytes(new)} of host memory beside {format_bytes(used)} of parameters and gradients, and the cap "
+            f"is {format_bytes(capacity)}. Raise Config(max_cpu_offload_gb=...), or give the optimizer to "
+            "memscale.wrap(model, optimizer=optimizer), so that the plan reckons with its state."
+        )
+
+
+def _state_bytes(state: Any) -> int:
+    values = state.values() if isinstance(state, dict) else ()
+    return sum(
+        _state_bytes(value) if isinstance(value, dict) else value.nbytes
+        for value in values
+        if isinstance(value, (Tensor, dict))
+    )
