@@ -172,6 +172,7 @@ class Region:
         self.segment = segment
         self.saved: list[Saved] = []
         self.successors: list[weakref.ref[Link]] = []
+        self.is_released = False
         self._filled: set[int] = set()
         self._outputs: dict[tuple[int, int], _Output] = {}
 
@@ -186,6 +187,14 @@ class Region:
         self.buffers.settle()
         if self.kept is not None:
             self.kept.settle(returned)
+
+    def release(self) -> None:
+        """Free what is kept for a recomputation: the graph will not be used again."""
+        self.is_released = True
+        self.inputs = Inputs(Tree.of(((), {})), no_links, None)
+        self.buffers = Buffers(())
+        self.kept = None
+        self._outputs.clear()
 
     def _pack(self, tensor: torch.Tensor) -> Holder:
         holder = Holder(self, len(self.saved))

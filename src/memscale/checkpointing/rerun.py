@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward
 from memscale._util.trees import Tree
 from memscale.checkpointing.chain import order_to_run
-from memscale.checkpointing.saved import CAUSES, Holder
+from memscale.checkpointing.saved import CAUSES, FREED, Holder
 from memscale.errors import RecomputeError
 
 if TYPE_CHECKING:
@@ -44,11 +44,8 @@ def hand_out(holder: Holder, task: int) -> torch.Tensor:
 
 def _recompute(holder: Holder, task: int) -> None:
     region = holder.region
-    if region is None:
-        raise RuntimeError(
-            "Trying to backward through the graph a second time: a checkpointed region has been freed. Specify "
-            "retain_graph=True if you need to backward through the graph a second time."
-        )
+    if region.is_released:
+        raise RuntimeError(FREED)
     *earlier, _ = order = order_to_run(region, task)
     try:
         for predecessor in earlier:

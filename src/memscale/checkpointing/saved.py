@@ -15,7 +15,7 @@ from memscale.errors import RecomputeError
 if TYPE_CHECKING:
     from memscale.checkpointing.region import Region
 
-__all__ = ["CAUSES", "Holder", "Saved", "changed_parameter"]
+__all__ = ["CAUSES", "FREED", "Holder", "KeptTensor", "Saved", "changed_parameter"]
 
 
 class Holder:
@@ -28,7 +28,7 @@ class Holder:
     __slots__ = ("__weakref__", "_tensors", "index", "region")
 
     def __init__(self, region: Region, index: int) -> None:
-        self.region: Region | None = region
+        self.region = region
         self.index = index
         self._tensors: dict[int, tuple[torch.Tensor, int]] | None = None
 
@@ -58,11 +58,44 @@ class Holder:
 
     def memscale_release(self) -> None:
         """Free the region and its inputs; see `memscale._torch.release_saved_tensors`."""
-        self.region, self._tensors = None, None
+        self.region.release()
+        self._tensors = None
 
     def drop(self, task: int) -> None:
         if self._tensors:
             self._tensors.pop(task, None)
+
+
+class KeptTensor:
+    """What a saved-tensor hook gives autograd for a tensor that stays as it is.
+
+    It has no history: a node that saves its own output would be in a cycle that nothing collects, if backward never
+    comes. And it can be freed before the graph is; see `memscale._torch.release_saved_tensors`.
+    """
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor: torch.Tensor | None = tensor if tensor.grad_fn is None else tensor.detach()
+
+    def get(self) -> torch.Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: It was freed.
+        """
+        if self._tensor is None:
+            raise RuntimeError(FREED)
+        return self._tensor
+
+    def memscale_release(self) -> None:
+        self._tensor = None
+
+
+FREED = (
+    "Trying to backward through the graph a second time: what it had saved has been freed. Specify retain_graph=True "
+    "if you need to backward through the graph a second time."
+)
 
 
 class Saved:

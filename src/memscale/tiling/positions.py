@@ -32,6 +32,7 @@ from memscale._util.trees import Tree
 from memscale.checkpointing.chain import no_links
 from memscale.checkpointing.conditions import Conditions, ModuleFlags, submodules
 from memscale.checkpointing.inputs import Inputs
+from memscale.checkpointing.saved import FREED
 from memscale.tiling.tiles import first_order_only, sum_dtype, tiles_of, without_saved_tensor_hooks
 
 __all__ = ["run_in_tiles"]
@@ -151,10 +152,7 @@ class _TiledLayer(torch.autograd.Function):
         call: _LayerCall = ctx.call
         inputs = call.inputs
         if inputs is None:
-            raise RuntimeError(
-                "Trying to backward through the graph a second time: the input of a tiled layer has been freed. "
-                "Specify retain_graph=True if you need to backward through the graph a second time."
-            )
+            raise RuntimeError(FREED)
         if not backward_keeps_graph():
             call.release()
         call.conditions.check_parameters()
