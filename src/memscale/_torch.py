@@ -401,6 +401,13 @@ def leaves_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return list(found.values())
 
 
+def forget_global_forward_hook(hook_id: int) -> None:
+    """Remove what torch 2.13 leaves behind of a global forward hook with keyword arguments that was removed."""
+    from torch.nn.modules import module as module_hooks
+
+    module_hooks._global_forward_hooks_with_kwargs.pop(hook_id, None)
+
+
 # -- tensors
 
 
@@ -575,3 +582,15 @@ def _unwrapped(function: Any) -> Iterator[Any]:
 
 DDP_STATIC_GRAPH_REDUCED = "_static_graph_delay_allreduce_enqueued"
 """Flag of DistributedDataParallel(static_graph=True): its first reduction is under way."""
+
+
+def has_global_forward_hooks() -> bool:
+    """Return whether hooks on the forward of all modules are registered; private globals of `nn.Module`."""
+    hooks: Any = torch.nn.modules.module
+    return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks)
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has hooks on its gradient; a torch without the attributes has none."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(tensor, name, None) for name in names)

@@ -10,7 +10,7 @@ from torch.optim import optimizer as optimizer_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memscale.errors import ProfileError
-from memscale.memory import tracker as tracker_module
+from memscale.memory import record
 from memscale.memory.allocator import MIB, CachingAllocator, ExactAllocator
 from memscale.memory.record import Category, Phase
 from memscale.memory.tracker import MemoryTracker
@@ -229,7 +229,7 @@ def test_the_shortest_histories_are_still_right(history):
 
 
 def test_names_of_module_calls_are_bounded(monkeypatch):
-    monkeypatch.setattr(tracker_module, "MOST_SPANS", 20)
+    monkeypatch.setattr(record, "MAX_SPANS", 20)
     model = net()
     with MemoryTracker(model) as tracker:
         for _ in range(30):

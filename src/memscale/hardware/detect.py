@@ -1,4 +1,4 @@
-"""What hardware is here, and what hardware is not here but planned for."""
+"""Describe the hardware of this machine, or a GPU that is not here but planned for."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["detect", "virtual_hardware"]
 
-# A GPU that is not there has a host that is not there: fixed figures, so that a plan for it is the same on
-# every machine.
+# The host of a virtual GPU: fixed figures, so that a plan for it is the same on every machine.
 _VIRTUAL_HOST_BYTES = 64 * 2**30
 _VIRTUAL_CORES = 8
 _VIRTUAL_DISK = DiskSpec(
@@ -32,7 +31,7 @@ _VIRTUAL_DISK = DiskSpec(
     read_bandwidth=2.0e9,
     write_bandwidth=1.0e9,
 )
-# Whose rates a virtual GPU has that was only given a size: the card that published results are for.
+# Its rates are those of a virtual GPU of which only the size is known: published results are for this card.
 _REFERENCE_GPU = "NVIDIA GeForce RTX 3090"
 
 _SIZE = re.compile(r"\s*[+-]?[\d.]+\s*[kmgtpe]?i?b\s*", re.IGNORECASE)
@@ -41,15 +40,14 @@ _SIZE = re.compile(r"\s*[+-]?[\d.]+\s*[kmgtpe]?i?b\s*", re.IGNORECASE)
 def detect(
     device: torch.device | str | None = None, *, offload_dir: str | os.PathLike[str] | None = None
 ) -> Hardware:
-    """Look at the hardware of this machine.
+    """Describe the hardware of this machine.
 
-    Nothing is timed: rates come from the table of GPUs or from documented assumptions, so that the same
-    machine gets the same plan every time. On a machine without an accelerator the CPU is the device, and disk
-    the tier below it.
+    Nothing is timed: rates come from the table of GPUs or from documented assumptions, so that a machine gets the
+    same plan every time. Without an accelerator the CPU is the device, and the disk the tier below it.
 
     Args:
-        device: The device to describe, such as "cuda:1" or "cpu". By default, the current CUDA device; else
-            another accelerator that torch knows; else the CPU.
+        device: The device to describe, such as "cuda:1" or "cpu". By default the current CUDA device, else another
+            accelerator that torch knows, else the CPU.
         offload_dir: The directory of the disk tier; by default as `find_disk` chooses it.
 
     Raises:
@@ -69,13 +67,12 @@ def detect(
 
 
 def virtual_hardware(gpu: str | GpuSpec | int, *, host_bytes: int | None = None) -> Hardware:
-    """Describe a GPU that is not there, to plan or to simulate for it.
+    """Describe a GPU that is not here, to plan or to simulate for it.
 
     Args:
-        gpu: A name ("RTX 3090"), an entry of the table, or a size of memory: in bytes, or as text with a unit
-            ("8GiB"). A GPU of which only the size is known is given the rates of an RTX 3090.
-        host_bytes: The RAM of the host it is in; 64 GiB by default, whatever this machine has, so that the
-            plan is the same everywhere.
+        gpu: A name ("RTX 3090"), an entry of the table, or a size of memory, in bytes or with a unit ("8GiB"); a
+            GPU of which only the size is known has the rates of an RTX 3090.
+        host_bytes: The RAM of its host; 64 GiB by default, so that the plan is the same everywhere.
 
     Raises:
         HardwareError: No GPU of that name is known; the message lists the nearest.
@@ -156,7 +153,7 @@ def _default_device(host: HostSpec, disk: DiskSpec) -> tuple[DeviceSpec, int]:
     try:
         return _describe(accelerator, host, disk)
     except HardwareError as error:
-        # To torch, a backend registered from Python to test or to simulate is an accelerator like any other.
+        # torch counts a backend that was registered from Python, to test or to simulate, as an accelerator.
         cpu = cpu_device(read_cpu(), host, disk)
         return replace(cpu, notes=(*cpu.notes, f"torch names {accelerator} as the accelerator; {error}")), 1
 

@@ -1,20 +1,12 @@
-"""The CPU as the device: what it is called, how fast it computes, and in which types.
+"""Describe the device that computes: the CPU, a CUDA device (NVIDIA or AMD), or another accelerator.
 
 Note [AMX that is announced but does not work]
-A virtual machine may pass on the CPU flags `amx_tile` and `amx_bf16` and yet hide CPUID leaf 0x1D, which says
-how tiles are laid out. oneDNN, which multiplies matrices for torch, believes the flags, reads "no layout"
-from the missing leaf, loads an empty tile configuration, and the first tile instruction kills the process
-with SIGILL. No exception can be caught: any bf16 product of 32 x 32 or more ends the training run (seen with
-torch 2.13, oneDNN 3.12). The kernel tells us: the highest leaf is the `cpuid level` of `/proc/cpuinfo`. If
-AMX is announced and the level is below 0x1D, bf16 is not supported here, unless the user keeps oneDNN away
-from AMX with `ONEDNN_MAX_CPU_ISA`.
-
-CUDA devices, and AMD's, which torch calls "cuda" too.
-
-Accelerators other than CUDA: whatever `torch.accelerator` and the device's own torch module answer.
-
-Each backend answers a different part of the questions. So every question is asked in the ways there are, one
-after the other; what a backend does not answer is assumed with caution, and the reason is kept in the notes.
+A virtual machine may pass on the CPU flags `amx_tile` and `amx_bf16` and yet hide CPUID leaf 0x1D, which describes
+the layout of tiles. oneDNN, which multiplies matrices for torch, trusts the flags, reads no layout from the missing
+leaf, loads an empty tile configuration, and the first tile instruction kills the process with SIGILL. No exception
+can be caught: any bf16 product of 32 x 32 or more ends the training run (seen with torch 2.13, oneDNN 3.12). The
+highest leaf is the `cpuid level` of `/proc/cpuinfo`. If AMX is announced and the level is below 0x1D, bf16 counts as
+not supported, unless the user keeps oneDNN from AMX with `ONEDNN_MAX_CPU_ISA`.
 """
 
 from __future__ import annotations
@@ -22,40 +14,33 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from memscale.errors import HardwareError
-from memscale.hardware.gpus import find_gpu
+from memscale.hardware.gpus import GpuSpec, find_gpu
 from memscale.hardware.host import PROC
 from memscale.hardware.specs import DeviceSpec, DiskSpec, HostSpec, Rates
 
 if TYPE_CHECKING:
     import torch
 
-    from memscale.hardware.gpus import GpuSpec
+__all__ = ["CpuFeatures", "accelerator_device", "cpu_device", "cuda_device", "published_device", "read_cpu"]
 
-__all__ = [
-    "CpuFeatures",
-    "SixteenBits",
-    "accelerator_device",
-    "cpu_device",
-    "cuda_device",
-    "published_device",
-    "read_cpu",
-]
+T = TypeVar("T")
 
-# What one core sustains in fp32 matrix products, in FLOP/s. Assumptions, so that plans never depend on a
-# stop-watch: about two thirds of one vector unit at 2.5 GHz, which is what a core of a shared cloud machine
-# was seen to deliver.
+# -- the CPU
+
+# Rates are assumptions, so that plans never depend on a measurement: fp32 matrix products of one core in FLOP/s, about
+# two thirds of one vector unit at 2.5 GHz, as seen on a core of a shared cloud machine.
 _AVX512_FLOPS = 50e9
 _AVX2_FLOPS = 32e9
 _OTHER_FLOPS = 16e9
 
-# Rate of 16-bit matrix products relative to fp32. Seen on an Emerald Rapids core with torch 2.13: 1.2 with
-# avx512_bf16, 2.3 with avx512_fp16, 0.4 for bf16 and 0.007 for fp16 without instructions for them. A whole
-# training step in bf16 without them took three times the fp32 one.
+# 16-bit matrix products relative to fp32. Seen on an Emerald Rapids core with torch 2.13: 1.2 with avx512_bf16, 2.3
+# with avx512_fp16, and without instructions for them 0.4 for bf16 and 0.007 for fp16. A whole training step in bf16
+# without them took three times the fp32 one.
 _AMX_BF16 = 4.0
 _VECTOR_BF16 = 1.2
 _VECTOR_FP16 = 2.0
@@ -63,7 +48,7 @@ _SLOW_BF16 = 0.33
 _SLOW_FP16 = 0.01
 
 _BANDWIDTH_PER_CORE = 8e9
-_MOST_BANDWIDTH = 100e9  # some cores saturate the memory, more do not help
+_LARGEST_BANDWIDTH = 100e9  # a few cores saturate the memory
 
 _TILE_LEAF = 0x1D
 
@@ -74,14 +59,8 @@ _ISA_WITHOUT_AMX = _ISA_WITHOUT_FP16 | {"AVX512_CORE_FP16", "AVX10_1_512", "AVX2
 
 
 @dataclass(frozen=True, slots=True)
-class SixteenBits:
-    """How a CPU does with one 16-bit type.
-
-    Attributes:
-        supported: Whether products in it run at all.
-        relative_rate: Its rate relative to fp32.
-        reason: What this follows from.
-    """
+class SixteenBitSupport:
+    """How a CPU computes in one 16-bit type: whether at all, its rate relative to fp32, and why."""
 
     supported: bool
     relative_rate: float
@@ -89,7 +68,7 @@ class SixteenBits:
 
     @property
     def fast(self) -> bool:
-        """Whether it is worth computing in, and not only storing in."""
+        """Whether computing in it is at least as fast as in fp32."""
         return self.supported and self.relative_rate >= 1.0
 
 
@@ -99,7 +78,7 @@ class CpuFeatures:
 
     Attributes:
         model: Its name.
-        flags: The instruction sets, in the words of `/proc/cpuinfo`.
+        flags: The instruction sets, as `/proc/cpuinfo` names them.
         cpuid_level: The highest basic CPUID leaf; None where there is no such thing.
         isa_limit: The user's `ONEDNN_MAX_CPU_ISA`, in capitals; empty if there is none.
 
@@ -121,25 +100,25 @@ class CpuFeatures:
         return _AVX2_FLOPS if "avx2" in self.flags else _OTHER_FLOPS
 
     @property
-    def bf16(self) -> SixteenBits:
-        """How it does with bf16."""
+    def bf16(self) -> SixteenBitSupport:
+        """How it computes in bf16."""
         if self._uses_amx("amx_bf16"):
-            works = SixteenBits(True, _AMX_BF16, "amx_bf16")
+            works = SixteenBitSupport(True, _AMX_BF16, "amx_bf16")
             return works if self._tiles_work else self._broken_tiles("bf16")
         if "avx512_bf16" in self.flags and self.isa_limit not in _ISA_WITHOUT_BF16:
-            return SixteenBits(True, _VECTOR_BF16, "avx512_bf16")
+            return SixteenBitSupport(True, _VECTOR_BF16, "avx512_bf16")
         if "bf16" in self.flags:  # Arm
-            return SixteenBits(True, _VECTOR_BF16, "Arm bf16")
-        return SixteenBits(True, _SLOW_BF16, "no bf16 instructions: converted from and to fp32")
+            return SixteenBitSupport(True, _VECTOR_BF16, "Arm bf16")
+        return SixteenBitSupport(True, _SLOW_BF16, "no bf16 instructions: converted from and to fp32")
 
     @property
-    def fp16(self) -> SixteenBits:
-        """How it does with fp16."""
+    def fp16(self) -> SixteenBitSupport:
+        """How it computes in fp16."""
         if self._uses_amx("amx_fp16") and not self._tiles_work:
             return self._broken_tiles("fp16")
         if "avx512_fp16" in self.flags and self.isa_limit not in _ISA_WITHOUT_FP16:
-            return SixteenBits(True, _VECTOR_FP16, "avx512_fp16")
-        return SixteenBits(True, _SLOW_FP16, "no fp16 instructions: multiplied number by number")
+            return SixteenBitSupport(True, _VECTOR_FP16, "avx512_fp16")
+        return SixteenBitSupport(True, _SLOW_FP16, "no fp16 instructions: multiplied number by number")
 
     @property
     def _tiles_work(self) -> bool:
@@ -148,9 +127,9 @@ class CpuFeatures:
     def _uses_amx(self, flag: str) -> bool:
         return {"amx_tile", flag} <= self.flags and self.isa_limit not in _ISA_WITHOUT_AMX
 
-    def _broken_tiles(self, dtype: str) -> SixteenBits:
+    def _broken_tiles(self, dtype: str) -> SixteenBitSupport:
         # See Note [AMX that is announced but does not work].
-        return SixteenBits(
+        return SixteenBitSupport(
             False,
             _SLOW_BF16,
             "matrix products would end this process with an illegal instruction: AMX is announced, but "
@@ -160,12 +139,7 @@ class CpuFeatures:
 
 
 def read_cpu(*, proc: Path = PROC, environ: Mapping[str, str] | None = None) -> CpuFeatures:
-    """Read what this CPU announces; where there is no `/proc/cpuinfo`, only its name is known.
-
-    Example:
-        >>> read_cpu().fp32_flops_per_core > 0
-        True
-    """
+    """Read what this CPU announces; without `/proc/cpuinfo` only its name is known."""
     environ = os.environ if environ is None else environ
     limit = environ.get("ONEDNN_MAX_CPU_ISA") or environ.get("DNNL_MAX_CPU_ISA") or ""
     try:
@@ -175,7 +149,7 @@ def read_cpu(*, proc: Path = PROC, environ: Mapping[str, str] | None = None) -> 
     fields: dict[str, str] = {}
     for line in text.splitlines():
         key, _, value = line.partition(":")
-        fields.setdefault(key.strip(), value.strip())  # the first processor speaks for all
+        fields.setdefault(key.strip(), value.strip())  # the first processor stands for all
     level = fields.get("cpuid level", "")
     return CpuFeatures(
         model=fields.get("model name") or platform.processor() or platform.machine() or "CPU",
@@ -186,14 +160,7 @@ def read_cpu(*, proc: Path = PROC, environ: Mapping[str, str] | None = None) -> 
 
 
 def cpu_device(cpu: CpuFeatures, host: HostSpec, disk: DiskSpec) -> DeviceSpec:
-    """Describe the CPU as the device, with the host's RAM as its memory and the disk as the tier below.
-
-    Example:
-        >>> from memscale.hardware.host import find_disk
-        >>> from memscale.hardware.host import read_host
-        >>> cpu_device(read_cpu(), read_host(), find_disk()).kind
-        'cpu'
-    """
+    """Describe the CPU as the device: the host's RAM is its memory, the disk the tier below."""
     fp32 = host.cores * cpu.fp32_flops_per_core
     bf16, fp16 = cpu.bf16, cpu.fp16
     return DeviceSpec(
@@ -213,37 +180,38 @@ def cpu_device(cpu: CpuFeatures, host: HostSpec, disk: DiskSpec) -> DeviceSpec:
             fp16=fp32 * fp16.relative_rate,
             bf16=fp32 * bf16.relative_rate if bf16.supported else None,
         ),
-        memory_bandwidth=min(host.cores * _BANDWIDTH_PER_CORE, _MOST_BANDWIDTH),
-        # A tensor that goes out is written and read again: the slower of the two is what counts.
+        memory_bandwidth=min(host.cores * _BANDWIDTH_PER_CORE, _LARGEST_BANDWIDTH),
+        # An offloaded tensor is written and read again: the slower of the two counts.
         link_bandwidth=min(disk.read_bandwidth, disk.write_bandwidth),
         rates_source="estimated",
         notes=tuple(
-            f"{name}: {verdict.reason}"
-            for name, verdict in (("bf16", bf16), ("fp16", fp16))
-            if not verdict.fast
+            f"{name}: {support.reason}"
+            for name, support in (("bf16", bf16), ("fp16", fp16))
+            if not support.fast
         ),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Architecture:
-    """What a GPU outside the table is assumed to be like, by its compute capability.
+# -- CUDA, which is also torch's name for AMD's devices
 
-    The ratios are those of the slower product line where an architecture has two (GeForce accumulates fp16 in
-    fp32 at half rate): an estimate should not promise what the card may not have.
+
+class _Architecture(NamedTuple):
+    """Assumptions about a GPU outside of the table, by its compute capability.
+
+    The ratios to fp32 are those of the slower product line where an architecture has two (GeForce accumulates fp16
+    in fp32 at half rate), so that an estimate does not promise what the card may not have.
     """
 
-    cores_per_sm: int
+    cores_per_multiprocessor: int
     tf32_ratio: float | None
     fp16_ratio: float
     bf16_ratio: float | None
     link_gbs: float
 
 
-_FP16_CRAWLS = 1 / 64
 _ARCHITECTURES: dict[tuple[int, int], _Architecture] = {
     (6, 0): _Architecture(64, None, 2.0, None, 15.75),
-    (6, 1): _Architecture(128, None, _FP16_CRAWLS, None, 15.75),
+    (6, 1): _Architecture(128, None, 1 / 64, None, 15.75),
     (6, 2): _Architecture(128, None, 2.0, None, 15.75),
     (7, 0): _Architecture(64, None, 8.0, None, 15.75),
     (7, 2): _Architecture(64, None, 8.0, None, 15.75),
@@ -254,22 +222,21 @@ _ARCHITECTURES: dict[tuple[int, int], _Architecture] = {
     (9, 0): _Architecture(128, 7.0, 14.0, 14.0, 63.0),
     (10, 0): _Architecture(128, 14.0, 28.0, 28.0, 63.0),
 }
-_BEFORE_PASCAL = _Architecture(128, None, _FP16_CRAWLS, None, 15.75)
+_BEFORE_PASCAL = _Architecture(128, None, 1 / 64, None, 15.75)
 _LATER = _Architecture(128, 1.0, 2.0, 2.0, 63.0)  # consumer Blackwell, and what is not known yet
+_AMD = _Architecture(64, None, 2.0, 2.0, 31.5)  # 64 lanes a compute unit
 
-# Where a driver, or a simulated device, does not tell.
+# Where a driver does not tell.
 _MULTIPROCESSORS = 82
 _CLOCK_HZ = 1.5e9
 _MEMORY_BANDWIDTH = 300e9
-# AMD: 64 lanes a compute unit; nothing but the unit count tells the rates apart without a table.
-_AMD = _Architecture(64, None, 2.0, 2.0, 31.5)
 
 
 def cuda_device(index: int) -> DeviceSpec:
-    """Describe CUDA device `index`: its memory from the driver, its rates from the table by name.
+    """Describe CUDA device `index`: its memory as the driver reports it, its rates from the table by name.
 
-    A GPU that the table does not know (new, or a slice of one) gets rates estimated from its multiprocessors
-    and clock, and says so in `rates_source` and `notes`.
+    A GPU that the table does not have (new, or a slice of one) gets rates estimated from its multiprocessors and
+    clock, and says so in `rates_source` and `notes`.
 
     Raises:
         HardwareError: There is no such device.
@@ -289,17 +256,16 @@ def cuda_device(index: int) -> DeviceSpec:
         )
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
-    # What torch keeps in its cache is taken to the driver, and free to whoever allocates through torch.
+    # The driver counts torch's cache as in use; whoever allocates through torch can have it.
     cached = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
     free = min(free + cached, total)
     name = str(properties.name)
-    is_amd = torch.version.hip is not None
-    # On AMD torch answers the version of the graphics core in the place of a compute capability.
-    capability = None if is_amd else torch.cuda.get_device_capability(index)
+    # On AMD torch reports the version of the graphics core as the compute capability.
+    capability = None if torch.version.hip is not None else torch.cuda.get_device_capability(index)
     try:
         gpu = find_gpu(name, memory_bytes=total)
     except HardwareError as error:
-        return _estimated(name, index, total, free, capability, properties, str(error))
+        return _estimated_cuda_device(name, index, total, free, capability, properties, str(error))
     return published_device(
         gpu,
         kind="cuda",
@@ -321,7 +287,7 @@ def published_device(
     free_bytes: int,
     compute_capability: tuple[int, int] | None,
 ) -> DeviceSpec:
-    """Describe a device whose rates are those that the table has for `gpu`."""
+    """Describe a device with the rates that the table has for `gpu`."""
     rates = gpu.rates
     return DeviceSpec(
         name=name,
@@ -341,7 +307,7 @@ def published_device(
     )
 
 
-def _estimated(
+def _estimated_cuda_device(
     name: str,
     index: int,
     total: int,
@@ -350,17 +316,18 @@ def _estimated(
     properties: Any,
     reason: str,
 ) -> DeviceSpec:
+    def reported(field: str) -> float:  # 0 where this torch does not have it
+        value = getattr(properties, field, 0)
+        return float(value) if isinstance(value, (int, float)) and value > 0 else 0.0
+
     architecture = _architecture(capability)
-    clock = _positive(properties, "clock_rate") * 1e3 or _CLOCK_HZ  # kHz
-    multiprocessors = int(_positive(properties, "multi_processor_count")) or _MULTIPROCESSORS
-    fp32 = 2.0 * multiprocessors * architecture.cores_per_sm * clock
-    # Two transfers a clock, on a bus counted in bits.
-    memory_clock = _positive(properties, "memory_clock_rate") * 1e3
-    bandwidth = 2.0 * memory_clock * _positive(properties, "memory_bus_width") / 8 or _MEMORY_BANDWIDTH
-
-    def scaled(ratio: float | None) -> float | None:
-        return None if ratio is None else fp32 * ratio
-
+    clock = reported("clock_rate") * 1e3 or _CLOCK_HZ  # kHz
+    multiprocessors = int(reported("multi_processor_count")) or _MULTIPROCESSORS
+    fp32 = 2.0 * multiprocessors * architecture.cores_per_multiprocessor * clock
+    # Two transfers a clock, on a bus measured in bits.
+    memory_clock = reported("memory_clock_rate") * 1e3
+    bandwidth = 2.0 * memory_clock * reported("memory_bus_width") / 8 or _MEMORY_BANDWIDTH
+    tf32, bf16 = architecture.tf32_ratio, architecture.bf16_ratio
     return DeviceSpec(
         name=name,
         kind="cuda",
@@ -368,15 +335,15 @@ def _estimated(
         total_bytes=total,
         free_bytes=free,
         compute_capability=capability,
-        supports_bf16=architecture.bf16_ratio is not None,
+        supports_bf16=bf16 is not None,
         supports_fp16=capability is None or capability >= (5, 3),
-        computes_bf16_fast=architecture.bf16_ratio is not None,
+        computes_bf16_fast=bf16 is not None,
         computes_fp16_fast=architecture.fp16_ratio >= 1.0,
         rates=Rates(
             fp32=fp32,
-            tf32=scaled(architecture.tf32_ratio),
+            tf32=None if tf32 is None else fp32 * tf32,
             fp16=fp32 * architecture.fp16_ratio,
-            bf16=scaled(architecture.bf16_ratio),
+            bf16=None if bf16 is None else fp32 * bf16,
         ),
         memory_bandwidth=bandwidth,
         link_bandwidth=architecture.link_gbs * 1e9,
@@ -390,29 +357,20 @@ def _architecture(capability: tuple[int, int] | None) -> _Architecture:
         return _AMD
     if capability < (6, 0):
         return _BEFORE_PASCAL
-    if capability in _ARCHITECTURES:
-        return _ARCHITECTURES[capability]
-    # A later member of a known family is like the last one known of it: 8.7 (Orin) like 8.6, 10.3 like 10.0.
-    family = [known for known in _ARCHITECTURES if known[0] == capability[0] and known < capability]
+    # A later member of a known family is like the last known one: 8.7 (Orin) like 8.6, 10.3 like 10.0.
+    family = [known for known in _ARCHITECTURES if known[0] == capability[0] and known <= capability]
     return _ARCHITECTURES[max(family)] if family else _LATER
 
 
-def _positive(properties: Any, field: str) -> float:
-    """A field of the device properties, or 0 where this torch does not have it."""
-    value = getattr(properties, field, 0)
-    return float(value) if isinstance(value, (int, float)) and value > 0 else 0.0
+# -- other accelerators
+
+# What a backend raises for a question it does not support: an unknown name, other arguments, a missing device, an error
+# from its C++ side (NotImplementedError is a RuntimeError).
+_UNSUPPORTED = (AttributeError, TypeError, ValueError, KeyError, AssertionError, RuntimeError)
 
 
-T = TypeVar("T")
-
-# What a backend raises where it does not answer: nothing of that name, a call with other arguments, a device
-# that is not there, an error from its C++ side (NotImplementedError is a RuntimeError).
-_UNANSWERED = (AttributeError, TypeError, ValueError, KeyError, AssertionError, RuntimeError)
-
-
-@dataclass(frozen=True, slots=True)
-class _Assumed:
-    """Figures for a kind of accelerator of which no table is kept: those of a small one of its kind."""
+class _Assumed(NamedTuple):
+    """Figures of a small device of its kind, where there is no table."""
 
     fp32: float
     sixteen_bit_ratio: float
@@ -421,62 +379,67 @@ class _Assumed:
 
 
 _ASSUMED = {
-    "mps": _Assumed(3e12, 1.0, 100e9, 50e9),  # shares its memory with the host: a "transfer" is a copy in RAM
+    "mps": _Assumed(3e12, 1.0, 100e9, 50e9),  # shares its memory with the host: a transfer is a copy in RAM
     "xpu": _Assumed(15e12, 4.0, 400e9, 15.75e9),
 }
 _ASSUMED_OTHER = _Assumed(10e12, 2.0, 300e9, 15.75e9)
 
 
-@dataclass(slots=True)
-class _Questions:
-    """Asks a backend, and keeps why it did not answer."""
-
-    notes: list[str] = field(default_factory=list)
-
-    def ask(self, what: str, *ways: Callable[[], T]) -> T | None:
-        reasons = []
-        for way in ways:
-            try:
-                return way()
-            except _UNANSWERED as error:
-                message = str(error).partition("\n")[0][:120]
-                reasons.append(f"{type(error).__name__}: {message}")
-        self.notes.append(f"{what} not answered ({'; '.join(reasons)})")
-        return None
-
-
 def accelerator_device(device: torch.device) -> tuple[DeviceSpec, int]:
-    """Describe an accelerator that is not CUDA, and count its kind.
+    """Describe an accelerator other than CUDA, and count the devices of its kind.
+
+    Each backend answers other questions, so each question is asked in several ways. What a backend does not answer
+    is assumed with caution, and the reason is kept in the notes.
 
     Raises:
-        HardwareError: The device's backend does not say how much memory it has; the message has its reasons.
+        HardwareError: The backend does not say how much memory the device has; the message has its reasons.
     """
     import torch
 
-    questions = _Questions()
-    module: Any = questions.ask(f"torch.{device.type}", lambda: torch.get_device_module(device))
+    notes: list[str] = []
+    module: Any = _first_answer(notes, f"torch.{device.type}", lambda: torch.get_device_module(device))
     index = device.index
     if index is None:
-        index = questions.ask("current device", torch.accelerator.current_device_index) or 0
+        index = _first_answer(notes, "current device", torch.accelerator.current_device_index) or 0
         device = torch.device(device.type, index)
-    memory = questions.ask(
+
+    def from_properties() -> tuple[int, int]:
+        total = int(module.get_device_properties(index).total_memory)
+        return total - int(module.memory_allocated(index)), total
+
+    def from_mps() -> tuple[int, int]:
+        total = int(module.recommended_max_memory())
+        return total - int(module.driver_allocated_memory()), total
+
+    memory = _first_answer(
+        notes,
         "memory",
-        lambda: _pair(torch.accelerator.get_memory_info(device)),
-        lambda: _pair(module.mem_get_info(index)),
-        lambda: _from_properties(module, index),
-        lambda: _from_mps(module),
+        lambda: _free_and_total(torch.accelerator.get_memory_info(device)),
+        lambda: _free_and_total(module.mem_get_info(index)),
+        from_properties,
+        from_mps,
     )
     if memory is None:
         raise HardwareError(
-            f"{device} does not say how much memory it has: {'; '.join(questions.notes)}. Plan for a GPU "
+            f"{device} does not say how much memory it has: {'; '.join(notes)}. Plan for a GPU "
             "of its size instead: memscale.plan(..., hardware='8GiB')."
         )
     free, total = memory
     free = max(0, min(free, total))
-    name = questions.ask("name", lambda: str(module.get_device_name(index))) or device.type
-    count = questions.ask("device count", lambda: int(module.device_count()))
-    gpu = _in_table(name, total)
-    if gpu is not None:
+    name = _first_answer(notes, "name", lambda: str(module.get_device_name(index))) or device.type
+    count = _first_answer(notes, "device count", lambda: int(module.device_count()))
+    try:
+        gpu = find_gpu(name, memory_bytes=total)  # a simulated device has the name of a known one
+    except HardwareError:
+        dtypes = _first_answer(
+            notes,
+            "dtypes",
+            lambda: frozenset(torch.accelerator.get_device_capability(device)["supported_dtypes"]),
+            # A backend that has the question for bf16 at all computes in fp16.
+            lambda: frozenset({torch.float16, *([torch.bfloat16] if module.is_bf16_supported() else [])}),
+        )
+        spec = _assumed_device(device, name, total, free, dtypes or frozenset())
+    else:
         spec = published_device(
             gpu,
             kind=device.type,
@@ -486,18 +449,25 @@ def accelerator_device(device: torch.device) -> tuple[DeviceSpec, int]:
             free_bytes=free,
             compute_capability=gpu.compute_capability,
         )
-    else:
-        dtypes = questions.ask("dtypes", lambda: _dtypes(device), lambda: _dtypes_from_module(module))
-        spec = _assumed_device(device, name, total, free, dtypes or frozenset())
-    return replace(spec, notes=tuple(questions.notes)), max(1, count or 1)
+    return replace(spec, notes=tuple(notes)), max(1, count or 1)
 
 
-def _in_table(name: str, total: int) -> GpuSpec | None:
-    """The GPU of that name: a simulated device bears the name of the one it stands for."""
-    try:
-        return find_gpu(name, memory_bytes=total)
-    except HardwareError:  # a table of NVIDIA and AMD has no other vendor's names: the usual case
-        return None
+def _first_answer(notes: list[str], what: str, *questions: Callable[[], T]) -> T | None:
+    """Return the first answer that a backend gives; if none, note the reasons and return None."""
+    reasons = []
+    for question in questions:
+        try:
+            return question()
+        except _UNSUPPORTED as error:
+            message = str(error).partition("\n")[0][:120]
+            reasons.append(f"{type(error).__name__}: {message}")
+    notes.append(f"{what} not answered ({'; '.join(reasons)})")
+    return None
+
+
+def _free_and_total(answer: Any) -> tuple[int, int]:
+    free, total = answer
+    return int(free), int(total)
 
 
 def _assumed_device(
@@ -507,8 +477,7 @@ def _assumed_device(
 
     assumed = _ASSUMED.get(device.type, _ASSUMED_OTHER)
     sixteen_bit = assumed.fp32 * assumed.sixteen_bit_ratio
-    supports_bf16 = torch.bfloat16 in dtypes
-    supports_fp16 = torch.float16 in dtypes
+    bf16, fp16 = torch.bfloat16 in dtypes, torch.float16 in dtypes
     return DeviceSpec(
         name=name,
         kind=device.type,
@@ -516,42 +485,12 @@ def _assumed_device(
         total_bytes=total,
         free_bytes=free,
         compute_capability=None,
-        supports_bf16=supports_bf16,
-        supports_fp16=supports_fp16,
-        computes_bf16_fast=supports_bf16,
-        computes_fp16_fast=supports_fp16,
-        rates=Rates(
-            fp32=assumed.fp32, tf32=None, fp16=sixteen_bit, bf16=sixteen_bit if supports_bf16 else None
-        ),
+        supports_bf16=bf16,
+        supports_fp16=fp16,
+        computes_bf16_fast=bf16,
+        computes_fp16_fast=fp16,
+        rates=Rates(fp32=assumed.fp32, tf32=None, fp16=sixteen_bit, bf16=sixteen_bit if bf16 else None),
         memory_bandwidth=assumed.memory_bandwidth,
         link_bandwidth=assumed.link_bandwidth,
         rates_source="estimated",
     )
-
-
-def _pair(answer: Any) -> tuple[int, int]:
-    free, total = answer
-    return int(free), int(total)
-
-
-def _from_properties(module: Any, index: int) -> tuple[int, int]:
-    total = int(module.get_device_properties(index).total_memory)
-    return total - int(module.memory_allocated(index)), total
-
-
-def _from_mps(module: Any) -> tuple[int, int]:
-    total = int(module.recommended_max_memory())
-    return total - int(module.driver_allocated_memory()), total
-
-
-def _dtypes(device: torch.device) -> frozenset[torch.dtype]:
-    import torch
-
-    return frozenset(torch.accelerator.get_device_capability(device)["supported_dtypes"])
-
-
-def _dtypes_from_module(module: Any) -> frozenset[torch.dtype]:
-    import torch
-
-    # A backend that knows the question for bf16 at all computes in fp16.
-    return frozenset({torch.float16, torch.bfloat16} if module.is_bf16_supported() else {torch.float16})

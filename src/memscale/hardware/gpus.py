@@ -1,28 +1,23 @@
-"""The table of GPUs: what the vendors publish about each.
+"""The table of GPUs with the figures that vendors publish, and the search in it by name.
 
-Every rate is a theoretical peak at the published boost clock: dense, without sparsity. No card sustains it;
-plans compare times on one device, where the common shortfall cancels.
+Every rate is a theoretical peak at the published boost clock: dense, without sparsity. No card sustains it; plans
+compare times on one device, where the common shortfall cancels.
 
-- Memory is in GiB. Vendors write "24 GB" and solder 24 x 2**30 bytes; the driver keeps a few hundred MiB of
-  it.
-- fp32 is plain IEEE fp32; on AMD Instinct that of the matrix cores, which compute in IEEE fp32 too.
-- fp16 is the tensor-core rate with fp32 accumulation, which is what torch asks for: half of the advertised
-  rate on GeForce. Without tensor cores it is the plain rate, which on Pascal GeForce is 1/64 of fp32.
+- Memory is in GiB. Vendors write "24 GB" and solder 24 x 2**30 bytes; the driver keeps a few hundred MiB of it.
+- fp32 is IEEE fp32; on AMD Instinct that of the matrix cores, which compute in IEEE fp32 too.
+- fp16 is the tensor-core rate with fp32 accumulation, as torch uses it: half of the advertised rate on GeForce.
+  Without tensor cores it is the plain rate, which on Pascal GeForce is 1/64 of fp32.
 - bf16 and tf32 are None where the hardware has none.
 - Bandwidth is in GB/s (10**9), and so is the link to the host: one direction, before protocol overhead.
 - A laptop GPU is listed at the top of its published boost range; the same chip on less power is slower.
 
-To add a GPU: one row in the group of its architecture, figures from the vendor's own page, in the units
-above.
-
-Finding a GPU in the table by the name people, drivers and clouds give it.
+To add a GPU: one row in the group of its architecture, figures from the vendor's own page, in the units above.
 
 Note [How a name is matched]
-A name is cut into words: "rtx3090Ti", "RTX 3090 Ti" and "NVIDIA GeForce RTX 3090 Ti" all hold {3090, ti}.
-Some words say which GPU it is (the core: 3090, ti, laptop, super); others may be there or not (vendor,
-product line, memory, form factor). A query matches a GPU if it has all of the core, and nothing that the GPU
-is not: so "3090" is never a 3090 Ti, "3090 Ti" never a 3090, "AMD 3090" nothing at all, and the slice
-"A100-SXM4-40GB MIG 1g.5gb" is not taken for the card.
+A name is split into words: "rtx3090Ti", "RTX 3090 Ti" and "NVIDIA GeForce RTX 3090 Ti" all have {3090, ti}. Some
+words identify the GPU (its core: 3090, ti, laptop, super); others are optional (vendor, product line, memory, form
+factor). A query matches a GPU if it has all of the core and no word that the GPU does not have: "3090" is never a
+3090 Ti, "3090 Ti" never a 3090, "AMD 3090" nothing at all, and the slice "A100-SXM4-40GB MIG 1g.5gb" not the card.
 """
 
 from __future__ import annotations
@@ -48,8 +43,8 @@ class GpuSpec:
     Attributes:
         name: The canonical name, unique in the table.
         vendor: "nvidia" or "amd".
-        memory_bytes: Device memory as people mean it: a 24 GB card has 24 x 2**30 bytes.
-        fp32_tflops: Plain fp32, in 10**12 FLOP/s.
+        memory_bytes: Device memory; a "24 GB" card has 24 x 2**30 bytes.
+        fp32_tflops: IEEE fp32, in 10**12 FLOP/s.
         tf32_tflops: TF32 on tensor cores; None where there is none.
         fp16_tflops: fp16 with fp32 accumulation where there are tensor cores, else plain fp16.
         bf16_tflops: None where the hardware has no bf16 (Pascal, Volta, Turing, RDNA 2).
@@ -109,7 +104,7 @@ def _group(
 
 
 # fmt: off
-_PASCAL = (
+GPU_TABLE: tuple[GpuSpec, ...] = (
     *_group("nvidia", (6, 1), "NVIDIA GeForce GTX 10 series product pages; GP10x runs fp16 at 1/64 of fp32",
         ("NVIDIA GeForce GTX 1050 Ti",    4,  2.1, None, 0.033, None, 112.0, _GEN3_X16),
         ("NVIDIA GeForce GTX 1060 6GB",   6,  4.4, None, 0.068, None, 192.0, _GEN3_X16),
@@ -128,9 +123,6 @@ _PASCAL = (
         ("NVIDIA Tesla P100 PCIe 16GB",  16,  9.3, None, 18.7, None, 732.0, _GEN3_X16),
         ("NVIDIA Tesla P100 SXM2 16GB",  16, 10.6, None, 21.2, None, 732.0, _GEN3_X16),
     ),
-)
-
-_VOLTA = (
     *_group("nvidia", (7, 0), "NVIDIA V100 data sheet and Volta GV100 whitepaper v1.1",
         ("NVIDIA Tesla V100 PCIe 16GB",  16, 14.0, None, 112.0, None,  900.0, _GEN3_X16),
         ("NVIDIA Tesla V100 PCIe 32GB",  32, 14.0, None, 112.0, None,  900.0, _GEN3_X16),
@@ -141,9 +133,6 @@ _VOLTA = (
     *_group("nvidia", (7, 0), "NVIDIA TITAN V product page",
         ("NVIDIA TITAN V",               12, 14.9, None, 110.0, None,  652.8, _GEN3_X16),
     ),
-)
-
-_TURING = (
     *_group("nvidia", (7, 5), "NVIDIA GeForce GTX 16 series product pages; no tensor cores, fp16 twice fp32",
         ("NVIDIA GeForce GTX 1650",             4,  3.0, None,  6.0, None, 128.0, _GEN3_X16),
         ("NVIDIA GeForce GTX 1650 SUPER",       4,  4.4, None,  8.8, None, 192.0, _GEN3_X16),
@@ -174,9 +163,6 @@ _TURING = (
     *_group("nvidia", (7, 5), "NVIDIA T4 data sheet",
         ("NVIDIA Tesla T4",                    16,  8.1, None,  65.0, None, 320.0, _GEN3_X16),
     ),
-)
-
-_AMPERE = (
     *_group("nvidia", (8, 0), "NVIDIA A100 and A30 data sheets, Ampere GA100 whitepaper v1.0",
         ("NVIDIA A30",                         24, 10.3,  82.0, 165.0, 165.0,  933.0, _GEN4_X16),
         ("NVIDIA A100 PCIe 40GB",              40, 19.5, 156.0, 312.0, 312.0, 1555.0, _GEN4_X16),
@@ -224,9 +210,6 @@ _AMPERE = (
         ("NVIDIA GeForce RTX 3080 Laptop GPU 16GB", 16, 21.0, 21.0, 42.0, 42.0, 448.0, _GEN4_X16),
         ("NVIDIA GeForce RTX 3080 Ti Laptop GPU", 16, 23.6, 23.6, 47.2, 47.2, 512.0, _GEN4_X16),
     ),
-)
-
-_ADA = (
     *_group("nvidia", (8, 9), "NVIDIA GeForce RTX 40 series product pages, Ada whitepaper v2",
         ("NVIDIA GeForce RTX 4060",             8, 15.1, 15.1,  30.2,  30.2,  272.0, _GEN4_X8),
         ("NVIDIA GeForce RTX 4060 Ti 8GB",      8, 22.1, 22.1,  44.1,  44.1,  288.0, _GEN4_X8),
@@ -260,9 +243,6 @@ _ADA = (
         ("NVIDIA L40",                         48, 90.5,  90.5, 181.0, 181.0, 864.0, _GEN4_X16),
         ("NVIDIA L40S",                        48, 91.6, 183.0, 362.0, 362.0, 864.0, _GEN4_X16),
     ),
-)
-
-_HOPPER = (
     *_group("nvidia", (9, 0), "NVIDIA H100, H200 and H20 data sheets, Hopper whitepaper v1.04",
         ("NVIDIA H20",                         96, 44.0,  74.0, 148.0, 148.0, 4000.0, _GEN5_X16),
         ("NVIDIA H100 PCIe 80GB",              80, 51.2, 378.0, 756.0, 756.0, 2039.0, _GEN5_X16),
@@ -276,9 +256,6 @@ _HOPPER = (
         ("NVIDIA GH200 96GB",                  96, 66.9, 494.7, 989.4, 989.4, 4000.0, _NVLINK_C2C),
         ("NVIDIA GH200 144GB",                144, 66.9, 494.7, 989.4, 989.4, 4900.0, _NVLINK_C2C),
     ),
-)
-
-_BLACKWELL = (
     *_group("nvidia", (10, 0), "NVIDIA DGX B200 and GB200 NVL72 data sheets, per GPU",
         ("NVIDIA B200",                       180, 75.0, 1125.0, 2250.0, 2250.0, 8000.0, _GEN5_X16),
         ("NVIDIA GB200",                      186, 80.0, 1250.0, 2500.0, 2500.0, 8000.0, _NVLINK_C2C),
@@ -309,9 +286,6 @@ _BLACKWELL = (
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
                                                96, 126.0, 251.9, 503.8, 503.8, 1792.0, _GEN5_X16),
     ),
-)
-
-_INSTINCT = (
     *_group("amd", None, "AMD Instinct MI100, MI210, MI300 and MI350 series data sheets",
         ("AMD Instinct MI100",   32,  46.1,  None,  184.6,   92.3, 1228.8, _GEN4_X16),
         ("AMD Instinct MI210",   64,  45.3,  None,  181.0,  181.0, 1638.4, _GEN4_X16),
@@ -327,9 +301,6 @@ _INSTINCT = (
         ("AMD Instinct MI250",   64,  45.2,  None,  181.0,  181.0, 1638.4, _GEN4_X16),
         ("AMD Instinct MI250X",  64,  47.8,  None,  191.5,  191.5, 1638.4, _GEN4_X16),
     ),
-)
-
-_RADEON = (
     *_group("amd", None, "AMD Radeon RX 6000 series product pages",
         ("AMD Radeon RX 6700 XT",  12, 13.2, None, 26.4, None, 384.0, _GEN4_X16),
         ("AMD Radeon RX 6800 XT",  16, 20.7, None, 41.5, None, 512.0, _GEN4_X16),
@@ -353,19 +324,7 @@ _RADEON = (
     ),
 )
 # fmt: on
-
-GPU_TABLE: tuple[GpuSpec, ...] = (
-    *_PASCAL,
-    *_VOLTA,
-    *_TURING,
-    *_AMPERE,
-    *_ADA,
-    *_HOPPER,
-    *_BLACKWELL,
-    *_INSTINCT,
-    *_RADEON,
-)
-"""Every GPU that is known by name, oldest architecture first."""
+"""Every GPU known by name, oldest architecture first."""
 
 
 _VENDOR_WORDS: dict[Vendor, frozenset[str]] = {
@@ -377,8 +336,8 @@ _DETAIL_WORDS = frozenset({"pcie", "sxm", "blackwell", "workstation", "server", 
 _FILLERS = frozenset({"gpu", "graphics", "card", "with", "design", "series"})
 _SYNONYMS = {"mobile": "laptop", "notebook": "laptop"}
 
-# What a driver calls a GPU besides the words of its canonical name.
-_ALSO_CALLED: dict[str, frozenset[str]] = {
+# Words of a driver's name for a GPU that its canonical name does not have.
+_DRIVER_WORDS: dict[str, frozenset[str]] = {
     "NVIDIA H100 SXM5 80GB": frozenset({"hbm3"}),  # "NVIDIA H100 80GB HBM3"
     "NVIDIA GH200 96GB": frozenset({"480gb"}),  # "NVIDIA GH200 480GB": the memory of its CPU
     "NVIDIA GH200 144GB": frozenset({"hbm3e"}),  # "NVIDIA GH200 144G HBM3e"
@@ -394,17 +353,15 @@ _FUSED = re.compile(rf"(\d{{3,4}})((?:{_SUFFIX.pattern})+)")
 
 
 def find_gpu(name: str, *, memory_bytes: int | None = None) -> GpuSpec:
-    """Find the GPU that `name` means.
+    """Find a GPU by name; case, spaces, hyphens and the vendor's words do not matter.
 
-    Case, spaces, hyphens and the vendor's words do not matter. Where several GPUs fit the name ("A100" is
-    sold with 40 and with 80 GB), the answer is the cautious one, always the same: the least memory, then the
-    lowest fp16 rate, then the lowest memory bandwidth.
+    Where several match ("A100" is sold with 40 and with 80 GB), the most cautious one is returned: the least memory,
+    then the lowest fp16 rate, then the lowest memory bandwidth.
 
     Args:
         name: As people write it ("3090", "A100-80GB", "4090 laptop") or as `torch.cuda.get_device_name`
             reports it.
-        memory_bytes: The memory of the device, where it is known: among several fits, the nearest to it is
-            taken.
+        memory_bytes: The memory of the device, if known: of several matches, the nearest to it is returned.
 
     Raises:
         HardwareError: No GPU is known by that name; the message lists the nearest.
@@ -431,12 +388,7 @@ def find_gpu(name: str, *, memory_bytes: int | None = None) -> GpuSpec:
 
 
 def list_gpus() -> tuple[GpuSpec, ...]:
-    """Every GPU that is known by name, oldest architecture first.
-
-    Example:
-        >>> len(list_gpus()) >= 50
-        True
-    """
+    """Return every GPU known by name, oldest architecture first."""
     return GPU_TABLE
 
 
@@ -460,11 +412,11 @@ def _entries() -> tuple[_Entry, ...]:
 def _entry(gpu: GpuSpec) -> _Entry:
     words = _words(gpu.name)
     memory = f"{gpu.memory_bytes // 2**30}gb"
-    # "TITAN" is several GPUs, so there the product line is what tells them apart.
+    # "TITAN" is several GPUs, which only the product line tells apart.
     line = frozenset[str]() if "titan" in words else _LINE_WORDS
     vendor = _VENDOR_WORDS[gpu.vendor]
     core = words - vendor - line - _DETAIL_WORDS - {memory}
-    allowed = words | vendor | {memory} | _ALSO_CALLED.get(gpu.name, frozenset())
+    allowed = words | vendor | {memory} | _DRIVER_WORDS.get(gpu.name, frozenset())
     return _Entry(gpu, core, allowed)
 
 
@@ -476,7 +428,7 @@ def _words(name: str) -> frozenset[str]:
 
 
 def _split(run: str) -> list[str]:
-    """Cut what people write in one: "rtx4070tisuper" is rtx, 4070, ti, super."""
+    """Split words written together: "rtx4070tisuper" is rtx, 4070, ti, super."""
     start = _PREFIXES.match(run)
     end = start.end() if start else 0
     fused = _FUSED.fullmatch(run, end)
@@ -485,7 +437,7 @@ def _split(run: str) -> list[str]:
 
 
 def _same_word(word: str) -> str:
-    # Which SXM a module has follows from its generation.
+    # The version of SXM follows from the generation.
     return "sxm" if re.fullmatch(r"sxm\d", word) else _SYNONYMS.get(word, word)
 
 
@@ -500,7 +452,7 @@ def _unknown(name: str, words: frozenset[str]) -> str:
 
 
 def _nearest(words: frozenset[str], count: int = 5) -> tuple[str, ...]:
-    """The names most like `words`: those that share words of their core first."""
+    """Return the names most like `words`, those that share words of their core first."""
     known = words - _VENDOR_WORDS["nvidia"] - _VENDOR_WORDS["amd"] - _LINE_WORDS
     plain = "".join(sorted(word for word in known if not _MEMORY.fullmatch(word)))
     scored: list[tuple[float, int, str]] = []

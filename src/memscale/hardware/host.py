@@ -1,11 +1,7 @@
-"""The host: how much RAM this process may use, and how many cores.
+"""Read the host: RAM and cores within the limits of control groups, and the directory for the disk tier.
 
-What the control groups of Linux allow this process: memory and CPU time, version 1 and version 2.
-
-A container sees the memory of its whole machine in `/proc/meminfo` and is killed long before it has used
-that. The limit is in its control group, or in any group above it: the tightest one counts.
-
-The disk tier: which directory, how much room it has, and whether it is a disk at all.
+A container sees the memory of its whole machine in `/proc/meminfo` and is killed long before it has used that. The
+limit is in its control group (version 1 or 2), or in any group above it: the tightest one counts.
 """
 
 from __future__ import annotations
@@ -13,35 +9,31 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 from memscale.errors import ConfigTypeError, HardwareError, shown
 from memscale.hardware.specs import DiskSpec, HostSpec
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-__all__ = [
-    "OFFLOAD_DIR_VARIABLE",
-    "PROC",
-    "CgroupMemory",
-    "cpu_quota",
-    "find_disk",
-    "memory_limits",
-    "read_host",
-]
+__all__ = ["OFFLOAD_DIR_VARIABLE", "PROC", "find_disk", "read_host"]
 
 PROC = Path("/proc")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
+OFFLOAD_DIR_VARIABLE = "MEMSCALE_OFFLOAD_DIR"
+
+# Assumptions, so that plans never depend on a measurement: below what NVMe drives sustain, above SATA.
+_READ_BANDWIDTH = 2.0e9
+_WRITE_BANDWIDTH = 1.0e9
+
+_RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "rootfs"})
+_VAR_TMP = Path("/var/tmp")
 
 
 def read_host(*, proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> HostSpec:
-    """Read the RAM and the cores of this host, within the limits of the control groups this process is in.
+    """Read the RAM and the cores that this process may use.
 
     Args:
         proc: Where the process file system is; a test puts its own there.
@@ -56,19 +48,21 @@ def read_host(*, proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> HostSpec
         True
     """
     total, available = _ram(proc)
-    for limit in memory_limits(proc, cgroup_root):
-        if limit.limit_bytes < total:
-            total = limit.limit_bytes
-        available = min(available, limit.available_bytes)
-    return HostSpec(
-        total_ram_bytes=total,
-        available_ram_bytes=min(available, total),
-        cores=_cores(cpu_quota(proc, cgroup_root)),
-    )
+    for limit, used in _memory_limits(proc, cgroup_root):
+        total = min(total, limit)
+        available = min(available, max(0, limit - used))
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        cores = os.cpu_count() or 1
+    quota = _cpu_quota(proc, cgroup_root)
+    if quota is not None:
+        cores = max(1, min(cores, math.ceil(quota)))
+    return HostSpec(total_ram_bytes=total, available_ram_bytes=min(available, total), cores=cores)
 
 
 def _ram(proc: Path) -> tuple[int, int]:
-    """Total and available RAM in bytes, from the first source that knows."""
+    """Return total and available RAM in bytes from the first source that has them."""
     reasons = []
     sources: tuple[Callable[[], tuple[int, int]], ...] = (lambda: _meminfo(proc), _psutil, _sysconf)
     for source in sources:
@@ -90,21 +84,15 @@ def _meminfo(proc: Path) -> tuple[int, int]:
     fields = {}
     for line in (proc / "meminfo").read_text().splitlines():
         key, _, value = line.partition(":")
-        fields[key] = value
-    total = _kib(fields["MemTotal"])
-    # MemAvailable came with Linux 3.14; before, what is free or cached is the nearest to it.
+        fields[key] = int(value.split()[0]) * 1024 if value else 0  # "  123456 kB"
+    # MemAvailable came with Linux 3.14; before, free and cached memory are the nearest to it.
     if "MemAvailable" in fields:
-        return total, _kib(fields["MemAvailable"])
-    return total, sum(_kib(fields.get(key, "0 kB")) for key in ("MemFree", "Buffers", "Cached"))
-
-
-def _kib(field: str) -> int:
-    return int(field.split()[0]) * 1024
+        return fields["MemTotal"], fields["MemAvailable"]
+    return fields["MemTotal"], sum(fields.get(key, 0) for key in ("MemFree", "Buffers", "Cached"))
 
 
 def _psutil() -> tuple[int, int]:
-    # Optional, and without type information: by name, so that neither is asked for.
-    psutil = importlib.import_module("psutil")
+    psutil = importlib.import_module("psutil")  # optional, and without type information
     memory = psutil.virtual_memory()
     return int(memory.total), int(memory.available)
 
@@ -112,55 +100,33 @@ def _psutil() -> tuple[int, int]:
 def _sysconf() -> tuple[int, int]:
     page = os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * page
-    # macOS does not say how much is free without psutil; half is a guess that rarely promises too much.
+    # macOS does not report free memory without psutil; half is a guess that rarely promises too much.
     has_available = "SC_AVPHYS_PAGES" in os.sysconf_names
     return total, os.sysconf("SC_AVPHYS_PAGES") * page if has_available else total // 2
 
 
-def _cores(quota: float | None) -> int:
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
-        cores = os.cpu_count() or 1
-    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+# -- control groups
 
 
-@dataclass(frozen=True, slots=True)
-class CgroupMemory:
-    """The memory limit of one control group, and how much of it is taken.
+def _memory_limits(proc: Path, cgroup_root: Path) -> Iterator[tuple[int, int]]:
+    """Yield limit and use of every group from this process's to the root, in bytes.
 
-    Attributes:
-        group: The directory of the group.
-        limit_bytes: What its processes may hold together.
-        used_bytes: What they hold, without the file cache that the kernel gives back when asked.
+    Use is without the file cache that the kernel can drop. "No limit" is "max" in version 2; in version 1 it is a
+    number near 2**63, more than any machine has.
     """
-
-    group: Path
-    limit_bytes: int
-    used_bytes: int
-
-    @property
-    def available_bytes(self) -> int:
-        """What is left under the limit."""
-        return max(0, self.limit_bytes - self.used_bytes)
-
-
-def memory_limits(proc: Path, cgroup_root: Path) -> tuple[CgroupMemory, ...]:
-    """Every memory limit on the way from this process's group to the root, innermost first.
-
-    "No limit" is spelled "max" in version 2; in version 1 it is a number near 2**63, which is returned as it
-    is: it is more than any machine has, so taking the least of it and the RAM is right.
-    """
-    limits = []
     for group, version in _groups(proc, cgroup_root, "memory"):
-        found = _memory_v2(group) if version == 2 else _memory_v1(group)
-        if found is not None:
-            limits.append(found)
-    return tuple(limits)
+        # Above memory.high the kernel slows a group down to nearly nothing, which is as good as a limit.
+        files = ["memory.max", "memory.high"] if version == 2 else ["memory.limit_in_bytes"]
+        use = "memory.current" if version == 2 else "memory.usage_in_bytes"
+        cache = "inactive_file" if version == 2 else "total_inactive_file"
+        limits = [limit for name in files if (limit := _number(_read(group / name))) is not None]
+        if limits:
+            used = _number(_read(group / use)) or 0
+            yield min(limits), max(0, used - _statistic(group, cache))
 
 
-def cpu_quota(proc: Path, cgroup_root: Path) -> float | None:
-    """The cores' worth of time that this process's groups may take, or None if they may take all."""
+def _cpu_quota(proc: Path, cgroup_root: Path) -> float | None:
+    """Return how many cores' worth of time this process's groups may use; None if there is no limit."""
     quotas = []
     for group, version in _groups(proc, cgroup_root, "cpu"):
         if version == 2:
@@ -175,10 +141,10 @@ def cpu_quota(proc: Path, cgroup_root: Path) -> float | None:
 
 
 def _groups(proc: Path, cgroup_root: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """The directories of this process's groups, innermost first, with their version.
+    """Yield the directories of this process's groups, innermost first, with their version.
 
-    A line of `/proc/self/cgroup` is "0::/path" for version 2 and "4:memory:/path" for version 1; a machine
-    may have both.
+    A line of `/proc/self/cgroup` is "0::/path" for version 2 and "4:memory:/path" for version 1; a machine may have
+    both.
     """
     for line in (_read(proc / "self" / "cgroup") or "").splitlines():
         number, _, rest = line.partition(":")
@@ -194,15 +160,15 @@ def _groups(proc: Path, cgroup_root: Path, controller: str) -> Iterator[tuple[Pa
             continue
         mount = next((directory for directory in candidates if directory.is_dir()), None)
         if mount is not None:
-            for group in _upwards(mount, path):
+            for group in _group_and_parents(mount, path):
                 yield group, version
 
 
-def _upwards(mount: Path, path: str) -> Iterator[Path]:
-    """The directory of the group `path` and those above it, up to `mount`.
+def _group_and_parents(mount: Path, path: str) -> Iterator[Path]:
+    """Yield the directory of the group `path` and those above it, up to `mount`.
 
-    A container often sees the host's name for its group ("/docker/4f2a…/job") while its mount starts at that
-    group ("/job"). So the longest tail of the path that exists below the mount is the group.
+    A container often sees the host's name of its group ("/docker/4f2a…/job") while its mount starts at that group
+    ("/job"), so the longest tail of the path that exists below the mount is the group.
     """
     parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
     for start in range(len(parts) + 1):
@@ -211,25 +177,6 @@ def _upwards(mount: Path, path: str) -> Iterator[Path]:
             for length in range(len(tail), -1, -1):
                 yield mount.joinpath(*tail[:length])
             return
-
-
-def _memory_v2(group: Path) -> CgroupMemory | None:
-    # Above memory.high the kernel slows a group down to nearly nothing, which to training is as good as a
-    # limit.
-    limits = [_number(_read(group / name)) for name in ("memory.max", "memory.high")]
-    known = [limit for limit in limits if limit is not None]
-    if not known:
-        return None
-    used = _number(_read(group / "memory.current")) or 0
-    return CgroupMemory(group, min(known), max(0, used - _statistic(group, "inactive_file")))
-
-
-def _memory_v1(group: Path) -> CgroupMemory | None:
-    limit = _number(_read(group / "memory.limit_in_bytes"))
-    if limit is None:
-        return None
-    used = _number(_read(group / "memory.usage_in_bytes")) or 0
-    return CgroupMemory(group, limit, max(0, used - _statistic(group, "total_inactive_file")))
 
 
 def _statistic(group: Path, name: str) -> int:
@@ -241,7 +188,7 @@ def _statistic(group: Path, name: str) -> int:
 
 
 def _number(text: str | None) -> int | None:
-    """The number in a control file; None for "max", for a missing file, and for what is no number."""
+    """Parse a control file; None for "max", for a missing file, and for what is not a number."""
     try:
         return None if text is None else int(text.strip())
     except ValueError:
@@ -249,22 +196,14 @@ def _number(text: str | None) -> int | None:
 
 
 def _read(path: Path) -> str | None:
-    """The text of a control file; None where the group has none, or the container hides it."""
+    """Read a control file; None where the group has none, or the container hides it."""
     try:
         return path.read_text()
     except OSError:
         return None
 
 
-OFFLOAD_DIR_VARIABLE = "MEMSCALE_OFFLOAD_DIR"
-
-# Assumptions, not measurements, so that plans are the same every time: below what NVMe drives sustain, above
-# SATA.
-_READ_BANDWIDTH = 2.0e9
-_WRITE_BANDWIDTH = 1.0e9
-
-_RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "rootfs"})
-_VAR_TMP = Path("/var/tmp")
+# -- the disk tier
 
 
 def find_disk(
@@ -274,29 +213,27 @@ def find_disk(
     proc: Path = PROC,
     var_tmp: Path = _VAR_TMP,
 ) -> DiskSpec:
-    """Choose the directory of the disk tier and look at its room.
+    """Choose the directory of the disk tier and read how much it can hold. Nothing is created or written.
 
     The directory is, in this order: the one given; the environment's `MEMSCALE_OFFLOAD_DIR`; the system's
-    directory for temporary files. That last one is in RAM on many systems (tmpfs), where offloading to it
-    would free nothing: then `/var/tmp` is taken, if it is on a real disk and writable. Nothing is created or
-    written.
+    directory for temporary files. The last is in RAM on many systems (tmpfs), where offloading would free nothing:
+    then it is `/var/tmp`, if that is on a disk and writable.
 
     Args:
-        directory: Where offloaded tensors go. It need not exist yet; the nearest parent that does is looked
-            at.
+        directory: Where offloaded tensors go. It need not exist yet; the nearest existing parent is examined.
         environ: The environment; `os.environ` if None.
         proc: Where the process file system is; a test puts its own there.
-        var_tmp: What stands in for a temporary directory in RAM.
+        var_tmp: The replacement for a temporary directory in RAM.
 
     Raises:
-        HardwareError: The directory is a file, no parent of it exists, or it can't be looked at.
+        HardwareError: The directory is a file, no parent of it exists, or it can't be examined.
 
     Example:
         >>> disk = find_disk(".")
         >>> disk.free_bytes <= disk.total_bytes
         True
     """
-    chosen = _given(directory, os.environ if environ is None else environ)
+    chosen = _requested_directory(directory, os.environ if environ is None else environ)
     if chosen is None:
         chosen = Path(tempfile.gettempdir())
         if _filesystem(chosen, proc) in _RAM_FILESYSTEMS and _is_disk(var_tmp, proc):
@@ -312,7 +249,7 @@ def find_disk(
         ) from error
     return DiskSpec(
         directory=chosen,
-        # disk_usage's "free" is f_bavail: what is left without the blocks reserved for root.
+        # disk_usage's "free" is f_bavail: without the blocks reserved for root.
         free_bytes=min(usage.free, usage.total),
         total_bytes=usage.total,
         writable=os.access(existing, os.W_OK | os.X_OK),
@@ -323,21 +260,18 @@ def find_disk(
     )
 
 
-def _given(directory: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> Path | None:
+def _requested_directory(directory: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> Path | None:
     if directory is None:
         # An empty variable is how a shell says "not set".
-        from_environ = environ.get(OFFLOAD_DIR_VARIABLE, "")
-        return _expanded(from_environ) if from_environ else None
-    if not isinstance(directory, (str, os.PathLike)):
+        directory = environ.get(OFFLOAD_DIR_VARIABLE) or None
+        if directory is None:
+            return None
+    elif not isinstance(directory, (str, os.PathLike)):
         raise ConfigTypeError(
             f"offload_dir={shown(directory)} is a {type(directory).__name__}: give a path, as str or Path."
         )
-    if not os.fspath(directory):
+    elif not os.fspath(directory):
         raise HardwareError("offload_dir is empty: give the path of a directory, or None for the default.")
-    return _expanded(directory)
-
-
-def _expanded(directory: str | os.PathLike[str]) -> Path:
     try:
         return Path(directory).expanduser()
     except RuntimeError as error:
@@ -368,27 +302,21 @@ def _is_disk(directory: Path, proc: Path) -> bool:
 
 
 def _filesystem(directory: Path, proc: Path) -> str | None:
-    """The type of the file system that `directory` is on, or None where `/proc/mounts` does not exist."""
+    """Return the type of the file system that `directory` is on; None where there is no `/proc/mounts`."""
     try:
         mounts = (proc / "mounts").read_text()
     except OSError:
         return None
     target = directory.resolve()
-    best: tuple[int, str | None] = (-1, None)
+    deepest: tuple[int, str | None] = (-1, None)
     for line in mounts.splitlines():
         fields = line.split(" ")
         if len(fields) < 3:
             continue
-        mount = Path(_unescape(fields[1]))
+        # Special characters are in octal: a space is backslash 040.
+        mount = Path(re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), fields[1]))
         depth = len(mount.parts)
         # The deepest mount holds the directory; of two on one point, the later hides the earlier.
-        if depth >= best[0] and target.is_relative_to(mount):
-            best = (depth, fields[2])
-    return best[1]
-
-
-def _unescape(field: str) -> str:
-    """Undo the octal escapes of `/proc/mounts`, in which a space is written as backslash 040."""
-    for code, character in ((r"\040", " "), (r"\011", "\t"), (r"\012", "\n"), (r"\134", "\\")):
-        field = field.replace(code, character)
-    return field
+        if depth >= deepest[0] and target.is_relative_to(mount):
+            deepest = (depth, fields[2])
+    return deepest[1]

@@ -1,1 +1,1 @@
-"""How much memory is in use, and how much was at most."""
+"""Byte accounting: the tracker, models of allocators, and the memory of a process."""

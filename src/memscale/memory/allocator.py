@@ -1,8 +1,8 @@
-"""How a device hands out memory: exact bytes, or blocks as CUDA's caching allocator cuts them.
+"""Models of allocators: exact bytes, or the blocks of CUDA's caching allocator.
 
-The sizes and rules of :class:`CachingAllocator` are those of torch's CUDA caching allocator with its default
-settings (512-byte rounding, a small and a large pool, best fit, split and merge), because what a user sees as
-``torch.cuda.max_memory_allocated()`` counts whole blocks, and blocks are a few per cent larger than tensors.
+`CachingAllocator` has the sizes and rules of torch's CUDA caching allocator with default settings (512-byte rounding,
+a small and a large pool, best fit, split and merge): `torch.cuda.max_memory_allocated()` counts whole blocks, which
+are a few per cent larger than tensors.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ ROUNDING = 512
 SMALL_LIMIT = MIB  # requests up to this size come from the small pool
 SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
-LARGE_REQUEST = 10 * MIB  # requests from this size on get a segment of their own, rounded up to 2 MiB
+LARGE_REQUEST = 10 * MIB  # from this size on a request gets its own segment, rounded up to 2 MiB
 LARGE_ROUNDING = 2 * MIB
 
 
 class OutOfDeviceMemory(Exception):
-    """An allocator has no room; the tracker turns it into ``torch.OutOfMemoryError`` with the whole story."""
+    """An allocator is full; the tracker raises `torch.OutOfMemoryError` with the details instead."""
 
     def __init__(self, requested: int) -> None:
         super().__init__(f"no room for {requested} bytes")
@@ -29,14 +29,14 @@ class OutOfDeviceMemory(Exception):
 
 
 class Block(Protocol):
-    """A piece of device memory that was handed out."""
+    """An allocated piece of device memory."""
 
     @property
     def size(self) -> int: ...
 
 
 class Allocator(Protocol):
-    """What the tracker needs of a device's memory."""
+    """A device's memory, as the tracker uses it."""
 
     capacity: int | None
     allocated: int
@@ -48,7 +48,7 @@ class Allocator(Protocol):
 
 
 class ExactBlock:
-    """Exactly the bytes that were asked for."""
+    """Exactly the requested bytes."""
 
     __slots__ = ("size",)
 
@@ -58,12 +58,12 @@ class ExactBlock:
 
 @dataclass
 class ExactAllocator:
-    """Counts every tensor at its own size: right for host memory."""
+    """Count every tensor at its own size, as for host memory."""
 
     capacity: int | None = None
     allocated: int = 0
     reserved: int = 0
-    _blocks: dict[int, ExactBlock] = field(default_factory=dict)  # sizes repeat, and a block is only a size
+    _blocks: dict[int, ExactBlock] = field(default_factory=dict)  # by size: sizes repeat
 
     def allocate(self, nbytes: int) -> Block:
         if self.capacity is not None and self.allocated + nbytes > self.capacity:
@@ -82,7 +82,7 @@ class ExactAllocator:
 
 @dataclass(eq=False)
 class CachedBlock:
-    """A piece of a segment; neighbours in the same segment are linked so that free pieces can merge."""
+    """A piece of a segment, linked to its neighbours so that free ones can merge."""
 
     size: int
     address: int
@@ -94,7 +94,7 @@ class CachedBlock:
 
 @dataclass
 class CachingAllocator:
-    """The caching allocator of CUDA, on paper.
+    """Model CUDA's caching allocator.
 
     >>> memory = CachingAllocator(capacity=64 * MIB)
     >>> block = memory.allocate(3 * MIB)
@@ -126,25 +126,25 @@ class CachingAllocator:
         assert isinstance(block, CachedBlock)
         self.allocated -= block.size
         if block.before is not None and block.before.free:
-            self._take(block.before)
+            self._remove_free(block.before)
             block.address = block.before.address
             block.size += block.before.size
             block.before = block.before.before
             if block.before is not None:
                 block.before.after = block
         if block.after is not None and block.after.free:
-            self._take(block.after)
+            self._remove_free(block.after)
             block.size += block.after.size
             block.after = block.after.after
             if block.after is not None:
                 block.after.before = block
-        self._put(block)
+        self._add_free(block)
 
     def empty_cache(self) -> None:
-        """Give back every segment that is wholly free, as CUDA does before it reports that it is full."""
+        """Release every segment that is wholly free, as CUDA does before it reports that it is full."""
         for blocks in self._free.values():
             for size, _, block in [entry for entry in blocks if not (entry[2].before or entry[2].after)]:
-                self._take(block)
+                self._remove_free(block)
                 self.reserved -= size
 
     def _best_fit(self, size: int, small: bool) -> CachedBlock | None:
@@ -164,7 +164,7 @@ class CachingAllocator:
             if self.reserved + segment > self.capacity:
                 raise OutOfDeviceMemory(size)
         self.reserved += segment
-        self._next_address += 1 << 44  # segments never touch: only pieces of one segment merge
+        self._next_address += 1 << 44  # segments are never adjacent: only pieces of one segment merge
         return CachedBlock(segment, self._next_address, small)
 
     def _split(self, block: CachedBlock, size: int) -> None:
@@ -175,13 +175,13 @@ class CachingAllocator:
             block.after.before = rest
         block.after = rest
         block.size = size
-        self._put(rest)
+        self._add_free(rest)
 
-    def _put(self, block: CachedBlock) -> None:
+    def _add_free(self, block: CachedBlock) -> None:
         block.free = True
         bisect.insort(self._free[block.small], (block.size, block.address, block))
 
-    def _take(self, block: CachedBlock) -> None:
+    def _remove_free(self, block: CachedBlock) -> None:
         blocks = self._free[block.small]
         position = bisect.bisect_left(blocks, (block.size, block.address), key=lambda entry: entry[:2])
         blocks.pop(position)

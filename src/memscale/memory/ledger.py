@@ -1,32 +1,31 @@
-"""The ledger: which storages are alive on which device, which have died, and when each device was fullest.
+"""The ledger: which storages are alive on which device, which have died, and each device's peak.
 
-Note [Deaths at any time]
-~~~~~~~~~~~~~~~~~~~~~~~~~
-A storage in a reference cycle dies when Python's garbage collector runs, which may be in the middle of the
-allocator's book-keeping, or in another thread. While that is going on a death is only noted, and dealt with
-right after.
+Note [Finalizers during allocation]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A storage in a reference cycle dies when Python's garbage collector runs, which may be inside the allocator model, or
+in another thread. Meanwhile a death is only queued, and processed right after.
 
 Note [History]
 ~~~~~~~~~~~~~~
-A long training must not fill the memory with records of what has died. The last ``history`` dead pieces are
-remembered, and of older ones those that were alive at a device's peak. So what was alive at the peak is
-always known in full, and the timeline begins after the last piece that was forgotten.
+A long training must not fill the memory with records of what has died. The ledger keeps the last `history` dead
+allocations, and of older ones those that were alive at a device's peak. So the peak is always known in full, and the
+timeline begins after the last allocation that was dropped.
 
-What a training step asks of a device's memory, and the same asked again.
-
-Note [Steps again and again]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A caching allocator gives a tensor a block that may be up to a MiB larger than it, depending on which blocks are free:
-so the second step of training, which finds those of the first, may need more than the first, or less, though its
-tensors are the same. A step need not be run twice to know it: what it asked for and gave back is written down, and
-asked for once more.
+Note [Replaying a step]
+~~~~~~~~~~~~~~~~~~~~~~~
+A caching allocator returns a block that may be up to a MiB larger than the request, depending on which blocks are free:
+the second step of training, which finds those of the first, may need more than the first, or less, with the same
+tensors. A step need not be run twice to know that: its requests are logged and repeated on the allocator model.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,13 +42,11 @@ from memscale.memory.record import (
     timeline,
 )
 
-__all__ = ["Replay", "StepLog"]
-
 AllocatorFactory = Callable[[], Allocator]
 
 
 class DeviceMemory:
-    """One device's memory: its allocator and its high-water mark."""
+    """One device's memory: its allocator and its peak."""
 
     __slots__ = ("allocator", "name", "peak", "peak_phase", "peak_reserved", "peak_tick")
 
@@ -63,7 +60,7 @@ class DeviceMemory:
 
 
 class Entry(weakref.ref[Any]):
-    """A storage that is alive: a weak reference to it that knows what was written down."""
+    """A weak reference to a storage that is alive, with its allocation."""
 
     __slots__ = ("allocation", "block", "device", "key", "size")
     key: int  # the storage's ``_cdata``
@@ -74,7 +71,7 @@ class Entry(weakref.ref[Any]):
 
 
 class Ledger:
-    """Every piece of memory, by the storage it belongs to (``storage._cdata``)."""
+    """Every allocation, by the storage it belongs to (`storage._cdata`)."""
 
     def __init__(self, allocators: Mapping[str, AllocatorFactory], history: int) -> None:
         self.live: dict[int, Entry] = {}
@@ -85,12 +82,12 @@ class Ledger:
         self._history = history
         self._phase_began = 0
         self._marks: list[Mark] = []
-        self._reserved: list[Allocation] = []  # memory that no storage stands for
-        self._dead: list[Allocation] = []  # in the order of their deaths
-        self._dead_at_peak: list[Allocation] = []  # of what is forgotten, the part that peaks are made of
-        self._since = 0  # what died up to this tick may be forgotten
+        self._reserved: list[Allocation] = []  # allocations without a storage
+        self._dead: list[Allocation] = []  # in the order of death
+        self._dead_at_peak: list[Allocation] = []  # of what was dropped, what was alive at a peak
+        self._since = 0  # what died up to this tick may be dropped
         self._busy = False
-        self._died_meanwhile: list[Entry] = []
+        self._died_while_busy: list[Entry] = []
         self._on_death = self._died  # bound once
         self.log: StepLog | None = None
 
@@ -104,7 +101,7 @@ class Ledger:
         return memory
 
     def find(self, device: str | torch.device) -> DeviceMemory | None:
-        """A device that memory was seen on; "cuda" is the first of its kind."""
+        """Return a device that memory was seen on; "cuda" means "cuda:0"."""
         wanted = torch.device(device)
         for candidate in (wanted, torch.device(wanted.type, wanted.index or 0)):
             if candidate in self.devices:
@@ -113,11 +110,11 @@ class Ledger:
 
     # ------------------------------------------------------------------ birth and death
 
-    def take(self, memory: DeviceMemory, nbytes: int) -> Block:
-        """Memory from the device's allocator.
+    def allocate(self, memory: DeviceMemory, nbytes: int) -> Block:
+        """Allocate a block from the device's allocator and update the peaks.
 
         Raises:
-            OutOfDeviceMemory: the device has not that much left.
+            OutOfDeviceMemory: the device does not have that much left.
         """
         allocator = memory.allocator
         self._busy = True
@@ -132,8 +129,8 @@ class Ledger:
             memory.peak_phase = self.phase
         if allocator.reserved > memory.peak_reserved:
             memory.peak_reserved = allocator.reserved
-        if self._died_meanwhile:
-            self._bury_late()
+        if self._died_while_busy:
+            self._release_queued()
         return block
 
     def add(
@@ -144,11 +141,11 @@ class Ledger:
         op: object,
         module: str,
     ) -> Entry:
-        """Follow a storage from now until it dies; one that is empty too, as it may be resized later."""
+        """Follow a storage until it dies; also an empty one, which may be resized later."""
         memory = self.devices.get(device) or self.device(device)
         size = storage.nbytes()
-        block = self.take(memory, size) if size else None
-        piece = Allocation(
+        block = self.allocate(memory, size) if size else None
+        allocation = Allocation(
             block.size if block else 0,
             memory.name,
             self.clock,
@@ -163,48 +160,45 @@ class Ledger:
         entry.size = size
         entry.block = block
         entry.device = memory
-        entry.allocation = piece
+        entry.allocation = allocation
         self.live[entry.key] = entry
         if self.log is not None:
-            self.log.born(piece, size)
+            self.log.born(allocation, size)
         return entry
 
-    def hold(self, nbytes: int, device: torch.device, what: str) -> Callable[[], None]:
-        """Account for memory that no storage stands for, until what is returned is called."""
+    def hold(
+        self, nbytes: int, device: torch.device, what: str, category: Category | None = None
+    ) -> Callable[[], None]:
+        """Account for memory without a storage until the returned function is called."""
         memory = self.device(device)
-        block = self.take(memory, nbytes)
-        piece = Allocation(block.size, memory.name, self.clock, self.phase, what, "", (nbytes,), torch.uint8)
-        self._reserved.append(piece)
+        block = self.allocate(memory, nbytes)
+        allocation = Allocation(
+            block.size, memory.name, self.clock, self.phase, what, "", (nbytes,), torch.uint8
+        )
+        allocation.category = category
+        self._reserved.append(allocation)
         if self.log is not None:
-            self.log.born(piece, nbytes)
+            self.log.born(allocation, nbytes)
 
-        def let_go() -> None:
-            self._reserved.remove(piece)
-            self._end(piece, block, memory)
+        def release() -> None:
+            self._reserved.remove(allocation)
+            self._end(allocation, block, memory)
 
-        return let_go
+        return release
 
-    def reserve(self, nbytes: int, device: torch.device, what: str) -> None:
-        """Account for memory that no storage stands for, from now on."""
-        memory = self.device(device)
-        block = self.take(memory, nbytes)
-        piece = Allocation(block.size, memory.name, self.clock, self.phase, what, "", (nbytes,), torch.uint8)
-        piece.category = Category.WORKSPACE
-        self._reserved.append(piece)
-
-    def reserved_for_libraries(self, device: str | torch.device) -> int:
-        """Bytes that :meth:`reserve` has taken on a device."""
+    def workspace_bytes(self, device: str | torch.device) -> int:
+        """Return the bytes that libraries hold on a device."""
         memory = self.find(device)
         return sum(
-            piece.nbytes
-            for piece in self._reserved
-            if memory and piece.device == memory.name and piece.category is Category.WORKSPACE
+            each.nbytes
+            for each in self._reserved
+            if memory and each.device == memory.name and each.category is Category.WORKSPACE
         )
 
     def replace(self, entry: Entry, block: Block | None, size: int) -> None:
-        """A storage has got other memory than it had: what it is for does not change."""
+        """Give a storage another block; its category stays."""
         old = entry.allocation
-        piece = Allocation(
+        allocation = Allocation(
             block.size if block else 0,
             old.device,
             self.clock,
@@ -214,41 +208,41 @@ class Ledger:
             old.shape,
             old.dtype,
         )
-        piece.category = old.category
+        allocation.category = old.category
         if self.log is not None:
-            self.log.born(piece, size)  # first: torch copies from the old memory to the new
-        self._bury(entry)
-        entry.allocation, entry.block, entry.size = piece, block, size
+            self.log.born(allocation, size)  # before the old one is freed: torch copies
+        self._release(entry)
+        entry.allocation, entry.block, entry.size = allocation, block, size
 
     def _died(self, entry: weakref.ref[Any]) -> None:
         assert isinstance(entry, Entry)
-        if self._busy:  # see Note [Deaths at any time]
-            self._died_meanwhile.append(entry)
+        if self._busy:  # see Note [Finalizers during allocation]
+            self._died_while_busy.append(entry)
             return
         del self.live[entry.key]
-        self._bury(entry)
-        if self._died_meanwhile:
-            self._bury_late()
+        self._release(entry)
+        if self._died_while_busy:
+            self._release_queued()
 
-    def _bury_late(self) -> None:
-        while self._died_meanwhile:
-            entry = self._died_meanwhile.pop()
+    def _release_queued(self) -> None:
+        while self._died_while_busy:
+            entry = self._died_while_busy.pop()
             del self.live[entry.key]
-            self._bury(entry)
+            self._release(entry)
 
-    def _bury(self, entry: Entry) -> None:
+    def _release(self, entry: Entry) -> None:
         self._end(entry.allocation, entry.block, entry.device)
 
-    def _end(self, piece: Allocation, block: Block | None, memory: DeviceMemory) -> None:
+    def _end(self, allocation: Allocation, block: Block | None, memory: DeviceMemory) -> None:
         self.clock += 1
-        piece.died = self.clock
+        allocation.died = self.clock
         if self.log is not None:
-            self.log.died(piece)
-        if piece.category is None:
-            # Made in forward and still there when the next phase began: it was kept for that.
-            kept = piece.phase is Phase.FORWARD and self._phase_began > piece.born
-            piece.category = Category.ACTIVATIONS if kept else Category.TEMPORARY
-        self._dead.append(piece)
+            self.log.died(allocation)
+        if allocation.category is None:
+            # Allocated in forward and alive when the next phase began: saved for backward.
+            kept = allocation.phase is Phase.FORWARD and self._phase_began > allocation.born
+            allocation.category = Category.ACTIVATIONS if kept else Category.TEMPORARY
+        self._dead.append(allocation)
         if block is not None:
             self._busy = True
             memory.allocator.free(block)
@@ -266,7 +260,7 @@ class Ledger:
             self._marks.append(Mark(self.clock, phase))
 
     def reset_peak(self) -> None:
-        """Every device's peak is what is in use now; what has died is forgotten."""
+        """Set every device's peak to what is in use now, and drop what has died."""
         for memory in self.devices.values():
             memory.peak = memory.allocator.allocated
             memory.peak_reserved = memory.allocator.reserved
@@ -277,11 +271,13 @@ class Ledger:
         self._forget_marks(self.clock)
 
     def _forget(self) -> None:
-        """Drop the older half of the dead, except what a peak is made of. See Note [History]."""
+        """Drop the older half of the dead, except what was alive at a peak. See Note [History]."""
         half = (len(self._dead) + 1) // 2
         old = [*self._dead_at_peak, *self._dead[:half]]
         peaks = {memory.name: memory.peak_tick for memory in self.devices.values()}
-        self._dead_at_peak = [piece for piece in old if piece.alive_at(peaks[piece.device])]
+        self._dead_at_peak = [
+            allocation for allocation in old if allocation.alive_at(peaks[allocation.device])
+        ]
         self._forget_marks(self._dead[half - 1].died or 0)
         del self._dead[:half]
 
@@ -291,14 +287,14 @@ class Ledger:
         self._marks = current + self._marks[position:]
         self._since = since
 
-    # ------------------------------------------------------------------ what is there
+    # ------------------------------------------------------------------ summaries
 
     def now(self, device: str, top: int) -> Snapshot:
         return snapshot(self._alive(), device, self.clock, self.phase, top)
 
     def at_peak(self, memory: DeviceMemory, top: int) -> Snapshot:
-        pieces = [*self._dead_at_peak, *self._dead, *self._alive()]
-        return snapshot(pieces, memory.name, memory.peak_tick, memory.peak_phase, top)
+        allocations = [*self._dead_at_peak, *self._dead, *self._alive()]
+        return snapshot(allocations, memory.name, memory.peak_tick, memory.peak_phase, top)
 
     def timeline(self, device: str) -> Timeline:
         return timeline([*self._dead, *self._alive()], self._marks, device, self._since)
@@ -308,62 +304,100 @@ class Ledger:
 
 
 class StepLog:
-    """Pieces of one device's memory that came and went, in that order.
-
-    Attributes:
-        device: its name.
-    """
+    """The requests to one device's allocator during a step, in order."""
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self._events: list[tuple[Allocation, int | None]] = []
+        self._events: list[tuple[Allocation, int | None]] = []  # None: released
 
     def __len__(self) -> int:
         return len(self._events)
 
-    def born(self, piece: Allocation, nbytes: int) -> None:
-        """A piece of so many bytes was asked for."""
-        if piece.device == self.device:
-            self._events.append((piece, nbytes))
+    def born(self, allocation: Allocation, nbytes: int) -> None:
+        if allocation.device == self.device:
+            self._events.append((allocation, nbytes))
 
-    def died(self, piece: Allocation) -> None:
-        """A piece was given back."""
-        if piece.device == self.device:
-            self._events.append((piece, None))
+    def died(self, allocation: Allocation) -> None:
+        if allocation.device == self.device:
+            self._events.append((allocation, None))
 
     def replay(self, allocator: Allocator, marks: Iterable[int] = ()) -> Replay:
-        """Ask for the same again: for what was given back in between, as the rest is there to stay.
+        """Repeat the requests whose memory was released in between; the rest is there to stay.
 
         Args:
-            allocator: whom; it has in use afterwards what it has now.
-            marks: numbers of events before which to look at what is in use.
+            allocator: has the same in use afterwards as before.
+            marks: numbers of events before which to record what is in use.
         """
-        gone = {id(piece) for piece, size in self._events if size is None}
-        looked, start = set(marks), allocator.allocated
-        peak, seen = start, {}
+        released = {id(allocation) for allocation, size in self._events if size is None}
+        marked, start = set(marks), allocator.allocated
+        peak, above_start = start, {}
         blocks: dict[int, Block] = {}
-        for number, (piece, size) in enumerate(self._events):
-            if number in looked:
-                seen[number] = allocator.allocated - start
-            key = id(piece)
+        for number, (allocation, size) in enumerate(self._events):
+            if number in marked:
+                above_start[number] = allocator.allocated - start
+            key = id(allocation)
             if size is None:
-                block = blocks.pop(key, None)  # else it is older than the log
+                block = blocks.pop(key, None)  # None: it is older than the log
                 if block is not None:
                     allocator.free(block)
-            elif key in gone and size:
+            elif key in released and size:
                 blocks[key] = allocator.allocate(size)
                 peak = max(peak, allocator.allocated)
-        return Replay(peak, seen)
+        return Replay(peak, above_start)
 
 
+@dataclass(frozen=True)
 class Replay:
-    """What was seen while a step was replayed.
+    """The result of replaying a step.
 
     Attributes:
         peak_bytes: the most in use at once.
-        above_start: at each mark, what was in use above what was at the start.
+        above_start: by mark, what was in use above the start.
     """
 
-    def __init__(self, peak_bytes: int, above_start: dict[int, int]) -> None:
-        self.peak_bytes = peak_bytes
-        self.above_start = above_start
+    peak_bytes: int
+    above_start: dict[int, int]
+
+
+# Memory-mapped storages, which trackers leave out. To torch they are ordinary CPU tensors, but their pages come and go,
+# and the system can reclaim them at any time: who uses them accounts for them (`ResidentPages`).
+_mapped_storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by the address of the C++ object
+_counting_as_mapped = 0
+
+
+def mark_mapped(storage: torch.UntypedStorage) -> None:
+    """Exclude a memory-mapped storage from trackers; to be called before one sees it.
+
+    Example:
+        >>> x = torch.ones(2)
+        >>> mark_mapped(x.untyped_storage())
+        >>> is_mapped(x.untyped_storage()), is_mapped(torch.ones(2).untyped_storage())
+        (True, False)
+    """
+    key = storage._cdata
+    _mapped_storages[key] = weakref.ref(storage, functools.partial(_forget, key))
+
+
+def is_mapped(storage: torch.UntypedStorage) -> bool:
+    """Return whether a storage is memory-mapped."""
+    if _counting_as_mapped:
+        mark_mapped(storage)
+        return True
+    found = _mapped_storages.get(storage._cdata)
+    return found is not None and found() is storage
+
+
+@contextlib.contextmanager
+def new_storages_are_mapped() -> Iterator[None]:
+    """Treat every storage that a tracker sees first inside the block as mapped: for simulated tensors."""
+    global _counting_as_mapped
+    _counting_as_mapped += 1
+    try:
+        yield
+    finally:
+        _counting_as_mapped -= 1
+
+
+def _forget(key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
+    if _mapped_storages.get(key) is reference:
+        del _mapped_storages[key]

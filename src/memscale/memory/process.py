@@ -1,12 +1,11 @@
-"""The memory of this process as the system sees it, and of a function in a fresh process.
+"""Resident memory (RSS) of this process, and of a function in a fresh process.
 
 Note [Malloc threshold]
-glibc serves large blocks by a mapping of their own (given back when freed) and smaller ones from the heap
-(kept for reuse, mostly). What counts as large starts at 128 KiB and *grows* to 32 MiB as large blocks are
-freed, so that after a while most tensors live on the heap and RSS no longer follows what is in use: 6 to
-20% too much, and different in every run. With the threshold fixed, every tensor is a mapping, and the peak
-of RSS is that of the tensors to 1 or 2%, repeatable to 1 MiB. Fixing it switches the growing off, and
-nothing switches it on again in a running process.
+glibc serves large blocks by mappings (unmapped when freed) and smaller ones from the heap (mostly kept for reuse). The
+threshold starts at 128 KiB and *grows* to 32 MiB as large blocks are freed, so that after a while most tensors are on
+the heap and RSS no longer follows what is in use: 6 to 20% too much, and different in every run. With a fixed
+threshold every tensor is a mapping, and the peak of RSS is that of the tensors to 1 or 2%, repeatable to 1 MiB.
+Setting it stops the growing for the rest of the process.
 """
 
 from __future__ import annotations
@@ -53,22 +52,22 @@ _M_MMAP_THRESHOLD = -3
 
 
 def fix_malloc_threshold(threshold: int = _THRESHOLD) -> bool:
-    """Have every block of `threshold` bytes or more go back to the system when it is freed.
+    """Return every block of `threshold` bytes or more to the system when it is freed, from now on.
 
-    From here on; tensors that exist stay where they are. See Note [Malloc threshold].
+    See Note [Malloc threshold].
 
     Args:
         threshold: In bytes, at most 32 MiB. Up to 1 MiB is good for measuring.
 
     Returns:
-        Whether it was done: False where the C library is not glibc.
+        False where the C library is not glibc.
 
     Raises:
         ConfigError: The threshold is out of range.
         ConfigTypeError: The threshold is not a whole number.
 
     Example:
-        >>> measure_in_fresh_process(fix_malloc_threshold).result  # call it where you want it: it stays
+        >>> measure_in_fresh_process(fix_malloc_threshold).result  # it stays fixed where it is called
         True
     """
     if isinstance(threshold, bool) or not isinstance(threshold, int):
@@ -84,14 +83,8 @@ def fix_malloc_threshold(threshold: int = _THRESHOLD) -> bool:
 
 
 def restore_malloc_threshold() -> bool:
-    """Set the thresholds back to what glibc starts with; False where the C library is not glibc.
-
-    Example:
-        >>> measure_in_fresh_process(restore_malloc_threshold).result
-        True
-    """
-    # The start values, and no more than that: setting a threshold, to whatever value, turns off glibc's own
-    # adjusting of it, and there is no call that turns it on again.
+    """Set the thresholds back to what glibc starts with; return False where the C library is not glibc."""
+    # The start values only: glibc's own adjusting can't be turned on again.
     return _set_malloc_thresholds(_GLIBC_START_THRESHOLD)
 
 
@@ -109,46 +102,33 @@ def _set_malloc_thresholds(threshold: int) -> bool:
     mallopt = _mallopt() if sys.platform.startswith("linux") else None
     if mallopt is None:
         return False
-    # Both, always: a free tail of the heap is given back by the second, as a mapping is by the first.
+    # The second returns a free tail of the heap, as the first returns a mapping.
     results = [mallopt(option, threshold) for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD)]
     return all(result == 1 for result in results)
 
 
 def rss_bytes() -> int:
-    """The physical memory this process has now.
+    """Return the physical memory of this process now.
 
     Raises:
         ProfileError: The system is not Linux.
-
-    Example:
-        >>> rss_bytes() > 2**20
-        True
     """
     return _status_bytes("VmRSS")
 
 
 def peak_rss_bytes() -> int:
-    """The most physical memory this process has had, since it started or since :func:`reset_peak_rss`.
+    """Return the largest physical memory of this process since it started or since `reset_peak_rss`.
 
-    Good to a few hundred KiB: the kernel notes a peak from counters that it keeps per core and sums up late.
+    Accurate to a few hundred KiB: the kernel sums up its counters per core with a delay.
 
     Raises:
         ProfileError: The system is not Linux.
-
-    Example:
-        >>> peak_rss_bytes() > 2**20
-        True
     """
     return _status_bytes("VmHWM")
 
 
 def reset_peak_rss() -> bool:
-    """Start the peak anew from what the process has now; False where the system does not offer it.
-
-    Example:
-        >>> reset_peak_rss() in (True, False)
-        True
-    """
+    """Set the peak to the present RSS; return False where the system does not offer that."""
     try:
         Path("/proc/self/clear_refs").write_text("5")  # 5: the peak only, see proc(5)
     except OSError:
@@ -173,18 +153,13 @@ def _status_bytes(key: str) -> int:
 
 @dataclass(frozen=True)
 class ProcessMeasurement(Generic[T]):
-    """What a function took in a process of its own.
+    """The memory and time of a function in a process of its own.
 
     Attributes:
-        peak_bytes: The most physical memory the process had while the function ran.
-        baseline_bytes: What it had just before: Python, torch and the other imports.
-        seconds: How long the function ran, imports not included.
+        peak_bytes: The largest physical memory of the process while the function ran.
+        baseline_bytes: Its memory just before: Python, torch and the other imports.
+        seconds: How long the function ran, without imports.
         result: What it returned.
-
-    Example:
-        >>> measured = ProcessMeasurement(peak_bytes=700, baseline_bytes=300, seconds=1.0, result=None)
-        >>> measured.peak_above_import_bytes
-        400
     """
 
     peak_bytes: int
@@ -194,28 +169,27 @@ class ProcessMeasurement(Generic[T]):
 
     @property
     def peak_above_import_bytes(self) -> int:
-        """The most that the function had on top of the imports."""
+        """The peak above the imports."""
         return max(0, self.peak_bytes - self.baseline_bytes)
 
 
 def measure_in_fresh_process(
     function: Callable[..., T], *args: object, imports: Sequence[str] = (), **kwargs: object
 ) -> ProcessMeasurement[T]:
-    """Run `function(*args, **kwargs)` in a new Python process and measure the memory it takes there.
+    """Run `function(*args, **kwargs)` in a new Python process and measure its memory there.
 
-    The malloc threshold is fixed in that process (see Note [Malloc threshold]), which makes the peak
-    repeatable. Pages of files that are mapped into memory count, as they do in RSS.
+    The malloc threshold is fixed in that process (Note [Malloc threshold]), which makes the peak repeatable. Pages of
+    memory-mapped files count, as they do in RSS.
 
     Args:
-        function: A function at the top level of a module, or of a class there: the new process finds it by
-            name, on this process's `sys.path`, or in its file.
+        function: A function at the top level of a module or of a class in it, which the new process imports by name
+            from this process's `sys.path`, or from its file.
         args: Arguments, passed as JSON: None, bool, int, float, str, lists, dicts with str keys.
-        imports: Modules to import before the baseline is taken, besides torch and the function's own, so that
-            what the function imports late is not counted as its memory.
+        imports: Modules to import before the baseline is read, besides torch and the function's own.
         kwargs: Keyword arguments, passed as JSON.
 
     Returns:
-        The measurement; its `result` came back as JSON as well.
+        The measurement; its `result` is passed as JSON as well.
 
     Raises:
         ConfigTypeError: The function cannot be found by name, or an argument or the result is not plain JSON
@@ -253,7 +227,7 @@ def measure_in_fresh_process(
 
 
 def _importable_name(function: Callable[..., object]) -> tuple[str, str]:
-    """The module and qualified name under which another process finds the very same function."""
+    """Return the module and qualified name by which another process can import the function."""
     module_name = getattr(function, "__module__", None)
     qualname = getattr(function, "__qualname__", None)
     module = sys.modules.get(module_name) if isinstance(module_name, str) else None
@@ -278,13 +252,13 @@ def _importable_name(function: Callable[..., object]) -> tuple[str, str]:
 
 
 def _file_of(module: ModuleType) -> str | None:
-    """Where its source is; "<stdin>" and the cells of a notebook are nowhere."""
+    """Return the path of its source; None for "<stdin>" and the cells of a notebook."""
     file = getattr(module, "__file__", None)
     return file if file is not None and os.path.isfile(file) else None
 
 
 def _refuse_not_json(where: str, value: object) -> None:
-    """Raise unless the value comes out of JSON as it went in."""
+    """Raise unless the value passes through JSON unchanged."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return
     if type(value) is list:
@@ -301,7 +275,7 @@ def _refuse_not_json(where: str, value: object) -> None:
         )
 
 
-# The first lines of the new process. memscale itself may be found only by the path they set.
+# The first lines of the new process; memscale itself may be importable only from the path they set.
 _BOOTSTRAP = """
 import json, sys
 with open(sys.argv[1], encoding="utf-8") as file:
@@ -351,7 +325,7 @@ def _failure_message(name: str, returncode: int, stderr: str) -> str:
 
 
 def _serve(request: dict[str, object], answer_file: str) -> None:
-    """What the new process does: import, take the baseline, call, write the answer."""
+    """Import, read the baseline, call the function and write the answer, in the new process."""
     importlib.import_module("torch")
     for name in cast("list[str]", request["imports"]):
         importlib.import_module(name)
@@ -361,7 +335,7 @@ def _serve(request: dict[str, object], answer_file: str) -> None:
     function = cast("Callable[..., object]", found)
     args, kwargs = cast("list[object]", request["args"]), cast("dict[str, object]", request["kwargs"])
 
-    reset_peak_rss()  # importing peaks above what it leaves behind, and may do so above a small function
+    reset_peak_rss()  # imports have a peak of their own
     baseline = rss_bytes()
     start = time.perf_counter()
     result = function(*args, **kwargs)
@@ -382,7 +356,7 @@ def _serve(request: dict[str, object], answer_file: str) -> None:
 
 
 def _import(name: str, file: str | None) -> ModuleType:
-    """Import by name, or else from the file: a script, or a module whose importer put it on no path."""
+    """Import by name, or else from the file: a script, or a module that is on no path."""
     if file is None:
         return importlib.import_module(name)
     if name != "__main__":

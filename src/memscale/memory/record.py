@@ -1,26 +1,36 @@
-"""What the tracker writes down: one record per piece of memory, and the pictures made from the records."""
+"""Records of the tracker: one per allocation, the module it belongs to, and summaries made of them.
+
+Note [Module names in backward]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Autograd numbers its nodes in the order of forward, so the number of the node that runs in backward tells which module
+was running in forward. Each thread has its own numbers: what the device's thread creates during backward (a reentrant
+recomputation) can't be ordered with the rest and gets no name.
+"""
 
 from __future__ import annotations
 
 import enum
+import weakref
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+
+from memscale._torch import next_sequence_number, running_sequence_number
 
 
 class Category(str, enum.Enum):
-    """What a piece of memory is for."""
+    """What memory is used for."""
 
     WEIGHTS = "weights"
     BUFFERS = "buffers"
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer state"
-    ACTIVATIONS = "activations"  # made in forward, still there when backward begins
+    ACTIVATIONS = "activations"  # allocated in forward, still in use when backward begins
     INPUTS = "inputs"
-    TEMPORARY = (
-        "temporary"  # everything else: scratch of a forward, a backward or a step, results that are kept
-    )
+    TEMPORARY = "temporary"  # everything else
     WORKSPACE = "workspace"  # a library's scratch memory (cuBLAS)
 
     def __str__(self) -> str:
@@ -28,11 +38,11 @@ class Category(str, enum.Enum):
 
 
 class Phase(str, enum.Enum):
-    """Where in a training step something happened."""
+    """The phase of a training step."""
 
     SETUP = "setup"
     FORWARD = "forward"
-    EVALUATION = "evaluation"  # a forward without gradients: nothing is kept for a backward
+    EVALUATION = "evaluation"  # a forward without gradients: nothing is saved for backward
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
 
@@ -41,14 +51,12 @@ class Phase(str, enum.Enum):
 
 
 class Allocation:
-    """One piece of memory from birth to death; times are ticks of the tracker's clock.
+    """One allocation from birth to death; times are ticks of the tracker's clock.
 
-    ``category`` is set once it is known (a tensor is known to be a gradient only when it has become one), at
-    death at the latest, and then holds for the whole life of the piece.
+    `category` is set once it is known (a tensor is known to be a gradient only when it has become one), at death at the
+    latest, and then holds for the whole life of the allocation. Without an `op` it existed before the tracker.
     """
 
-    # ``op`` and ``dtype`` become text only when somebody reads it: about most pieces nobody asks. Without an
-    # ``op`` the piece was there before.
     __slots__ = ("born", "category", "device", "died", "dtype", "module", "nbytes", "op", "phase", "shape")
 
     def __init__(
@@ -76,14 +84,14 @@ class Allocation:
     def alive_at(self, tick: int) -> bool:
         return self.born <= tick and (self.died is None or self.died > tick)
 
-    def known_as(self) -> Category:
-        """What the piece is, as far as it is known now: what forward made may yet be an activation."""
+    def current_category(self) -> Category:
+        """Return the category as far as it is known: what forward allocated may yet become an activation."""
         if self.category is not None:
             return self.category
         return Category.ACTIVATIONS if self.phase is Phase.FORWARD else Category.TEMPORARY
 
     def describe(self) -> str:
-        """One line for a person.
+        """Return one line for a person.
 
         >>> Allocation(nbytes=8, device="cpu", born=0, phase=Phase.FORWARD, op="aten.mul.Tensor",
         ...            module="h.0.mlp", shape=(2,), dtype=torch.float32).describe()
@@ -98,7 +106,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Mark:
-    """A phase began at this tick."""
+    """The beginning of a phase."""
 
     tick: int
     phase: Phase
@@ -106,7 +114,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class TopTensor:
-    """A tensor that was alive at the peak."""
+    """One of the largest tensors of a snapshot."""
 
     nbytes: int
     category: Category
@@ -116,7 +124,7 @@ class TopTensor:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything alive on a device at one tick."""
+    """The memory of a device at one tick, by category."""
 
     device: str
     tick: int
@@ -126,13 +134,13 @@ class Snapshot:
     top: tuple[TopTensor, ...]
 
     def of(self, category: Category) -> int:
-        """Bytes of one category."""
+        """Return the bytes of one category."""
         return dict(self.by_category).get(category, 0)
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Bytes alive over time, by category; ``ticks[i]`` is the time of every series' i-th value."""
+    """Bytes in use over time, by category; `ticks[i]` is the time of every series' i-th value."""
 
     device: str
     ticks: tuple[int, ...]
@@ -143,14 +151,16 @@ class Timeline:
         return tuple(map(sum, zip(*(values for _, values in self.series), strict=True)))
 
 
-def snapshot(pieces: Iterable[Allocation], device: str, tick: int, phase: Phase, top: int) -> Snapshot:
-    """What was alive on ``device`` at ``tick``, the ``top`` largest pieces by name."""
-    alive = [piece for piece in pieces if piece.device == device and piece.alive_at(tick)]
+def snapshot(allocations: Iterable[Allocation], device: str, tick: int, phase: Phase, top: int) -> Snapshot:
+    """Summarise what was alive on `device` at `tick`, with the `top` largest allocations."""
+    alive = [
+        allocation for allocation in allocations if allocation.device == device and allocation.alive_at(tick)
+    ]
     sums: dict[Category, int] = {}
-    for piece in alive:
-        category = piece.known_as()
-        sums[category] = sums.get(category, 0) + piece.nbytes
-    largest = sorted(alive, key=lambda piece: (-piece.nbytes, piece.born))[:top]
+    for allocation in alive:
+        category = allocation.current_category()
+        sums[category] = sums.get(category, 0) + allocation.nbytes
+    largest = sorted(alive, key=lambda allocation: (-allocation.nbytes, allocation.born))[:top]
     return Snapshot(
         device=device,
         tick=tick,
@@ -158,26 +168,33 @@ def snapshot(pieces: Iterable[Allocation], device: str, tick: int, phase: Phase,
         total=sum(sums.values()),
         by_category=tuple((category, sums[category]) for category in Category if category in sums),
         top=tuple(
-            TopTensor(piece.nbytes, piece.known_as(), piece.describe(), piece.module) for piece in largest
+            TopTensor(
+                allocation.nbytes, allocation.current_category(), allocation.describe(), allocation.module
+            )
+            for allocation in largest
         ),
     )
 
 
-def timeline(pieces: Iterable[Allocation], marks: Sequence[Mark], device: str, since: int) -> Timeline:
-    """Bytes by category at ``since`` and after every change on ``device`` from then on."""
+def timeline(allocations: Iterable[Allocation], marks: Sequence[Mark], device: str, since: int) -> Timeline:
+    """Return the bytes by category at `since` and after every later change on `device`."""
     changes: list[tuple[int, Category, int]] = []
     now: dict[Category, int] = {}
-    for piece in pieces:
-        if piece.device != device or not piece.nbytes or (piece.died is not None and piece.died <= since):
+    for allocation in allocations:
+        if (
+            allocation.device != device
+            or not allocation.nbytes
+            or (allocation.died is not None and allocation.died <= since)
+        ):
             continue
-        category = piece.known_as()
+        category = allocation.current_category()
         now.setdefault(category, 0)
-        if piece.born <= since:
-            now[category] += piece.nbytes
+        if allocation.born <= since:
+            now[category] += allocation.nbytes
         else:
-            changes.append((piece.born, category, piece.nbytes))
-        if piece.died is not None:
-            changes.append((piece.died, category, -piece.nbytes))
+            changes.append((allocation.born, category, allocation.nbytes))
+        if allocation.died is not None:
+            changes.append((allocation.died, category, -allocation.nbytes))
     changes.sort(key=lambda change: change[0])
     present = [category for category in Category if category in now]
     ticks = [since] if present else []
@@ -193,3 +210,68 @@ def timeline(pieces: Iterable[Allocation], marks: Sequence[Mark], device: str, s
         series=tuple((category, tuple(values[category])) for category in present),
         marks=tuple(marks),
     )
+
+
+MAX_SPANS = 50_000  # module calls whose backward can be named; the oldest are dropped
+
+
+class RunningModules:
+    """The stack of modules whose forward is running, and the names of all that have run."""
+
+    def __init__(self) -> None:
+        self.roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._stack: list[tuple[nn.Module, str]] = []
+        self._numbers: list[int] = []  # autograd's sequence number at each change of the running module,
+        self._from_then: list[str] = []  # and the module that ran from then on
+
+    def __bool__(self) -> bool:
+        """Return whether any module is running."""
+        return bool(self._stack)
+
+    def name_of(self, module: nn.Module) -> str:
+        return self._names.get(module, "")
+
+    def add_root(self, root: nn.Module) -> None:
+        """Read the names of a model's modules."""
+        self.roots.add(root)
+        if self._names.get(root, type(root).__name__) != type(root).__name__:
+            return  # part of a known model, whose names tell where it is
+        for name, module in root.named_modules():
+            if name or module not in self._names:
+                self._names[module] = name or type(root).__name__
+
+    def enter(self, module: nn.Module) -> None:
+        self._stack.append((module, self._names.get(module) or type(module).__name__))
+        self._mark()
+
+    def leave(self, module: nn.Module) -> bool:
+        """Return False for a module that was never entered because its call failed before."""
+        if not self._stack or self._stack[-1][0] is not module:
+            return False
+        self._stack.pop()
+        self._mark()
+        return True
+
+    def clear(self) -> None:
+        self._stack.clear()
+
+    def current(self, in_backward: bool) -> str:
+        """Return the name of the module that an operation belongs to; empty if unknown."""
+        if self._stack:
+            return self._stack[-1][1]
+        number = running_sequence_number() if in_backward else None
+        if number is None:
+            return ""
+        position = bisect_right(self._numbers, number)
+        return self._from_then[position - 1] if position else ""
+
+    def _mark(self) -> None:
+        """See Note [Module names in backward]."""
+        number = next_sequence_number()
+        if self._numbers and self._numbers[-1] > number:
+            return
+        self._numbers.append(number)
+        self._from_then.append(self._stack[-1][1] if self._stack else "")
+        if len(self._numbers) > MAX_SPANS:
+            del self._numbers[: MAX_SPANS // 2], self._from_then[: MAX_SPANS // 2]

@@ -1,40 +1,20 @@
-"""The tracker: every tensor storage of a training step, to the byte, by device and by what it is for.
+"""The tracker: every tensor storage of a training step, to the byte, by device and category.
 
 Note [Following storages]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-Memory belongs to storages, not tensors: views and aliases share one, in-place operations keep it, ``.data =``
-exchanges it. The tracker is a dispatch mode: it sees the operands and the result of every operation (real or
-fake, forward or backward), takes their storages and holds a weak reference to each. A storage's Python object
-lives exactly as long as the storage itself, so the reference dies when the memory is freed. An operand that
-nobody has seen is memory from before the block, counted from then on. What a kernel allocates and frees
-inside itself is not seen.
+Memory belongs to storages, not tensors: views and aliases share one, in-place operations keep it, `.data =` exchanges
+it. The tracker is a dispatch mode: it sees the operands and the result of every operation (real or fake, forward or
+backward) and holds a weak reference to each storage. A storage's Python object lives exactly as long as the storage,
+so the reference dies when the memory is freed. An operand that was not seen before is memory from before the block,
+and is counted from then on. What a kernel allocates and frees internally is not seen.
 
-``UntypedStorage.resize_`` is the one way to change memory without an operation; it is patched while a tracker
-is active.
-
-Which module is running: in forward by its hooks, in backward by autograd's numbers.
-
-Note [Names in backward]
-~~~~~~~~~~~~~~~~~~~~~~~~
-Autograd numbers its nodes as forward makes them, so that the number of the node that runs in backward tells
-which module was running in forward. Each thread counts for itself: what a device's own thread makes during
-backward (a recomputation of the reentrant kind) can't be put in order with the rest and gets no name.
-
-Tensors whose bytes are not in memory: those of mapped files, which the tracker leaves out.
-
-To torch they are ordinary CPU tensors. Their pages come and go, and the system can take them back at any time: what
-is in memory of them at some moment is not theirs to say, but that of whoever uses them
-(`memscale.offload.mapped_parameters`).
-
-Pages of mapped tensors that are in memory for a while: trackers count them as long as that is.
+`UntypedStorage.resize_` is the one way to change memory without an operation; it is patched while a tracker is active.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
@@ -51,20 +31,19 @@ from memscale._torch import (
     at_end_of_backward,
     current_dispatch_modes,
     disable_current_modes,
+    forget_global_forward_hook,
     graph_task_id,
     in_backward,
     is_traceable_wrapper_subclass,
-    next_sequence_number,
-    running_sequence_number,
     tree_leaves,
 )
 from memscale.errors import ProfileError
 from memscale.memory.allocator import OutOfDeviceMemory
-from memscale.memory.ledger import AllocatorFactory, DeviceMemory, Entry, Ledger, Replay, StepLog
-from memscale.memory.record import Category, Phase, Snapshot, Timeline
+from memscale.memory.ledger import AllocatorFactory, DeviceMemory, Entry, Ledger, Replay, StepLog, is_mapped
+from memscale.memory.record import Category, Phase, RunningModules, Snapshot, Timeline
 from memscale.units import format_bytes
 
-__all__ = ["Pages", "is_elsewhere", "made_elsewhere", "mark_elsewhere"]
+__all__ = ["MemoryTracker", "ResidentPages"]
 
 Watchable = nn.Module | Optimizer | torch.Tensor
 
@@ -73,18 +52,15 @@ _ORDINARY: frozenset[type] = frozenset({torch.Tensor, nn.Parameter})
 
 
 class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
-    """Follows the memory of everything that runs inside its ``with`` block.
+    """Track the memory of everything that runs inside its `with` block.
 
-    What existed before is counted from the moment it is watched or used: pass the model (and optimizer) to
-    the constructor or to :meth:`watch`. Modules and optimizers that run inside the block are found by
-    themselves.
+    What existed before is counted once it is watched or used: pass the model (and optimizer) to the constructor or to
+    `watch`. Modules and optimizers that run inside the block are found automatically.
 
     Args:
         watched: modules, optimizers or tensors to count from the start.
-        allocators: how memory is handed out, by device type ("cuda": a ``CachingAllocator``); exact bytes
-            where none is given.
-        history: how many pieces of memory are remembered after their death; :meth:`timeline` goes back as far
-            (Note [History] in ``ledger.py``).
+        allocators: models of allocators, by device type ("cuda": a `CachingAllocator`); exact bytes without one.
+        history: how many dead allocations to keep; `timeline` goes back as far (Note [History] in `ledger.py`).
 
     Example:
         >>> model = nn.Linear(8, 4, bias=False)
@@ -95,12 +71,12 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         (128, 128)
     """
 
-    # Kinds of tensors that have a storage of their own, where this need not be found out for each.
+    # Classes of tensors known to have one storage of their own.
     _plain = _ORDINARY
 
-    # What the last operation allocated beside its results, and has freed again, as far as that is known.
+    # What the last operation allocated besides its results and freed again, as far as known.
     temporary_bytes = 0
-    # Numbers that Python has asked for and that nobody had computed; only a simulation has them.
+    # Numbers that Python code read and that were made up: in a simulation only.
     guesses = 0
 
     # Operators that take functions (flex_attention, cond) refuse to run under a mode that does not say this.
@@ -122,10 +98,10 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         for each in watched:
             self.watch(each)
 
-    # ------------------------------------------------------------------ what to follow
+    # ------------------------------------------------------------------ input
 
     def watch(self, target: Watchable) -> None:
-        """Count what exists already: a module's parameters, gradients and buffers, an optimizer's state."""
+        """Count what exists: a module's parameters, gradients and buffers, an optimizer's state, a tensor."""
         if isinstance(target, nn.Module):
             self._running.add_root(target)
             self._claim_module(target)
@@ -141,24 +117,23 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
             )
 
     def reserve(self, nbytes: int, device: torch.device, what: str) -> None:
-        """Account for memory that no tensor shows, such as a library's workspace, from now on."""
+        """Account for memory without a tensor, such as a library's workspace, from now on."""
+        self.hold(nbytes, device, what, Category.WORKSPACE)
+
+    def hold(
+        self, nbytes: int, device: torch.device, what: str, category: Category | None = None
+    ) -> Callable[[], None]:
+        """Account for memory without a tensor until the returned function is called."""
         try:
-            self._ledger.reserve(nbytes, device, what)
+            return self._ledger.hold(nbytes, device, what, category)
         except OutOfDeviceMemory as full:
             raise self._out_of_memory(device, full.requested, f" for {what}") from None
 
-    def hold(self, nbytes: int, device: torch.device, what: str) -> Callable[[], None]:
-        """Account for memory that no tensor of its own shows, until what is returned is called."""
-        try:
-            return self._ledger.hold(nbytes, device, what)
-        except OutOfDeviceMemory as full:
-            raise self._out_of_memory(device, full.requested, f" for {what}") from None
-
-    # ------------------------------------------------------------------ what was seen
+    # ------------------------------------------------------------------ results
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The devices that have had memory in use."""
+        """The devices that memory was seen on."""
         return tuple(memory.name for memory in self._ledger.devices.values())
 
     @property
@@ -167,54 +142,51 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
 
     @property
     def clock(self) -> int:
-        """Ticks so far: one for each piece of memory that came or went, and for each phase that began."""
+        """Ticks so far: one for each allocation and release, and for each phase that began."""
         return self._ledger.clock
 
     def live_bytes(self, device: str | torch.device = "cpu") -> int:
-        """Bytes in use now."""
+        """Return the bytes in use now."""
         memory = self._ledger.find(device)
         return memory.allocator.allocated if memory else 0
 
     def workspace_bytes(self, device: str | torch.device = "cpu") -> int:
-        """Bytes in use now that no tensor shows: what :meth:`reserve` has taken."""
-        return self._ledger.reserved_for_libraries(device)
+        """Return the bytes in use now by `reserve`."""
+        return self._ledger.workspace_bytes(device)
 
     def peak_bytes(self, device: str | torch.device = "cpu") -> int:
-        """The most bytes in use at once since the start or the last :meth:`reset_peak`."""
+        """Return the most bytes in use at once since the start or the last `reset_peak`."""
         memory = self._ledger.find(device)
         return memory.peak if memory else 0
 
     def reserved_bytes(self, device: str | torch.device = "cpu") -> int:
-        """Bytes the allocator holds now, in use or cached."""
+        """Return the bytes that the allocator holds now, in use or cached."""
         memory = self._ledger.find(device)
         return memory.allocator.reserved if memory else 0
 
     def peak_reserved_bytes(self, device: str | torch.device = "cpu") -> int:
-        """The most bytes the allocator held: what a card of that size needs."""
+        """Return the most bytes that the allocator held."""
         memory = self._ledger.find(device)
         return memory.peak_reserved if memory else 0
 
     def now(self, device: str | torch.device = "cpu", top: int = 10) -> Snapshot:
-        """What is alive now."""
+        """Return what is in use now."""
         self._claim_all()
         return self._ledger.now(self._name(device), top)
 
     def at_peak(self, device: str | torch.device = "cpu", top: int = 10) -> Snapshot:
-        """What was alive at the peak, the largest tensors with the module that made them."""
+        """Return what was in use at the peak, with the `top` largest tensors and the modules they belong to."""
         self._claim_all()
         memory = self._ledger.find(device)
         return self._ledger.at_peak(memory, top) if memory else self._ledger.now(self._name(device), top)
 
     def timeline(self, device: str | torch.device = "cpu") -> Timeline:
-        """Memory over time, by category, with the phases of each step."""
+        """Return the memory over time, by category, with the phases of each step."""
         self._claim_all()
         return self._ledger.timeline(self._name(device))
 
     def alive_since(self, tick: int, device: str | torch.device, until: int | None = None) -> dict[int, int]:
-        """Bytes of what was born after ``tick`` and is alive now, by storage (``storage._cdata``).
-
-        ``until``: not of what was born after that tick.
-        """
+        """Return the bytes of what was allocated after `tick` (up to `until`) and is alive, by `storage._cdata`."""
         memory = self._ledger.find(device)
         last = self.clock if until is None else until
         return {
@@ -224,13 +196,13 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         }
 
     def bytes_of_storage(self, key: int) -> int:
-        """Bytes of one storage that is alive, by its ``_cdata``; 0 if it is not followed."""
+        """Return the bytes of a storage by its `_cdata`; 0 if it is not tracked."""
         entry = self._live.get(key)
         return entry.allocation.nbytes if entry else 0
 
     @contextlib.contextmanager
     def logging(self, device: str | torch.device) -> Iterator[StepLog]:
-        """Write down what a device's memory is asked for inside the block, to be replayed."""
+        """Log the requests to a device's allocator inside the block, to be replayed."""
         log = self._ledger.log = StepLog(self._name(device))
         try:
             yield log
@@ -238,18 +210,18 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
             self._ledger.log = None
 
     def replay(self, log: StepLog, marks: Iterable[int] = ()) -> Replay:
-        """Ask a device's memory for the same again. See Note [Steps again and again]."""
+        """Repeat a log's requests on its device's allocator. See Note [Replaying a step] in `ledger.py`."""
         memory = self._ledger.find(log.device)
         assert memory is not None  # the log is of it
         return log.replay(memory.allocator, marks)
 
     def reset_peak(self) -> None:
-        """Start a new high-water mark, and forget what died before it."""
+        """Start a new peak, and drop what died before it."""
         self._claim_all()
         self._ledger.reset_peak()
 
     def empty_cache(self) -> None:
-        """Give back what the allocators hold without using it."""
+        """Release what the allocators hold without using it."""
         for memory in self._ledger.devices.values():
             release = getattr(memory.allocator, "empty_cache", None)
             if release is not None:
@@ -259,8 +231,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # torch hides a mode from the compiler by a wrapper that costs as much as the tracker itself, and
-        # imports the compiler at the first operation. Under a mode the compiler leaves code alone anyway.
+        # torch hides a mode from the compiler by a wrapper that costs as much as the tracker, and imports the compiler
+        # at the first operation. Under a mode nothing is compiled anyway.
         return False
 
     def __enter__(self) -> MemoryTracker:
@@ -282,7 +254,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         while self._undo:
             self._undo.pop()()
         self._running.clear()
-        self._leave_backward()
+        self._end_backward()
         self._claim_all()
         self._ledger.enter_phase(Phase.SETUP)
 
@@ -294,14 +266,14 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if self._in_backward != (graph_task_id() != OUTSIDE_BACKWARD):
-            self._turn_backward()
-        self._meet(args)
+            self._switch_backward()
+        self._count_operands(args)
         if kwargs:
-            self._meet(kwargs.values())
+            self._count_operands(kwargs.values())
         result = self._run(func, args, kwargs or {})
         kind = type(result)
         if kind in self._plain and result.layout is torch.strided:
-            self._follow_storage(result, func)  # nearly all results, so without a detour
+            self._follow_storage(result, func)  # nearly all results
         elif kind is tuple or kind is list:
             self._follow_each(result, func)
         elif isinstance(result, torch.Tensor):
@@ -311,8 +283,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
-    def _meet(self, values: Iterable[Any]) -> None:
-        """Count operands that nobody has seen: what the user had before the block began."""
+    def _count_operands(self, values: Iterable[Any]) -> None:
+        """Count operands that were not seen before: what existed before the block."""
         live, plain = self._live, self._plain
         for value in values:
             kind = type(value)
@@ -320,10 +292,10 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
                 if value.untyped_storage()._cdata not in live:
                     self._claim(value, Category.INPUTS)
             elif kind is list or kind is tuple:
-                self._meet(value)
+                self._count_operands(value)
             elif isinstance(value, torch.Tensor):
                 if self._has_parts(value):
-                    self._meet(parts_of(value))
+                    self._count_operands(parts_of(value))
                 elif value.untyped_storage()._cdata not in live:
                     self._claim(value, Category.INPUTS)
 
@@ -350,7 +322,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
 
     def _add(self, storage: torch.UntypedStorage, tensor: torch.Tensor, op: object | None) -> Entry | None:
         device = self._device_of(tensor, storage)
-        if device is None or is_elsewhere(storage):
+        if device is None or is_mapped(storage):
             return None
         try:
             return self._ledger.add(storage, tensor, device, op, self._running.current(self._in_backward))
@@ -359,7 +331,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
             raise self._out_of_memory(device, full.requested, what) from None
 
     def _device_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.device | None:
-        """Where a tensor's memory is; None if it has none: a meta tensor, or one of a simulation inside."""
+        """Return where a tensor's memory is; None for a meta tensor, or one of a simulation inside the block."""
         if type(tensor) in _ORDINARY:
             return None if tensor.is_meta else tensor.device
         return None if storage.device.type == "meta" else tensor.device
@@ -370,13 +342,13 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         return tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor)
 
     def _on_resize(self, storage: torch.UntypedStorage, size: int) -> Callable[[], None]:
-        """Before a storage is resized; returns what to do when that is done."""
+        """Prepare for the resizing of a storage; return what to do afterwards."""
         entry = self._live.get(storage._cdata)
         if entry is None or size == entry.size:
-            return _nothing  # a storage that nobody watches
-        # The new memory is taken before the old is given back: torch copies from the one to the other.
+            return _nothing  # not tracked
+        # The new memory is allocated before the old is released: torch copies from one to the other.
         try:
-            block = self._ledger.take(entry.device, size) if size else None
+            block = self._ledger.allocate(entry.device, size) if size else None
         except OutOfDeviceMemory as full:
             raise self._out_of_memory(entry.device.name, full.requested, " to resize a storage") from None
         return lambda: self._ledger.replace(entry, block, size)
@@ -392,11 +364,11 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         entry = self._live.get(storage._cdata) or self._add(storage, tensor, None)
         if entry is None:
             return
-        piece = entry.allocation
-        # An input stays an input unless it turns out to be more than that; weights stay weights.
-        if piece.category is None or piece.category is Category.INPUTS:
-            piece.category = category
-            piece.module = piece.module or module
+        allocation = entry.allocation
+        # An input may turn out to be a weight or a buffer; other categories are final.
+        if allocation.category is None or allocation.category is Category.INPUTS:
+            allocation.category = category
+            allocation.module = allocation.module or module
 
     def _claim_module(self, root: nn.Module) -> None:
         for module in root.modules():
@@ -429,7 +401,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
 
     def _claim_inputs(self, inputs: Any) -> None:
         for leaf in tree_leaves(inputs):
-            # What an earlier module computed (a loss is a module, too) is that module's result.
+            # The result of an earlier module (a loss is a module, too) is not an input.
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is None and not self._module_of(leaf):
                 self._claim(leaf, Category.INPUTS)
 
@@ -440,7 +412,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
             self._claim_optimizer(optimizer)
 
     def _module_of(self, tensor: Any) -> str:
-        """The module that a tensor's memory belongs to, if that is known."""
+        """Return the module that a tensor's memory belongs to; empty if unknown."""
         if not isinstance(tensor, torch.Tensor) or self._has_parts(tensor):
             return ""
         entry = self._live.get(tensor.untyped_storage()._cdata)
@@ -448,21 +420,21 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
 
     # ------------------------------------------------------------------ phases
 
-    def _turn_backward(self) -> None:
-        """An operation is the first inside, or the first after, a backward pass."""
+    def _switch_backward(self) -> None:
+        """Handle the first operation inside, or the first after, a backward pass."""
         if self._in_backward:
-            self._leave_backward()
+            self._end_backward()
         else:
             self._in_backward = True
             self._ledger.enter_phase(Phase.BACKWARD)
-            at_end_of_backward(self._leave_backward)
+            at_end_of_backward(self._end_backward)
 
-    def _leave_backward(self) -> None:
+    def _end_backward(self) -> None:
         if self._in_backward:
             self._in_backward = False
-            # Inside a module a backward is a part of its forward (a gradient penalty).
+            # A backward inside a module's forward is part of it (a gradient penalty).
             self._ledger.enter_phase(Phase.FORWARD if self._running else Phase.SETUP)
-            self._claim_all()  # the gradients are there now, and zero_grad() may come next
+            self._claim_all()  # the gradients exist now, and zero_grad() may come next
 
     def _install(self) -> None:
         self._undo.append(module_hooks.register_module_forward_pre_hook(self._before_module).remove)
@@ -470,8 +442,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
             self._after_module, with_kwargs=True, always_call=True
         )
         self._undo.append(after.remove)
-        # torch 2.13 leaves this behind when it removes the hook.
-        self._undo.append(lambda: module_hooks._global_forward_hooks_with_kwargs.pop(after.id, None))
+        self._undo.append(lambda: forget_global_forward_hook(after.id))
         self._undo.append(optimizer_hooks.register_optimizer_step_pre_hook(self._before_step).remove)
         self._undo.append(optimizer_hooks.register_optimizer_step_post_hook(self._after_step).remove)
         self._undo.append(_on_storage_resize(self._on_resize))
@@ -482,7 +453,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         self._running.enter(module)
 
     def _begin_forward(self, root: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._leave_backward()
+        self._end_backward()
         self._running.add_root(root)
         self._claim_module(root)
         self._claim_inputs(inputs)
@@ -491,12 +462,12 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
     def _after_module(self, module: nn.Module, inputs: Any, *rest: Any) -> None:
         if not self._running.leave(module) or self._running:
             return
-        # Only here torch shows keyword arguments to a hook of all modules; after an error, not even here.
+        # A global pre-hook gets no keyword arguments; after an error, neither does this hook.
         if len(rest) == 2:
             self._claim_inputs(rest[0])
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._leave_backward()
+        self._end_backward()
         self._optimizers.add(optimizer)
         self._claim_optimizer(optimizer)
         self._ledger.enter_phase(Phase.OPTIMIZER)
@@ -547,10 +518,10 @@ def _nothing() -> None:
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The strided tensors that make up a sparse one, or one that is a wrapper around others."""
+    """Return the strided tensors that make up a sparse tensor or a wrapper subclass."""
     if is_traceable_wrapper_subclass(tensor):
         return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    with disable_current_modes():  # to ask a sparse tensor for its parts is an operation, too
+    with disable_current_modes():  # asking a sparse tensor for its parts is an operation
         if tensor.layout is torch.sparse_coo:
             return [tensor._indices(), tensor._values()]
         if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -563,10 +534,7 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 def _on_storage_resize(
     begin: Callable[[torch.UntypedStorage, int], Callable[[], None]],
 ) -> Callable[[], None]:
-    """Call ``begin`` before every ``storage.resize_``, which no mode sees, and what it returned afterwards.
-
-    Returns how to undo it.
-    """
+    """Call `begin` before every `storage.resize_`, and its result afterwards; return how to undo the patch."""
     before = torch.UntypedStorage.resize_
     inherited = "resize_" not in vars(torch.UntypedStorage)
 
@@ -587,141 +555,32 @@ def _on_storage_resize(
     return undo
 
 
-MOST_SPANS = 50_000  # module calls whose backward can be named; the oldest are forgotten
-
-
-class RunningModules:
-    """The modules that are running, and the names of all that have run."""
-
-    def __init__(self) -> None:
-        self.roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._stack: list[tuple[nn.Module, str]] = []
-        self._numbers: list[int] = []  # autograd's number at each change of the running module,
-        self._from_then: list[str] = []  # and who ran from then on
-
-    def __bool__(self) -> bool:
-        """Is any module running?"""
-        return bool(self._stack)
-
-    def name_of(self, module: nn.Module) -> str:
-        return self._names.get(module, "")
-
-    def add_root(self, root: nn.Module) -> None:
-        """Learn the names of a model's modules."""
-        self.roots.add(root)
-        if self._names.get(root, type(root).__name__) != type(root).__name__:
-            return  # a part of a model that is known: its names say where it is
-        for name, module in root.named_modules():
-            if name or module not in self._names:
-                self._names[module] = name or type(root).__name__
-
-    def enter(self, module: nn.Module) -> None:
-        self._stack.append((module, self._names.get(module) or type(module).__name__))
-        self._mark()
-
-    def leave(self, module: nn.Module) -> bool:
-        """Returns False for a module that was never entered, because its call failed before."""
-        if not self._stack or self._stack[-1][0] is not module:
-            return False
-        self._stack.pop()
-        self._mark()
-        return True
-
-    def clear(self) -> None:
-        self._stack.clear()
-
-    def current(self, in_backward: bool) -> str:
-        """The module that an operation belongs to; empty if that is not known."""
-        if self._stack:
-            return self._stack[-1][1]
-        number = running_sequence_number() if in_backward else None
-        if number is None:
-            return ""
-        position = bisect_right(self._numbers, number)
-        return self._from_then[position - 1] if position else ""
-
-    def _mark(self) -> None:
-        """See Note [Names in backward]."""
-        number = next_sequence_number()
-        if self._numbers and self._numbers[-1] > number:
-            return
-        self._numbers.append(number)
-        self._from_then.append(self._stack[-1][1] if self._stack else "")
-        if len(self._numbers) > MOST_SPANS:
-            del self._numbers[: MOST_SPANS // 2], self._from_then[: MOST_SPANS // 2]
-
-
-_storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by the address of the C++ object
-_making = 0
-
-
-def mark_elsewhere(storage: torch.UntypedStorage) -> None:
-    """Say of a storage that its bytes are not in memory; before a tracker sees it.
-
-    Example:
-        >>> x = torch.ones(2)
-        >>> mark_elsewhere(x.untyped_storage())
-        >>> is_elsewhere(x.untyped_storage()), is_elsewhere(torch.ones(2).untyped_storage())
-        (True, False)
-    """
-    key = storage._cdata
-    _storages[key] = weakref.ref(storage, functools.partial(_forget, key))
-
-
-def is_elsewhere(storage: torch.UntypedStorage) -> bool:
-    """Whether a storage's bytes are not in memory."""
-    if _making:
-        mark_elsewhere(storage)
-        return True
-    found = _storages.get(storage._cdata)
-    return found is not None and found() is storage
-
-
-@contextlib.contextmanager
-def made_elsewhere() -> Iterator[None]:
-    """Whatever a tracker meets for the first time inside the block is not in memory: for simulated tensors."""
-    global _making
-    _making += 1
-    try:
-        yield
-    finally:
-        _making -= 1
-
-
-def _forget(key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
-    if _storages.get(key) is reference:
-        del _storages[key]
-
-
 _HOST = torch.device("cpu")
 
 
-class Pages:
-    """Bytes of mapped tensors that are in use, from now until `leave` is called.
+class ResidentPages:
+    """Bytes of memory-mapped tensors that are in memory until `release` is called, for all active trackers.
 
     Args:
         nbytes: how many.
-        simulated: they are in a simulation, and only its tracker is to know.
+        simulated: they are in a simulation, and only its tracker counts them.
 
     Example:
         >>> with MemoryTracker() as tracker:
-        ...     pages = Pages(4096)
+        ...     pages = ResidentPages(4096)
         ...     before = tracker.live_bytes("cpu")
-        ...     pages.leave()
+        ...     pages.release()
         >>> before, tracker.live_bytes("cpu")
         (4096, 0)
     """
 
     def __init__(self, nbytes: int, *, simulated: bool = False) -> None:
-        # Private in torch (tried on 2.13): the modes that are active in this thread, the innermost last.
         active = [mode for mode in current_dispatch_modes() if isinstance(mode, MemoryTracker)]
-        looking_on = active[-1:] if simulated else active
-        self._leave: list[Callable[[], None]] = [
-            tracker.hold(nbytes, _HOST, "pages of mapped tensors") for tracker in looking_on
+        counting = active[-1:] if simulated else active
+        self._releases: list[Callable[[], None]] = [
+            tracker.hold(nbytes, _HOST, "pages of mapped tensors") for tracker in counting
         ]
 
-    def leave(self) -> None:
-        """They are given back."""
-        while self._leave:
-            self._leave.pop()()
+    def release(self) -> None:
+        while self._releases:
+            self._releases.pop()()

@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id
-from memscale.memory.tracker import Pages
+from memscale.memory.tracker import ResidentPages
 from memscale.observe.counters import Meter
 from memscale.offload.data import exchange_data
 from memscale.tiers._libc import PAGE
@@ -73,7 +73,7 @@ class MappedParameters:
         self._task = OUTSIDE_BACKWARD
         self._latest: tuple[bool, int] | None = None
         self._followers: dict[tuple[bool, int], Sequence[nn.Parameter]] = {}  # by direction and layer
-        self._pages: dict[int, Pages] = {}  # by the parameter's id: what trackers are told of
+        self._pages: dict[int, ResidentPages] = {}  # by the parameter's id: what trackers are told of
 
     def send(self, parameter: nn.Parameter) -> bool:
         """Make a parameter's home on disk, and its gradient's; False for one that is better left in memory.
@@ -156,7 +156,7 @@ class MappedParameters:
         self._meter.up("parameters", "disk", used)
         for parameter in parameters:
             if id(parameter) not in self._pages and self.store.holds(parameter):
-                self._pages[id(parameter)] = Pages(parameter.nbytes, simulated=is_fake(parameter))
+                self._pages[id(parameter)] = ResidentPages(parameter.nbytes, simulated=is_fake(parameter))
 
     def end(self, parameters: Sequence[nn.Parameter]) -> None:
         """A layer's forward pass is over. If backward runs it again, it will need them in a moment."""
@@ -170,7 +170,7 @@ class MappedParameters:
             self.store.rest(parameter)
             pages = self._pages.pop(id(parameter), None)
             if pages is not None:
-                pages.leave()
+                pages.release()
             if parameter.grad is not None:
                 self.store.rest(parameter.grad)
 

@@ -32,7 +32,7 @@ import torch
 
 from memscale._util.locks import LateLock
 from memscale.errors import TierError
-from memscale.memory.tracker import made_elsewhere, mark_elsewhere
+from memscale.memory.ledger import mark_mapped, new_storages_are_mapped
 from memscale.tiers import _libc
 from memscale.tiers.disk import write_from
 from memscale.tiers.engine import Engine, Lane, SyncEngine
@@ -113,7 +113,7 @@ class MappedArena:
         # Not at exit: tensors that are still alive then are still used.
         weakref.finalize(buffer, self._lock.leave, chunk).atexit = False
         storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
-        mark_elsewhere(storage)
+        mark_mapped(storage)
         return plain.set_(storage, 0, tuple(shape))  # type: ignore[call-overload,no-any-return]
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -276,9 +276,9 @@ class MappedArena:
         if not nbytes:
             return torch.empty(shape, dtype=dtype, device=_CPU)
         extent = self.space.allocate(nbytes, counted_only=True)
-        with made_elsewhere():
+        with new_storages_are_mapped():
             tensor = torch.empty(shape, dtype=dtype, device=_CPU)
-        mark_elsewhere(tensor.untyped_storage())
+        mark_mapped(tensor.untyped_storage())
         weakref.finalize(tensor.untyped_storage(), self.space.free, extent).atexit = False
         return tensor
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from memscale.memory.tracker import is_elsewhere
+from memscale.memory.ledger import is_mapped
 from memscale.tiers.disk import DiskTier
 from memscale.tiers.engine import Engine
 from memscale.tiers.layout import is_fake
@@ -91,7 +91,7 @@ class DiskStore:
         if self._arena is None or tensor.layout is not torch.strided:
             return False
         if is_fake(tensor):
-            return is_elsewhere(tensor.untyped_storage())
+            return is_mapped(tensor.untyped_storage())
         if type(tensor) not in _ORDINARY:
             return False
         return self._arena.holds(tensor)

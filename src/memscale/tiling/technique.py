@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,9 @@ from memscale.checkpointing.conditions import parameter_behind
 from memscale.execution_plan import Tiling
 from memscale.offload.mapped_parameters import MappedParameters
 from memscale.profiler.blocks import find_head
+from memscale.profiler.profile import BlockProfile
 from memscale.techniques.base import LayerSite, ModelSite
+from memscale.techniques.cost import BlockOption, CostTerms
 from memscale.techniques.forward import ForwardOverride, ForwardStage, Stage
 from memscale.tiling.head import Head
 from memscale.tiling.lazy import LazyLogits, lazy_logits
@@ -78,6 +80,9 @@ class ActivationTiling:
     def __init__(self) -> None:
         # From `unsupported_reason` to `attach`, which follows at once: tracing a layer takes milliseconds.
         self._found: weakref.WeakKeyDictionary[nn.Module, list[TiledMethod]] = weakref.WeakKeyDictionary()
+
+    def options(self, block: BlockProfile, terms: CostTerms) -> Iterable[BlockOption]:
+        return ()  # the planner chooses it for the model as a whole, as a `Setting`
 
     def unsupported_reason(self, site: LayerSite) -> str | None:
         if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):
