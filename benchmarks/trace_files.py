@@ -122,7 +122,7 @@ def trace(directory: str) -> dict[str, Trace]:
     with step.running():
         optimizer.step()
     report = executor.report()
-    assert min(report.bytes_up, report.recomputations) > 0, "the plan did nothing"
+    assert min(report.bytes_read, report.recomputations) > 0, "the plan did nothing"
     executor.detach()
     return {
         "forward of a disk-offloaded, checkpointed block": model.trace,

@@ -61,6 +61,7 @@ def is_wanted(point: Point, segment: int, kept: int, home: bool) -> bool:
     )
 
 
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("home", [False, True], ids=["resident", "home"])
 @pytest.mark.parametrize(("segment", "kept"), [(1, 0), (1, 2), (2, 0), (3, 0), (6, 0)])
 @pytest.mark.parametrize("mode", MODES)
