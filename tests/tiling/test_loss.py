@@ -23,7 +23,7 @@ from memscale.simulator import simulate
 from memscale.techniques.forward import override_of
 from memscale.testing import executing
 from memscale.tiling import LazyLogits
-from memscale.tiling.loss_technique import TileHeadStage
+from memscale.tiling.technique import TileHeadStage
 from support.families import FAMILIES, HIDDEN, VOCAB, Family
 from support.pictures import assert_as_before, pictures
 from support.tiles import Tensors, assert_close, gradients, tile_loss

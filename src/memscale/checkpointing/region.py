@@ -55,6 +55,7 @@ from memscale._util.trees import Tree
 from memscale.checkpointing.chain import Link, OuterHooks, Segment, links_to, order_to_run, remember
 from memscale.checkpointing.keep import KeepMode, Kept, ReplayMode
 from memscale.checkpointing.state import (
+    FREED,
     Buffers,
     Conditions,
     Inputs,
@@ -191,6 +192,7 @@ class Region:
         self.segment = segment
         self.saved: list[Saved] = []
         self.successors: list[weakref.ref[Link]] = []
+        self.is_released = False
         self.filled: set[int] = set()  # backward passes in which all holders have been filled once
         self._outputs: dict[tuple[int, int], _ChainedOutput] = {}
 
@@ -205,6 +207,14 @@ class Region:
         self.buffers.end_forward()
         if self.kept is not None:
             self.kept.end_forward(returned)
+
+    def release(self) -> None:
+        """Free what is kept for a recomputation: the graph will not be used again."""
+        self.is_released = True
+        self.inputs = Inputs(Tree.of(((), {})), None)
+        self.buffers = Buffers(())
+        self.kept = None
+        self._outputs.clear()
 
     def _pack(self, tensor: torch.Tensor) -> Holder:
         holder = Holder(self, len(self.saved))
@@ -307,6 +317,11 @@ class Holder:
             )
         return tensor
 
+    def memscale_release(self) -> None:
+        """Free the region and its inputs; see `memscale._torch.release_saved_tensors`."""
+        self.region.release()
+        self._tensors = None
+
     def drop(self, task: int) -> None:
         if self._tensors:
             self._tensors.pop(task, None)
@@ -394,6 +409,8 @@ def hand_out(holder: Holder, task: int) -> torch.Tensor:
 
 def _recompute(holder: Holder, task: int) -> None:
     region = holder.region
+    if region.is_released:
+        raise RuntimeError(FREED)
     *earlier, _ = order = order_to_run(region, task)
     try:
         for predecessor in earlier:

@@ -16,7 +16,7 @@ Whether a module changes its buffers is learned, for training and evaluation apa
 - Later calls compare versions only: to compare values, the host would wait for the device.
 - A buffer that forward replaced by another tensor needs no copy: the old tensor is unchanged.
 
-The call of a whole model (`memscale.recovery.calls`) copies large buffers only of modules that have been seen
+The call of a whole model (`ModelCall`) copies large buffers only of modules that have been seen
 to change theirs, as it is needed when memory is short. If another one changes, that call cannot be repeated.
 
 A buffer that forward did not change must also stay unchanged until the recomputation: a new tensor under its
@@ -41,9 +41,11 @@ from memscale._util.trees import Tree
 from memscale.errors import RecomputeError
 
 __all__ = [
+    "FREED",
     "Buffers",
     "Conditions",
     "Inputs",
+    "KeptTensor",
     "ModuleFlags",
     "Slot",
     "changed_parameter",
@@ -67,6 +69,38 @@ def changed_parameter(parameter: torch.Tensor, version: int) -> RecomputeError:
         "region would be recomputed with other weights than forward had. Call backward before "
         "optimizer.step(), or run forward again after it."
     )
+
+
+FREED = (
+    "Trying to backward through the graph a second time: what it had saved has been freed. Specify retain_graph=True "
+    "if you need to backward through the graph a second time."
+)
+
+
+class KeptTensor:
+    """What a saved-tensor hook gives autograd for a tensor that stays as it is.
+
+    It has no history: a node that saves its own output would be in a cycle that nothing collects, if backward never
+    comes. And it can be freed before the graph is; see `memscale._torch.release_saved_tensors`.
+    """
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor: torch.Tensor | None = tensor if tensor.grad_fn is None else tensor.detach()
+
+    def get(self) -> torch.Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: It was freed.
+        """
+        if self._tensor is None:
+            raise RuntimeError(FREED)
+        return self._tensor
+
+    def memscale_release(self) -> None:
+        self._tensor = None
 
 
 # ---------------------------------------------------------------------- inputs
