@@ -14,12 +14,12 @@ from torch import nn
 
 import memscale
 from memscale import Plan
-from memscale.checkpointing import KeepPolicy, run_region
+from memscale.checkpointing import run_region
 from memscale.execution_plan import Checkpointing, LayerPlan
 from memscale.executor import Executor
 from memscale.offload.activations import Activations
 from memscale.testing import executing
-from memscale.tiers.shared import SharedEngine
+from memscale.tiers.engine import Engine
 from support.steps import counted_regions
 from support.wrapping import lossless
 
@@ -138,7 +138,7 @@ def test_a_returned_alias_that_is_changed_after_the_block() -> None:
         if keep is None:
             y, other = block(x)
         else:
-            y, other = run_region(block, (x,), {}, modules=[block], keep=KeepPolicy(keep))
+            y, other = run_region(block, (x,), {}, modules=[block], keep=keep)
         y.mul_(0.5)
         (y.sum() + other.sum()).backward()
         seen.append(block.up.weight.grad.clone())
@@ -150,7 +150,7 @@ def test_activations_that_are_offloaded() -> None:
     model, x = Recurrent(nn.GRU), torch.randn(512, 5, WIDTH * 4)
     model.rnn = nn.GRU(WIDTH * 4, WIDTH * 4, batch_first=True)
     plain = gradients(model, x)
-    below = Activations(SharedEngine(None), torch.device("cpu"), capacity=2**30, logs=False)
+    below = Activations(Engine(), torch.device("cpu"), capacity=2**30, logs=False)
     model.zero_grad()
     with below.around([model]):
         out = model(x)

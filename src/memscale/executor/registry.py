@@ -9,8 +9,7 @@ from memscale.offload.transfers import Transfers
 from memscale.optimizer.technique import OptimizerState
 from memscale.precision.technique import MixedPrecision
 from memscale.techniques.base import LayerTechnique, ModelTechnique
-from memscale.tiling.loss_technique import TiledLoss
-from memscale.tiling.technique import ActivationTiling
+from memscale.tiling.technique import ActivationTiling, SdpaAttention, TiledLoss
 
 __all__ = ["LAYER_TECHNIQUES", "MODEL_TECHNIQUES"]
 
@@ -24,6 +23,7 @@ MODEL_TECHNIQUES: tuple[ModelTechnique, ...] = (
     FreedMemory(),
     Transfers(),
     OptimizerState(),
+    SdpaAttention(),
     TiledLoss(),
     MixedPrecision(),
 )

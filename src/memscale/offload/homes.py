@@ -24,8 +24,8 @@ from memscale.offload.materialise import Materialised, materialise
 from memscale.optimizer.placement import PlacementSteps
 from memscale.optimizer.states import OptimizerStates
 from memscale.simulator.simulate import PLAIN_KINDS
-from memscale.tiers.layout import is_fake
 from memscale.tiers.store import DiskStore
+from memscale.tiers.tier import is_fake
 
 __all__ = ["HOST", "Homes", "training_device"]
 
@@ -154,7 +154,7 @@ class Homes:
             return torch.empty_like(tensor, device=where, requires_grad=False) if mapped is None else mapped
 
         with freed_memory_returns():
-            made = materialise(model, allocate, self.store.fill, self.store.rest)
+            made = materialise(model, allocate, self.store.fill, self.store.release_pages)
         for parameter in made.parameters:
             self._parameters.setdefault(id(parameter), (parameter, before))
         return made

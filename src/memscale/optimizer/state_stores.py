@@ -83,7 +83,7 @@ class DiskStateStore:
     def load(self, stored: Tensor, parameter: Tensor) -> Tensor:
         for each in (stored, parameter, parameter.grad):
             if each is not None:
-                self._disk.ahead(each)
+                self._disk.prefetch_pages(each)
         return stored.to(parameter.device)
 
     def allocate(self, like: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class DiskStateStore:
         self._disk.fill(stored, values)
 
     def release_pages(self, tensor: Tensor) -> None:
-        self._disk.rest(tensor)
+        self._disk.release_pages(tensor)
 
 
 class HostStateStore:
@@ -132,7 +132,7 @@ class HostStateStore:
         stored.copy_(values)
 
     def release_pages(self, tensor: Tensor) -> None:
-        self._disk.rest(tensor)
+        self._disk.release_pages(tensor)
 
     def _counted(self, nbytes: int, make: Callable[[], Tensor]) -> Tensor:
         if self._capacity is not None and self.bytes_used + nbytes > self._capacity:
