@@ -42,9 +42,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id, is_traceable_wrapper_subclass
+from memscale.checkpointing.state import KeptTensor
 from memscale.errors import TierFullError
 from memscale.observe.counters import Below, Meter
-from memscale.offload.working import Refetch, without_history
+from memscale.offload.working import Refetch
 from memscale.tiers.engine import Engine
 from memscale.tiers.store import DiskStore
 from memscale.tiers.tier import HostTier, Ticket, Tier
@@ -139,7 +140,7 @@ class Activations:
             self._calls.stack.pop()
             self._calls.finished(call)
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved | Refetch:
+    def pack(self, tensor: torch.Tensor) -> KeptTensor | _Saved | Refetch:
         """What autograd saves in place of a tensor.
 
         Raises:
@@ -148,7 +149,7 @@ class Activations:
         """
         call = self._calls.stack[-1]
         if tensor.device.type != self._device.type or not _pays(tensor, call.resident):
-            return without_history(tensor)
+            return KeptTensor(tensor)
         home = _parameter_behind(tensor)
         if home is not None:
             return Refetch(home, tensor, None)
@@ -161,7 +162,7 @@ class Activations:
                 logger.warning(
                     "Activations stay on the device from here on, as the tier below is full. %s", error
                 )
-            return without_history(tensor)
+            return KeptTensor(tensor)
         return _Saved(stored, call, view)
 
     def _stored(self, tensor: torch.Tensor, call: _Call) -> tuple[_Stored, _Geometry | None]:
@@ -212,11 +213,11 @@ class Activations:
         self.__init__(**state)  # type: ignore[misc]
 
 
-def unpack(saved: torch.Tensor | _Saved | Refetch) -> torch.Tensor:
+def unpack(saved: KeptTensor | _Saved | Refetch) -> torch.Tensor:
     """What backward asks for."""
     if isinstance(saved, _Saved):
         return saved.load()
-    return saved.fetch() if isinstance(saved, Refetch) else saved
+    return saved.fetch() if isinstance(saved, Refetch) else saved.get()
 
 
 class _Below:
