@@ -18,7 +18,7 @@ is learned, for training and evaluation apart:
 - Later calls look at the versions only: to compare values, the host would wait for the device.
 - A buffer that forward replaced by another tensor needs no copy: the old tensor is still what it was.
 
-The call of a whole model (`memscale.recovery.calls`) is less thorough, as copies of all its large buffers would be
+The call of a whole model (`memscale.checkpointing.calls`) is less thorough, as copies of all its large buffers would be
 there when memory is short: it copies large ones only of modules that have been seen to change theirs. If another
 changes, that call cannot be repeated.
 

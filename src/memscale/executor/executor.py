@@ -26,7 +26,7 @@ from memscale.offload.loading import forget_pending
 from memscale.offload.materialise import Materialised, has_meta_tensors
 from memscale.offload.technique import bring_inputs
 from memscale.profiler.sample import PlannedBatches
-from memscale.techniques.base import LayerSite, ModelSite
+from memscale.techniques.base import EXECUTOR, LayerSite, ModelSite
 from memscale.techniques.forward import CompileNotice, ForwardStage, WeakModule, override_of
 from memscale.techniques.undo_log import UndoLog
 from memscale.tiers.store import DiskStore
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["EXECUTOR", "Executor", "Guard", "TrainingBatch", "disk_of", "executor_of", "refuse_nested"]
 
 logger = logging.getLogger("memscale")
-
-EXECUTOR = "_memscale_executor"
-"""The attribute under which a wrapped model has its executor."""
 
 TrainingBatch = Callable[["Executor", tuple[Any, ...], dict[str, Any]], None]
 """What is called before each forward pass in training: the executor, and the arguments of the call."""

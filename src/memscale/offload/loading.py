@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from memscale.errors import WeightsError, WrapTypeError, shown
+from memscale.techniques.base import EXECUTOR
 from memscale.tiers.store import DiskStore
 
 __all__ = [
@@ -117,9 +118,7 @@ def forget_pending(model: nn.Module) -> None:
 
 
 def _store_of(model: nn.Module) -> DiskStore | None:
-    from memscale.executor import executor_of  # the executor imports this module
-
-    executor = executor_of(model)
+    executor = vars(model).get(EXECUTOR)
     return None if executor is None else executor.homes.store
 
 

@@ -10,8 +10,8 @@ libraries have taken their workspaces, no gradient is left over when forward beg
 before backward. The first step is run, and the allocator is asked for the same again (Note [Steps again and again] in
 `memory/ledger.py`).
 
-What `wrap` keeps to repeat a step from (`memscale.recovery.calls`) is there too, until backward ends: copies of buffers
-that forward changes, and the gradients of the outputs.
+What `wrap` keeps to repeat a step from (`memscale.checkpointing.calls`) is there too, until backward ends: copies of
+buffers that forward changes, and the gradients of the outputs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from memscale._torch import pytree
+from memscale.checkpointing.calls import Call
 from memscale.config import Config
 from memscale.execution_plan import Plan, PredictionSource
 from memscale.executor import Executor
@@ -205,8 +206,6 @@ def _step(
     optimizer: OptimizerNeeds | None,
 ) -> Step:
     """See Note [The step that is predicted]."""
-    from memscale.recovery.calls import Call  # which plans anew, and so imports this module
-
     on_disk = {id(each) for each in executor.homes.on_disk} if executor is not None else set()
     with tracker.logging(device) as log:
         call = Call(model, batch.args, batch.kwargs, device)

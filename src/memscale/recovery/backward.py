@@ -28,10 +28,10 @@ from typing import Any
 import torch
 
 from memscale._torch import OUTSIDE_BACKWARD, graph_task_id, leaves_of
+from memscale.checkpointing.calls import Call, call_of
 from memscale.errors import RecomputeError, is_out_of_memory
 from memscale.execution_plan import Plan
 from memscale.executor import Executor
-from memscale.recovery.calls import Call, call_of
 from memscale.recovery.forward import planned_forward
 from memscale.recovery.plans import explain, heavier_plans, say_recovered
 from memscale.recovery.shortage import add_note, free_memory

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from memscale._torch import hooks_are_allowed
+from memscale.checkpointing.calls import Call
 from memscale.errors import RecomputeError, is_out_of_memory
 from memscale.execution_plan import Plan
 from memscale.executor import Executor, executor_of
-from memscale.recovery.calls import Call
 from memscale.recovery.plans import explain, heavier_plans, say_recovered
 from memscale.recovery.shortage import add_note, free_memory
 from memscale.techniques.forward import OVERRIDE, ForwardOverride, ForwardStage, Stage

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memscale.checkpointing.calls import Call
 from memscale.executor import executor_of
 from memscale.recovery.backward import CaughtBackward, executor_for
-from memscale.recovery.calls import Call
 from memscale.recovery.forward import RecoverStage
 from memscale.recovery.steps import CaughtSteps
 
