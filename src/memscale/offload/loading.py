@@ -262,7 +262,7 @@ def tie_on_meta(model: nn.Module) -> None:
 
 
 def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a model's ``state_dict`` has; tied ones under each of their names."""
+    """Return what a model's ``state_dict`` has; tied ones under each of their names."""
     found: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own: dict[str, Any] = {**module._parameters, **module._buffers}

@@ -10,8 +10,8 @@ libraries have taken their workspaces, no gradient is left over when forward beg
 before backward. The first step is run, and the allocator is asked for the same again (Note [Steps again and again] in
 `memory/ledger.py`).
 
-What `wrap` keeps to repeat a step from (`memscale.checkpointing.calls`) is there too, until backward ends: copies of
-buffers that forward changes, and the gradients of the outputs.
+What `wrap` keeps to repeat a step from (`ModelCall`) is there too, until backward ends: copies of buffers
+that forward changes, and the gradients of the outputs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from memscale._torch import pytree
-from memscale.checkpointing.calls import Call
+from memscale.checkpointing.model_call import ModelCall, reached_outputs
 from memscale.config import Config
 from memscale.execution_plan import Plan, PredictionSource
 from memscale.executor import Executor
@@ -208,14 +208,17 @@ def _step(
     """See Note [The step that is predicted]."""
     on_disk = {id(each) for each in executor.homes.on_disk} if executor is not None else set()
     with tracker.logging(device) as log:
-        call = Call(model, batch.args, batch.kwargs, device)
+        call = ModelCall(model, batch.args, batch.kwargs, device)
         output = model(*batch.args, **batch.kwargs)
-        call.settle()
-        targets = backward_targets(call.through_boundary(output))
+        call.finish_forward(output)
+        targets = backward_targets(output)
         del output
         after_forward = len(log)
         if targets:
-            backward(loss_of(targets))
+            loss = loss_of(targets)
+            reached_outputs([loss])
+            backward(loss)
+            del loss
         call.release()
         needs = optimizer or _adamw(model, device)
         here = _stepped_here(model, device, needs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ class ModelSite:
         config: The user's settings; None if the plan was attached without any.
         homes: Where the model's tensors are, and the disk tier.
         meter: Counts what a technique does.
+        state: What techniques keep from one plan of the model to the next, by names of their choice.
     """
 
     model: nn.Module
@@ -44,6 +45,7 @@ class ModelSite:
     config: Config | None
     homes: Homes
     meter: Meter
+    state: dict[str, Any]
 
     @property
     def logs(self) -> bool:
@@ -62,6 +64,10 @@ class LayerSite(ModelSite):
 
     layer: LayerPlan
     modules: tuple[nn.Module, ...]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of its modules."""
+        return [parameter for module in self.modules for parameter in module.parameters()]
 
 
 class LayerTechnique(Protocol):
