@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from executor.test_reversal import assert_as_before, pictures
 from memscale.execution_plan import LayerPlan, LossTiling, Offloading, Plan, Tiling
 from memscale.executor import Executor
 from memscale.profiler.blocks import Block, find_blocks
@@ -18,6 +17,7 @@ from memscale.simulator import simulate
 from memscale.testing import executing
 from memscale.tiling.technique import TiledMethod, find_wide_layers
 from support.families import DROPOUT, FAMILIES, HIDDEN, VOCAB, Family
+from support.pictures import assert_as_before, pictures
 from support.tiles import Tensors, assert_close, gradients
 
 ROWS = 5

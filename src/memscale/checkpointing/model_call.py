@@ -28,8 +28,7 @@ from torch.autograd.graph import Node
 
 from memscale._torch import graph_task_id
 from memscale._util.trees import Tree, is_lazy
-from memscale.checkpointing.buffers import Buffers
-from memscale.checkpointing.conditions import Conditions, ModuleFlags, submodules
+from memscale.checkpointing.state import Buffers, Conditions, ModuleFlags, submodules
 from memscale.profiler.sample import Sample
 
 __all__ = ["GraphHandle", "ModelCall", "ReachedOutput", "reached_outputs"]
@@ -90,7 +89,7 @@ class ModelCall:
     def restore_state(self) -> None:
         """Put random state and buffers back after a forward that failed."""
         self.conditions.restore_random()
-        self._buffers.take_back()
+        self._buffers.restore()
 
     @contextlib.contextmanager
     def replay(self) -> Iterator[None]:
@@ -100,8 +99,8 @@ class ModelCall:
 
     def finish_forward(self, output: Any) -> GraphHandle:
         """Note the model's output, and let backward passes report when they come to it."""
-        self.conditions.forward_has_run()
-        self._buffers.settle()
+        self.conditions.end_forward()
+        self._buffers.end_forward()
         nodes: dict[Node, list[tuple[int, int]]] = {}
         for index, tensor in enumerate(self.outputs_of(output)):
             if tensor.grad_fn is not None:

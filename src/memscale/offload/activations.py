@@ -42,7 +42,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id, is_traceable_wrapper_subclass
-from memscale.checkpointing.saved import KeptTensor
+from memscale.checkpointing.state import KeptTensor
 from memscale.errors import TierFullError
 from memscale.observe.counters import Below, Meter
 from memscale.offload.working import Refetch

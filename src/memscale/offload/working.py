@@ -35,8 +35,7 @@ from memscale._torch import (
     hooks_are_allowed,
     surrounding_hooks,
 )
-from memscale.checkpointing.conditions import mark_as_copy
-from memscale.checkpointing.saved import KeptTensor
+from memscale.checkpointing.state import KeptTensor, mark_as_copy
 from memscale.errors import RecomputeError
 from memscale.observe.counters import Meter
 from memscale.offload.arrival import arrived

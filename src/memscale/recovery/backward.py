@@ -161,7 +161,7 @@ class _Pass:
             return "it failed before it came to the model, in the loss or in what is around the model"
         if _are_nested(self._reached):
             return "the loss uses several outputs of the model of which one was computed from another"
-        if any(call.conditions.any_was_computed for call in self.calls):
+        if any(call.conditions.flags.any_was_computed for call in self.calls):
             return "the model was called with computed weights (torch.func.functional_call)"
         if any(tensor.grad_fn is not None for call in self.calls for tensor in call.sample.tensors()):
             return "the model's inputs were computed from something that has gradients, too"
@@ -169,7 +169,7 @@ class _Pass:
             return "it has gradients to bring around the model, which have not arrived"
         try:
             for call in self.calls:
-                call.conditions.check_parameters()
+                call.conditions.flags.check_parameters()
         except RecomputeError as error:
             return str(error)
         return ""
@@ -265,7 +265,7 @@ def _gradient(leaf: torch.Tensor) -> tuple[torch.Tensor | None, int]:
 
 def _leaves_of_call(call: ModelCall) -> Iterable[torch.Tensor]:
     """Yield what gets a gradient by a call: the model's parameters, and arguments that are leaves."""
-    for tensor in (*call.conditions.parameters(), *call.sample.tensors()):
+    for tensor in (*call.conditions.flags.parameters(), *call.sample.tensors()):
         if tensor.requires_grad and tensor.is_leaf:
             yield tensor
 

@@ -160,7 +160,7 @@ def _run_under(executor: Executor, call: ModelCall, plan: Plan) -> Any:
     try:
         executor.replan(plan)
         executor.homes.settle_states()
-        call.conditions.parameters_moved()
+        call.conditions.flags.parameters_moved()
         return planned_forward(executor.model)(*call.sample.args, **call.sample.kwargs)
     except Exception as error:
         if not is_out_of_memory(error):

@@ -29,10 +29,7 @@ from torch import nn
 
 from memscale._torch import backward_keeps_graph, graph_task_id, hooks_are_allowed, surrounding_hooks
 from memscale._util.trees import Tree
-from memscale.checkpointing.chain import no_links
-from memscale.checkpointing.conditions import Conditions, ModuleFlags, submodules
-from memscale.checkpointing.inputs import Inputs
-from memscale.checkpointing.saved import FREED
+from memscale.checkpointing.state import FREED, Conditions, Inputs, ModuleFlags, submodules
 from memscale.tiling.tiles import first_order_only, sum_dtype, tiles_of, without_saved_tensor_hooks
 
 __all__ = ["run_in_tiles"]
@@ -67,7 +64,7 @@ def run_in_tiles(function: Layer, x: torch.Tensor, rows: int, modules: Sequence[
             function,
             rows,
             slots,
-            Inputs(Tree.of(((flat,), {})), no_links, surrounding_hooks()),
+            Inputs(Tree.of(((flat,), {})), surrounding_hooks()),
             Conditions(ModuleFlags(submodules(modules)), [x.device.type]),
             x.device,
             [each.dtype for each in tensors],
@@ -155,7 +152,7 @@ class _TiledLayer(torch.autograd.Function):
             raise RuntimeError(FREED)
         if not backward_keeps_graph():
             call.release()
-        call.conditions.check_parameters()
+        call.conditions.flags.check_parameters()
         ((flat,), _) = inputs.rebuild(graph_task_id())
         with call.conditions.replay():
             parameters = call.slots.tensors()

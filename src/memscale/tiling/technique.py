@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memscale._torch import hooks_are_allowed
-from memscale.checkpointing.conditions import parameter_behind
+from memscale.checkpointing.state import parameter_behind
 from memscale.execution_plan import Tiling
 from memscale.offload.mapped_parameters import MappedParameters
 from memscale.profiler.blocks import find_head
