@@ -88,7 +88,7 @@ class WrapTypeError(MemScaleError, TypeError):
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """The value as a message shows it: its `repr` on one line, cut to `limit`, whatever the value is.
+    """Return the value as a message shows it: its `repr` on one line, cut to `limit`, whatever the value is.
 
     >>> shown("6 parsecs"), shown([0] * 100, limit=12)
     ("'6 parsecs'", '[0, 0, 0, 0…')

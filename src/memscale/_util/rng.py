@@ -81,7 +81,7 @@ _latest_numpy: tuple[bytes, dict[str, Any]] | None = None
 
 
 def _numpy_state() -> dict[str, Any] | None:
-    """The state of NumPy's global generator; the same object as the last time if it has not changed.
+    """Return the state of NumPy's global generator; the same object as the last time if it has not changed.
 
     `get_state` takes 30 us, which every recomputed layer would pay. So the memory of the generator is compared
     first. It is the whole state, but for the second of two normal numbers that are drawn at once: while one is

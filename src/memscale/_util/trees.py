@@ -41,7 +41,7 @@ class Tree:
         return cls([_Record.of(leaf) if _is_record(leaf) else leaf for leaf in leaves], spec)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors, in order, each as often as it occurs."""
+        """Yield the tensors, in order, each as often as it occurs."""
         for leaf in self._leaves:
             if isinstance(leaf, torch.Tensor):
                 yield leaf
@@ -49,7 +49,7 @@ class Tree:
                 yield from leaf.fields.tensors()
 
     def map(self, of: type, change: Callable[[Any], object]) -> Tree:
-        """The same tree with every leaf of one type changed."""
+        """Return the same tree with every leaf of one type changed."""
         leaves = [
             change(leaf)
             if isinstance(leaf, of)

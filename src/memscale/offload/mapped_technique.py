@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memscale._torch import OUTSIDE_BACKWARD, graph_task_id
-from memscale._util.trees import Tree, is_lazy
+from memscale._util.trees import Tree
 from memscale.offload.mapped_parameters import MappedParameters
 from memscale.techniques.forward import ForwardStage, Stage
 
@@ -55,7 +55,6 @@ def _before_backward(output: object, mapped: MappedParameters, parameters: Seque
         mapped.begin(parameters)
 
     for tensor in Tree.of(output).tensors():
-        if is_lazy(tensor):
-            tensor = tensor.hidden  # type: ignore[attr-defined]  # they get no gradient themselves
+        tensor = getattr(tensor, "hidden", tensor)  # lazy logits get no gradient themselves
         if tensor.requires_grad and not tensor.is_leaf:
-            tensor.register_hook(begin)  # type: ignore[no-untyped-call]
+            tensor.register_hook(begin)

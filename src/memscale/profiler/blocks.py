@@ -68,7 +68,7 @@ class Block:
 
 
 def find_blocks(model: nn.Module) -> tuple[Block, ...]:
-    """Finds the blocks of a model, in the order of `named_modules()`.
+    """Find the blocks of a model, in the order of `named_modules()`.
 
     Reads shapes only: parameters may be on the meta device, fake or not yet initialised.
 
@@ -125,7 +125,7 @@ def leftover_parameters(model: nn.Module, blocks: Iterable[Block]) -> tuple[str,
 
 
 def stacks(blocks: Iterable[Block]) -> tuple[tuple[Block, ...], ...]:
-    """Groups neighbouring repeated blocks of one container: the stacks of the model, in order.
+    """Group neighbouring repeated blocks of one container: the stacks of the model, in order.
 
     Args:
         blocks: What `find_blocks` returned.
@@ -215,7 +215,7 @@ def _single(path: str, module: nn.Module) -> _Found:
 
 
 def _open(path: str, module: nn.Module) -> list[_Found]:
-    """Finds the blocks of the model, which is a block itself only if there is nothing in it to find."""
+    """Find the blocks of the model, which is a block itself only if there is nothing in it to find."""
     found = _split(path, module, _size(module))
     if any(item.opens for item in found):
         return found
@@ -231,7 +231,7 @@ def _open(path: str, module: nn.Module) -> list[_Found]:
 
 
 def _walk(path: str, module: nn.Module, around: int) -> list[_Found]:
-    """Finds the blocks in a part of the model; a part without any is one block, if it is called.
+    """Find the blocks in a part of the model; a part without any is one block, if it is called.
 
     Args:
         path: Dotted path of the module.
@@ -247,7 +247,7 @@ def _walk(path: str, module: nn.Module, around: int) -> list[_Found]:
 
 
 def _split(path: str, module: nn.Module, around: int) -> list[_Found]:
-    """Finds the blocks among the children of a module. See Note [Which level is the block]."""
+    """Find the blocks among the children of a module. See Note [Which level is the block]."""
     children = [(_join(path, name), child) for name, child in _children(module)]
     in_order = _class_forward(module) is nn.Sequential.forward and "forward" not in vars(module)
     simple = [in_order and _is_simple(child) and not _is_scripted(child) for _, child in children]
@@ -294,7 +294,7 @@ def _are_blocks(group: _Children, results: dict[str, list[_Found]], alone: bool)
 
 
 def _settle_attributes(group: _Children, results: dict[str, list[_Found]]) -> None:
-    """Takes attributes such as down1, down2, down3 for blocks.
+    """Take attributes such as down1, down2, down3 for blocks.
 
     That is a guess: two of a class may be towers, so it takes three, each with two weights or more. It gives
     way to any stack inside, and is not one to the module around: q, k and v with adapters look like it too.
@@ -307,7 +307,7 @@ def _settle_attributes(group: _Children, results: dict[str, list[_Found]]) -> No
 
 
 def _align(container: str, rows: _Children, results: dict[str, list[_Found]]) -> None:
-    """Finds what repeats across lists in a list: `[[attention, mlp], [attention, mlp], ...]`."""
+    """Find what repeats across lists in a list: `[[attention, mlp], [attention, mlp], ...]`."""
     stacked = any(item.role == "repeated" and item.container == p for p, _ in rows for item in results[p])
     if stacked and not _are_alike([row for _, row in rows]):
         return  # each list is a stage with a stack of its own
@@ -351,7 +351,7 @@ def _slices(path: str, children: _Children, run: list[int]) -> list[_Found]:
 
 
 def _first_of_each(found: list[_Found]) -> list[_Found]:
-    """Drops what is only another name for modules that are in earlier blocks."""
+    """Drop what is only another name for modules that are in earlier blocks."""
     seen: set[int] = set()
     first = []
     for item in found:
@@ -458,7 +458,7 @@ def _own_matrices(module: nn.Module) -> int:
 
 
 def _matrices(module: nn.Module) -> int:
-    """Counts weights of two or more dimensions: what tells a layer that computes from a norm."""
+    """Count weights of two or more dimensions: what tells a layer that computes from a norm."""
     return sum(map(_own_matrices, module.modules()))
 
 
@@ -472,7 +472,7 @@ def _is_projection(module: nn.Module) -> bool:
 
 
 def _owned(item: _Found) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """Yields each module in a block with each parameter that it owns directly."""
+    """Yield each module in a block with each parameter that it owns directly."""
     for module in (inner for member in item.modules for inner in member.modules()):
         for parameter in module._parameters.values():
             if parameter is not None:
@@ -540,7 +540,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
 
 
 def _setting(value: object, depth: int = 3) -> str:
-    """Writes an attribute down, the same in every process; of an unknown object only its class."""
+    """Write an attribute down, the same in every process; of an unknown object only its class."""
     if isinstance(value, Enum):
         return f"{_class_name(value)}.{value.name}"
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype):

@@ -48,7 +48,7 @@ def backward_targets(output: Any) -> list[torch.Tensor]:
 
 
 def _that_can_be_differentiated(targets: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The targets without those whose backward raises: what it needs was changed in place after they were made.
+    """Return the targets without those whose backward raises: what it needs was changed in place after they were made.
 
     The model trains all the same, if its loss does not use them. If that leaves none, all are returned.
     """
@@ -76,7 +76,7 @@ def _that_can_be_differentiated(targets: list[torch.Tensor]) -> list[torch.Tenso
 
 
 def loss_of(targets: list[torch.Tensor]) -> torch.Tensor:
-    """The model's loss, or a stand-in for a loss outside of the model, which is not known.
+    """Return the model's loss, or a stand-in for a loss outside of the model, which is not known.
 
     A stand-in needs what cross-entropy needs, in tiles where that is computed in tiles: it keeps one tensor of the
     output's size for backward, and makes two more there. The targets are let go of, as by
@@ -106,7 +106,7 @@ BRANCH_SHARE = 0.15  # of the peak: another branch may hold more
 
 
 def _unseen(model: nn.Module, step: StepRecord, *, on_cpu: bool) -> tuple[Unseen, ...]:
-    """What a step may need that its recorded one did not show."""
+    """Return what a step may need that its recorded one did not show."""
     found = []
     if step.guesses:
         what = "forward asks for values of tensors (a branch, .item()), which were guessed: training may do other work"
@@ -133,7 +133,7 @@ def build_profile(
     at_home: bool = False,
     resident: Mapping[str, tuple[str, ...]] | None = None,
 ) -> ModelProfile:
-    """A profile from a record; blocks that did not run take the figures of their stand-ins.
+    """Build a profile from a record; blocks that did not run take the figures of their stand-ins.
 
     ``exact_bytes``: the device counts tensors at their own size, not in the allocator's blocks. ``at_home``: the
     parameters were on the tier below, and their gradients went there. ``resident``: names of the parameters that

@@ -151,7 +151,7 @@ class Recorder:
         self.step.guesses = -self._tracker.guesses
 
     def forward_returns(self) -> None:
-        """The model has returned, and its outputs are there.
+        """Note that the model has returned, and its outputs are alive.
 
         A block's output that is not needed for backward is not: it was gone when the next block had taken it (in
         16 bits, where that block saves a copy), and is in that block's peak.
@@ -161,7 +161,7 @@ class Recorder:
             self.step.blocks[name].dropped += sum(alive.values())
 
     def forward_ends(self) -> None:
-        """The model has returned, and what it returned but is not needed any more has been let go of."""
+        """Note that outputs which are not needed any more have been released."""
         self.step.saved_total = self._in_use() - self.step.resident
         self.step.loss_peak, self._between = self._between, 0
         for name, entered, left, outputs in self._calls:

@@ -63,7 +63,7 @@ class Place:
 
     @classmethod
     def of(cls, device: DeviceSpec) -> Place:
-        """The stand-in for a device.
+        """Return the stand-in for a device.
 
         >>> from memscale.hardware import virtual_hardware
         >>> Place.of(virtual_hardware("H100").device)
@@ -272,7 +272,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def gradients_of(model: nn.Module) -> Callable[[torch.Tensor], object]:
-    """A backward that makes every gradient and stores none, unless the graph allows no other way.
+    """Return a backward that makes every gradient and stores none, unless the graph allows no other way.
 
     Raises:
         ProfileError: gradients must be stored, and hooks of the user's wait for that.

@@ -50,7 +50,7 @@ class Sample:
     beside: tuple[Any, ...] = ()
 
     def describe(self) -> str:
-        """The shapes, in words.
+        """Return the shapes, in words.
 
         >>> Sample((torch.zeros(2, 3),), {"labels": torch.zeros(2, dtype=torch.long)}).describe()
         'float32[2, 3], labels=int64[2]'
@@ -60,12 +60,12 @@ class Sample:
         return ", ".join(part for part in parts if part)
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors of the batch."""
+        """Return the tensors of the batch."""
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def on(self, device: torch.device) -> Sample:
-        """The same batch on a device, as the training loop will have it."""
+        """Return the same batch on a device, as the training loop will have it."""
 
         def moved(leaf: object) -> object:
             return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
@@ -73,11 +73,11 @@ class Sample:
         return self.mapped(lambda tree: pytree.tree_map(moved, tree))
 
     def mapped(self, change: Callable[[Any], Any]) -> Sample:
-        """The same call with other tensors."""
+        """Return the same call with other tensors."""
         return Sample(change(self.args), change(self.kwargs), change(self.beside))
 
     def positions_and_tokens(self) -> tuple[int, int]:
-        """The positions of one sequence, and those of all: by token ids or labels, else by what is called with.
+        """Return the positions of one sequence, and those of all: by token ids or labels, else by what is called with.
 
         >>> Sample((), {"input_ids": torch.zeros(4, 512, dtype=torch.long)}).positions_and_tokens()
         (512, 2048)
@@ -94,7 +94,7 @@ class Sample:
         return 1, max((tensor.shape[0] for tensor in tensors), default=1)
 
     def shapes(self) -> tuple[Any, ...]:
-        """What two batches must share to be planned alike."""
+        """Return what two batches must share to be planned alike."""
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         return tuple(
             (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, torch.Tensor) else None
@@ -131,7 +131,7 @@ def sample_of(sample_input: Any, model: nn.Module | None = None) -> Sample:
 
 
 def hinted_sample(model: nn.Module) -> Sample | None:
-    """A batch of one from what the model says of itself, on the meta device; None if it says too little."""
+    """Return a batch of one from what the model says of itself, on the meta device; None if it says too little."""
     config = getattr(model, "config", None)
     main_input = getattr(model, "main_input_name", None)
     if config is None or not isinstance(main_input, str):
@@ -213,7 +213,7 @@ _PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
 def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The shapes of a call as they come, to look them up by: made at every step, and so not by pytree."""
+    """Return the shapes of a call as they come, to look them up by: made at every step, and so not by pytree."""
     key: list[Any] = [value.shape if isinstance(value, torch.Tensor) else _shapes_in(value) for value in args]
     for name, value in kwargs.items():
         key.append(name)
@@ -228,7 +228,7 @@ def _shapes_in(value: Any) -> tuple[Any, ...] | None:
 
 
 def named_shapes(model: nn.Module, sample: Sample) -> Shapes:
-    """The tensors of a call by the names of forward's arguments, whether they were passed by position or by name.
+    """Return the tensors of a call by the names of forward's arguments, however they were passed.
 
     Example:
         >>> layer, x = nn.Linear(2, 2), torch.ones(3, 2)
@@ -279,13 +279,13 @@ class PlannedBatches:
         return key in self._keys
 
     def note(self, key: tuple[Any, ...]) -> None:
-        """A call with this key is covered."""
+        """Note that calls with this key are covered."""
         if len(self._keys) >= MOST_KEYS:
             self._keys.clear()
         self._keys.add(key)
 
     def add(self, shapes: Shapes) -> None:
-        """A plan was made for this batch."""
+        """Note that a plan was made for this batch."""
         self._planned.append(shapes)
 
     def give_up(self, shapes: Shapes) -> None:
@@ -303,7 +303,7 @@ class PlannedBatches:
         return any(_is_within(shapes, planned) for planned in self._alike(shapes))
 
     def varying(self, shapes: Shapes) -> dict[str, list[int]]:
-        """The dimensions in which a batch differs from one that was planned for."""
+        """Return the dimensions in which a batch differs from one that was planned for."""
         alike = self._alike(shapes)
         return {
             name: [
@@ -330,13 +330,13 @@ def _is_within(shapes: Shapes, planned: Shapes) -> bool:
 
 
 def _sizes(shape: Shape) -> tuple[int, int]:
-    """The elements of a tensor, and what attention over its longest dimension would make of them."""
+    """Return the elements of a tensor, and what attention over its longest dimension would make of them."""
     elements = math.prod(shape)
     return elements, elements * max(shape[1:], default=1)
 
 
 def roundings(shapes: Shapes, varying: dict[str, list[int]]) -> list[Shapes]:
-    """What to plan for instead of a batch, the largest first; at last the batch itself.
+    """Return what to plan for instead of a batch, the largest first; at last the batch itself.
 
     >>> roundings({"x": (8, 600)}, {"x": [1]})
     [{'x': (8, 1024)}, {'x': (8, 640)}, {'x': (8, 600)}]
@@ -361,7 +361,7 @@ def _up(size: int, steps: int) -> int:
 
 
 def resized(model: nn.Module, sample: Sample, shapes: Shapes) -> Sample:
-    """The same call with tensors of other shapes, which have no values."""
+    """Return the same call with tensors of other shapes, which have no values."""
     wanted = {id(tensor): shapes[name] for name, tensor in named_tensors(model, sample)}
 
     def change(leaf: object) -> object:

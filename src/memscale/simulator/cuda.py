@@ -59,7 +59,7 @@ def choose_kernel(
     causal: bool,
     capability: tuple[int, int],
 ) -> str:
-    """The kernel that CUDA would take: "flash", "efficient" or "math"."""
+    """Return the kernel that CUDA would take: "flash", "efficient" or "math"."""
     if query.dim() != 4:
         return "math"
     half, width = query.dtype in HALF, query.size(-1)
@@ -89,7 +89,7 @@ def choose_kernel(
 
 
 def _expand_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The efficient kernel takes an additive mask whose rows are aligned to 16 elements."""
+    """Align the rows of an additive mask to 16 elements, as the efficient kernel takes it."""
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
     length = mask.size(-1)
@@ -323,7 +323,7 @@ class _Rewrite(TorchFunctionMode):
         self._target = target
 
     def device(self, value: Any) -> Any:
-        """The device that is meant, if ``value`` names one."""
+        """Return the device that is meant, if ``value`` names one."""
         if isinstance(value, torch.device):
             return self._target if value.type == "cuda" else value
         if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):

@@ -243,7 +243,7 @@ class _DeviceModule:
     reset_max_memory_allocated = reset_peak_memory_stats
 
     def memory_stats(self, device: Any = None) -> dict[str, int]:
-        """The figures of ``torch.cuda.memory_stats`` that there are here."""
+        """Return the figures of ``torch.cuda.memory_stats`` that there are here."""
         return {
             "allocated_bytes.all.current": self.memory_allocated(),
             "allocated_bytes.all.peak": self.max_memory_allocated(),
@@ -310,7 +310,7 @@ def register() -> None:
 
 
 def virtual_device() -> torch.device:
-    """The label that simulated tensors carry.
+    """Return the label that simulated tensors carry.
 
     On a machine with a real CUDA device it is ``cuda``: fake CUDA tensors work there as they are, and a device
     registered in the PrivateUse1 slot would stand before the real one in everything that asks torch for "the

@@ -30,7 +30,7 @@ def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def operators(key: str) -> Iterator[Callable[[Any, Callable[..., Any]], None]]:
-    """Gives a function that implements an aten operator for a dispatch key inside the block.
+    """Yield a function that implements an aten operator for a dispatch key inside the block.
 
     Private torch API: ``Library._destroy`` (tried on torch 2.13). Without it an implementation would stay
     until the garbage collector finds the library.
@@ -79,7 +79,7 @@ def swap_on_conversion() -> Iterator[None]:
 
 
 def transformers_masks() -> contextlib.AbstractContextManager[None]:
-    """transformers builds attention masks for a tracer that it would leave out on a real device.
+    """Return transformers builds attention masks for a tracer that it would leave out on a real device.
 
     A fake tensor looks like a tracer to it; the masks would cost memory that a real step does not need.
     """

@@ -121,7 +121,7 @@ class CachingFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `
         return self._follow(recipe, args)
 
     def cached_result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What an operation makes, if that is remembered, else `NOT_CACHED`; to be called while no mode is on.
+        """Return what an operation makes, if that is remembered, else `NOT_CACHED`; to be called while no mode is on.
 
         For a mode that stands before this one: to get here by torch's dispatcher takes as long as the rest.
         """

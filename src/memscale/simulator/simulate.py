@@ -82,7 +82,7 @@ class Simulation:
         return self.tracker.peak_bytes("cpu")
 
     def copy_of(self, model: ModuleT, without: Iterable[nn.Module] = ()) -> ModuleT:
-        """A copy of a real model for this device: same structure, no data; the model is not touched.
+        """Return a copy of a real model for this device: same structure, no data; the model is not touched.
 
         Args:
             model: The model.
@@ -91,7 +91,7 @@ class Simulation:
         return fake_copy(model, self.device, without)
 
     def batch_of(self, batch: Any) -> Any:
-        """A copy of a real batch (nested containers of tensors) for this device, without data."""
+        """Return a copy of a real batch (nested containers of tensors) for this device, without data."""
         return fake_tree(batch, self.device)
 
     # Fake random numbers have no state, but code that saves and restores it must run.
@@ -204,7 +204,7 @@ def fake_copy(model: ModuleT, device: torch.device, without: Iterable[nn.Module]
 
 
 def fake_tree(tree: Any, device: torch.device) -> Any:
-    """The same nested containers with every tensor replaced by an empty one on ``device``."""
+    """Return the same nested containers with every tensor replaced by an empty one on ``device``."""
     storages: dict[int, torch.Tensor] = {}
 
     def twin(leaf: Any) -> Any:
@@ -273,7 +273,7 @@ def _view(
     device: torch.device,
     storages: dict[int, torch.Tensor],
 ) -> torch.Tensor:
-    """A fake tensor that shares the storage of others as ``tensor`` does."""
+    """Return a fake tensor that shares the storage of others as ``tensor`` does."""
     if storage._cdata not in storages:
         elements = storage.nbytes() // max(1, tensor.element_size())
         storages[storage._cdata] = torch.empty(elements, dtype=tensor.dtype, device=device)

@@ -14,7 +14,7 @@ from memscale.memory.tracker import MemoryTracker
 
 
 def op_name(func: Any) -> str:
-    """The name without namespace and overload: "add" of aten::add.Tensor."""
+    """Return the name without namespace and overload: "add" of aten::add.Tensor."""
     return str(getattr(func, "_opname", ""))  # operators that take functions have no such name
 
 
@@ -69,7 +69,7 @@ MATMULS = {"mm", "addmm", "bmm", "baddbmm"}
 
 
 def workspace_bytes(capability: tuple[int, int]) -> int:
-    """What torch gives each cuBLAS handle on a card of this compute capability."""
+    """Return what torch gives each cuBLAS handle on a card of this compute capability."""
     return CUBLAS_WORKSPACE_HOPPER if capability >= HOPPER else CUBLAS_WORKSPACE
 
 
@@ -123,6 +123,6 @@ def lstm_workspace_bytes(steps: int, samples: int, inputs: int, hidden: int) -> 
 
 
 def _padded(width: int) -> int:
-    """A row's length in oneDNN's buffers: whole cache lines, and one more where rows would collide in the cache."""
+    """Return a row's length in oneDNN's buffers: whole cache lines, one more where rows would collide."""
     padded = -(-width // 16) * 16
     return padded + 16 if padded % 256 == 0 else padded

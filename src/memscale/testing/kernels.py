@@ -40,7 +40,7 @@ def _remember_random_state() -> int:
 
 
 def _like_cuda(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """The operation's outputs as CUDA shapes them, uninitialised."""
+    """Return the operation's outputs as CUDA shapes them, uninitialised."""
     meta = [each.to("meta") if isinstance(each, torch.Tensor) else each for each in args]
     shapes = func(*meta, **kwargs)
     return tuple(
