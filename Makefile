@@ -17,12 +17,13 @@ CASES ?= 1000
 SEED ?= 0
 
 python := $(VENV)/bin/python
+marker := -m "not slow"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak check format clean distclean
+.PHONY: help setup demo test test-all soak check format clean distclean
 
 help: ## Show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: export SETUP_PYTHON := $(PYTHON)
 setup: export SETUP_TORCH := $(TORCH)
@@ -34,8 +35,11 @@ demo: setup ## Train a small model and show where its memory goes
 	$(python) examples/demo.py
 
 # One thread for each test process: the processes already fill the cores.
-test: setup ## Run the whole test suite, doctests included
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(python) -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+test: setup ## Run the test suite, doctests included, without the slow matrices
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(python) -m pytest -n $(JOBS) --dist worksteal $(marker) $(PYTEST_ARGS)
+
+test-all: marker :=
+test-all: test ## Run the whole test suite, the slow matrices included
 
 # Exit code 1 if a wrapped model trains other than the plain one in any of the cases.
 soak: setup ## Search for wrong numbers in random models: CASES=1000 SEED=0

@@ -29,7 +29,7 @@ from torch import nn
 from memscale.config import AsyncOffloadConfig, Config
 from memscale.execution_plan import LayerPlan, Offloading, Plan
 from memscale.executor import Executor
-from memscale.tiers import _libc, disk
+from memscale.tiers import disk_file
 from memscale.units import format_bytes
 
 __all__ = ["Measured", "main", "measure"]
@@ -75,14 +75,15 @@ def _past_the_page_cache() -> Iterator[None]:
     """Disk tiers wait for the disk, in both directions."""
 
     def write_from(fd: int, tensor: torch.Tensor, offset: int) -> None:
-        disk_write_from(fd, tensor, offset)
-        _libc.drop_cache(fd, offset, tensor.nbytes)
+        plain_write_from(fd, tensor, offset)
+        os.fdatasync(fd)
+        os.posix_fadvise(fd, offset, tensor.nbytes, os.POSIX_FADV_DONTNEED)
 
-    disk_write_from, disk.write_from = disk.write_from, write_from
+    plain_write_from, disk_file.write_from = disk_file.write_from, write_from
     try:
         yield
     finally:
-        disk.write_from = disk_write_from
+        disk_file.write_from = plain_write_from
 
 
 @contextlib.contextmanager

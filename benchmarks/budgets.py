@@ -3,7 +3,8 @@
 Two tables, of GPT-2 Medium (4 × 512) on a simulated RTX 3090:
 
 - for each budget the engine's plan, and the fastest that one would find by hand: full checkpointing (every layer
-  recomputed whole) with the parameters of as many layers at home as it takes (`engine.choices.by_hand`);
+  recomputed whole) with the parameters of as many layers offloaded as it takes
+  (`planner.options.checkpointing_candidates`);
 - at the memory of full checkpointing, the floating-point operations that the engine's plan recomputes. Nothing is
   offloaded there. Operations are counted by torch's `FlopCounterMode` over a step of the executor on the simulator.
 
@@ -33,10 +34,12 @@ from memscale.errors import MemScaleError
 from memscale.execution_plan import Plan
 from memscale.executor import Executor
 from memscale.hardware import Hardware, virtual_hardware
-from memscale.planner import plan_of, points_of, room_of
-from memscale.planner.choices import by_hand
-from memscale.planner.make_plan import Look, fits, look_at, rehearsal
+from memscale.planner.assembly import plan_of
+from memscale.planner.engine import points_of, room_of
+from memscale.planner.make_plan import ProfiledModel, fits, profile_settings
+from memscale.planner.options import checkpointing_candidates
 from memscale.planner.predict import Step, predict
+from memscale.planner.rehearsal import rehearsal
 from memscale.planner.rules import Point, Verdict
 from memscale.profiler import Place, Sample, sample_of
 from memscale.profiler.build import backward_targets, loss_of
@@ -130,15 +133,17 @@ def budget_row(
     )
 
 
-def _look(model: nn.Module, inputs: dict[str, torch.Tensor], config: Config, hardware: Hardware) -> Look:
+def _profiled(
+    model: nn.Module, inputs: dict[str, torch.Tensor], config: Config, hardware: Hardware
+) -> ProfiledModel:
     with rehearsal(model):
-        return look_at(model, sample_of(inputs), config, hardware)
+        return profile_settings(model, sample_of(inputs), config, hardware)
 
 
-def _by_hand(look: Look, hardware: Hardware, config: Config) -> list[Point]:
+def _by_hand(profiled: ProfiledModel, hardware: Hardware, config: Config) -> list[Point]:
     found: list[Point] = []
-    for setting, needs in look.under:
-        candidates = list(by_hand(needs, home=config.enable_offloading))
+    for setting, needs in profiled.under:
+        candidates = list(checkpointing_candidates(needs, offload=config.enable_offloading))
         found += points_of(candidates, needs, hardware, config, setting)
     return found
 
@@ -147,11 +152,13 @@ def _fastest_by_hand(
     model: nn.Module, inputs: dict[str, torch.Tensor], config: Config, hardware: Hardware
 ) -> Plan | None:
     """The fastest plan by hand that fits, by simulation; those that are far too large are not simulated."""
-    look = _look(model, inputs, config, hardware)
+    profiled = _profiled(model, inputs, config, hardware)
     room = room_of(hardware, config)
-    for point in sorted(_by_hand(look, hardware, config), key=lambda point: point.cost):
+    for point in sorted(
+        _by_hand(profiled, hardware, config), key=lambda point: (point.seconds, point.peak_bytes)
+    ):
         if point.peak_bytes <= WORTH_A_LOOK * room:
-            plan = _simulated(model, point, look, inputs, config, hardware)
+            plan = _simulated(model, point, profiled, inputs, config, hardware)
             if fits(plan, hardware, config):
                 return plan
     return None
@@ -160,13 +167,13 @@ def _fastest_by_hand(
 def _simulated(
     model: nn.Module,
     point: Point,
-    look: Look,
+    profiled: ProfiledModel,
     inputs: dict[str, torch.Tensor],
     config: Config,
     hardware: Hardware,
 ) -> Plan:
     """A point as a plan, with its simulated peak."""
-    decided = plan_of(Verdict(point, "by-hand"), look.profile, hardware, config, under=look.under)
+    decided = plan_of(Verdict(point, "by-hand"), profiled.profile, hardware, config, under=profiled.under)
     plain = Step(decided.baseline_peak_bytes, decided.baseline_saved_bytes)
     with rehearsal(model):
         return predict(model, decided, sample_of(inputs), Place.of(hardware.device), config, plain)
@@ -175,8 +182,8 @@ def _simulated(
 def selective(model: nn.Module, inputs: dict[str, torch.Tensor], hardware: Hardware) -> Selective:
     """Compare full checkpointing with the engine's plan for the same memory."""
     config = Config(mode="balanced", enable_offloading=False, enable_logging=False)
-    look = _look(model, inputs, config, hardware)
-    full = _simulated(model, _by_hand(look, hardware, config)[0], look, inputs, config, hardware)
+    profiled = _profiled(model, inputs, config, hardware)
+    full = _simulated(model, _by_hand(profiled, hardware, config)[0], profiled, inputs, config, hardware)
     sample, place = sample_of(inputs), Place.of(hardware.device)
     budget = full.predicted_peak_bytes + full.allowance_bytes
     plan = make_plan(model, inputs, config.replace(memory_budget=budget), hardware)

@@ -15,6 +15,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 import random
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 
 import hypothesis
@@ -29,7 +30,16 @@ hypothesis.settings.register_profile("memscale-ci", deadline=None, print_blob=Tr
 hypothesis.settings.load_profile("memscale-ci" if os.environ.get("CI") else "memscale")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cases: Counter[str] = Counter()
+    for item in items:
+        matrix = item.get_closest_marker("matrix")
+        if matrix is not None:
+            test = item.nodeid.partition("[")[0]
+            if cases[test] % matrix.args[0]:
+                item.add_marker("slow")
+            cases[test] += 1
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -17,6 +17,7 @@ def family(request: pytest.FixtureRequest) -> Family:
     return request.param
 
 
+@pytest.mark.matrix(5)
 def test_one_step_has_a_finite_loss_and_gradients(family):
     model = family.build()
     loss = family.loss(model, family.batch())
@@ -43,6 +44,7 @@ def test_two_builds_and_two_batches_are_equal(family):
     assert all(torch.equal(one[key], two[key]) for key in keys)
 
 
+@pytest.mark.matrix(5)
 def test_two_runs_from_one_seed_are_equal(family):
     model, batch = family.build(), family.batch()
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -558,3 +558,15 @@ def _unwrapped(function: Any) -> Iterator[Any]:
 
 DDP_STATIC_GRAPH_REDUCED = "_static_graph_delay_allreduce_enqueued"
 """Flag of DistributedDataParallel(static_graph=True): its first reduction is under way."""
+
+
+def has_global_forward_hooks() -> bool:
+    """Return whether hooks on the forward of all modules are registered; private globals of `nn.Module`."""
+    hooks: Any = torch.nn.modules.module
+    return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks)
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has hooks on its gradient; a torch without the attributes has none."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(tensor, name, None) for name in names)

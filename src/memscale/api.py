@@ -1,4 +1,4 @@
-"""``wrap``, ``optimize``, ``detach`` and ``plan``: the thin surface over the corridor."""
+"""The public functions: ``wrap``, ``optimize``, ``detach``, ``plan`` and ``find_batch_size``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from memscale.observe.counters import Meter
 from memscale.observe.log import logger, say_plan, speaking
 from memscale.offload.homes import training_device
 from memscale.optimizer.needs import OptimizerNeeds, needs_of
-from memscale.planner import room_of
 from memscale.planner.batch_size import BatchSizes, batch_sizes
+from memscale.planner.engine import room_of
 from memscale.planner.make_plan import fits, make_plan
 from memscale.planner.replan import follow_batch
 from memscale.profiler import Place, hinted_sample, sample_of
@@ -42,7 +42,7 @@ def wrap(
     async_offload: bool | None = None,
     async_config: AsyncOffloadConfig | None = None,
 ) -> TargetT:
-    """Make a model train in less memory; returns the same object.
+    """Make a model train in less memory, and return the same object.
 
     A model that was built under ``torch.device("meta")`` gets its weights: here from the files that
     ``load_safetensors`` was given, or by the initialisation of its own modules; a module at a time, and directly on
@@ -92,7 +92,7 @@ def wrap(
 
 
 def detach(model: Any) -> None:
-    """Take every trace of MemScale off a model (or a Trainer's model).
+    """Remove every trace of MemScale from a model (or a Trainer's model).
 
     What is at home on disk or on the host goes back to where it was before ``wrap``. A model that was built on the meta
     device is left as ordinary tensors in host memory, whole: there must be room for it.
@@ -151,7 +151,7 @@ def plan(
     strict: bool = False,
     optimizer: Optimizer | None = None,
 ) -> Plan:
-    """What ``wrap`` would do, with its predicted peak and step-time ratio; nothing is attached.
+    """Return what ``wrap`` would do, with its predicted peak and step-time ratio; attach nothing.
 
     Args:
         model: the model; its weights may be on the meta device.
@@ -190,7 +190,7 @@ def find_batch_size(
     config: Config | None = None,
     hardware: str | int | Hardware | None = None,
 ) -> BatchSizes:
-    """The largest batch that fits, the longest sequences, and the batch that trains the most samples a second.
+    """Find the largest batch that fits, the longest sequences, and the batch that trains the most samples a second.
 
     By prediction, not by crashing: batches are profiled on fake tensors, and what is returned was simulated. Each of
     the three has its plan and the Config to give to ``wrap``; the mode that is searched is that of ``config``.
@@ -268,9 +268,8 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any, optimizer:
         executor.optimizer = needs
         if sample_input is not None:
             executor.batches.add(named_shapes(model, sample_of(sample_input, model)))
-        with speaking(
-            config, strict=True
-        ) as log:  # first: a log file that cannot be opened leaves the model as it is
+        # The log comes first: if its file cannot be opened, the model stays as it is.
+        with speaking(config, strict=True) as log:
             _attach(executor, lambda: say_plan(log, decided, hardware))
     except BaseException:
         disk.close()
@@ -278,7 +277,7 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any, optimizer:
 
 
 def _attach(executor: Executor, say: Callable[[], None]) -> None:
-    """Put an executor on its model in place of the one it may have, which stays if that fails; and say it."""
+    """Attach an executor in place of the one that the model may have, which stays if that fails; then log it."""
     before = executor_of(executor.model)
     with interrupts_deferred():
         if before is not None:
@@ -317,7 +316,7 @@ def _plan(
 
 
 def _what_is_missing(plan: Plan, hardware: Hardware, config: Config) -> str:
-    """Of a plan that does not fit: the numbers, and what to do."""
+    """Return the numbers of a plan that does not fit, and what to do."""
     needs, room = plan.predicted_peak_bytes + plan.allowance_bytes, room_of(hardware, config)
     notes = "; ".join(plan.notes)
     return (
@@ -336,7 +335,7 @@ def _hardware(model: nn.Module, hardware: str | int | Hardware | None, config: C
 
 
 def _device(model: nn.Module) -> torch.device | None:
-    """Where a model trains; None, for the machine's best, if it is not on any device yet."""
+    """Return where a model trains; None, for the machine's best device, if all of it is on the meta device."""
     executor = executor_of(model)
     if executor is not None:
         return executor.device  # its parameters may be at home elsewhere
@@ -344,7 +343,7 @@ def _device(model: nn.Module) -> torch.device | None:
 
 
 def _new_home(model: nn.Module, hardware: Hardware) -> torch.device | None:
-    """Where a model that is on no device yet will train, if that is not the CPU; None for one that is on a device."""
+    """Return the accelerator on which a model from the meta device will train; None for the CPU or any other model."""
     kind, index = hardware.device.kind, hardware.device.index
     if kind == "cpu" or not all(each.is_meta for each in model.parameters()):
         return None
@@ -372,7 +371,7 @@ def _check_optimizer(optimizer: Optimizer | None) -> None:
 
 
 def _is_trainer(target: object) -> bool:
-    """A Hugging Face Trainer or something shaped like one: it holds a model and trains it."""
+    """Return whether this is a Hugging Face Trainer or shaped like one: it holds a model and trains it."""
     return (
         not isinstance(target, (nn.Module, type))
         and isinstance(getattr(target, "model", None), nn.Module)

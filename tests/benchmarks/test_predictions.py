@@ -21,6 +21,7 @@ def row_of(family: str, mode: str, device: Device) -> PredictionRow:
     return row
 
 
+@pytest.mark.matrix(9)
 @pytest.mark.parametrize(
     ("family", "mode", "device"),
     [

@@ -60,6 +60,7 @@ def test_a_case_that_does_not_fit_for_gaps_alone(tiny):
     assert "with the gaps" in row.note
 
 
+@pytest.mark.slow
 def test_nothing_of_a_case_stays():
     def fake_tensors() -> int:
         gc.collect()
@@ -85,6 +86,7 @@ def test_a_mode_is_compared_to_the_plain_model(tiny):
     assert alone == aggressive
 
 
+@pytest.mark.slow
 def test_a_mode_that_fits_where_the_plain_model_does_not():
     (row,) = run_suite(["gpt2-small"], ["aggressive"], on="1900MiB")
     assert row.baseline_bytes is None
@@ -93,6 +95,7 @@ def test_a_mode_that_fits_where_the_plain_model_does_not():
     assert row.reduction is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_measured_mode_needs_less_than_the_plain_model():
     plain, wrapped = run_suite(["gpt2-tiny"], ["none", "aggressive"], on="cpu", batch=8, tensor_bytes=True)
@@ -100,6 +103,7 @@ def test_a_measured_mode_needs_less_than_the_plain_model():
     assert wrapped.time_ratio is not None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_measured_row():
     row = run_case("gpt2-tiny", on="cpu", tensor_bytes=True)

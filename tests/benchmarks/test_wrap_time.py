@@ -11,6 +11,7 @@ from benchmarks import wrap_time
 from benchmarks.wrap_time import WAYS, Row, main, markdown
 
 
+@pytest.mark.slow
 def test_a_small_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     page, results = tmp_path / "page.md", tmp_path / "results.json"

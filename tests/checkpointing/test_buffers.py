@@ -90,6 +90,7 @@ BUILDERS = [
 ]
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("build", BUILDERS)
 @pytest.mark.parametrize("calls", [1, 2])
 def test_training_is_bit_equal_to_the_plain_run(build: Any, calls: int) -> None:

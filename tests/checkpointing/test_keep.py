@@ -59,6 +59,7 @@ POLICIES = [
 ]
 
 
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("ops", POLICIES)
 @pytest.mark.parametrize("build", [Deep, Attention, lambda: Attention(0.3)])
 def test_training_is_bit_equal_to_the_plain_run(build: Callable[[], nn.Module], ops: tuple[str, ...]) -> None:

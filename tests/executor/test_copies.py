@@ -82,6 +82,7 @@ def forwards(model: nn.Module) -> dict[str, ForwardOverride]:
     return {name: value for name, value in found.items() if isinstance(value, ForwardOverride)}
 
 
+@pytest.mark.matrix(5)
 def test_a_copy_is_wrapped_by_itself(family: Family, copied: Copy, regions) -> None:
     plain = family.build()
     model = wrapped(family.build())

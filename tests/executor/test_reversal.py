@@ -84,6 +84,7 @@ def step(family: Family, model: nn.Module) -> None:
     model.zero_grad()
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("settings", [{}, {"chained": True}], ids=["whole", "chained"])
 def test_detach_restores_every_module(family: Family, settings: dict[str, Any]) -> None:
     model = family.build()

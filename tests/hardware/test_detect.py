@@ -84,6 +84,7 @@ def test_a_gpu_that_is_not_there() -> None:
     assert virtual_hardware(find_gpu("RTX 3090")) == hardware
 
 
+@pytest.mark.matrix(13)
 @pytest.mark.parametrize("gpu", list_gpus(), ids=lambda gpu: gpu.name)
 def test_every_gpu_of_the_table_can_be_planned_for(gpu) -> None:
     hardware = virtual_hardware(gpu)

@@ -39,7 +39,7 @@ def test_bytes_of_parameters_and_gradients_on_a_device() -> None:
             ("gradients", "host"): (0, size * STEPS),
         }
         report = executor.report()
-        assert (report.bytes_up, report.bytes_down) == (2 * size * STEPS, size * STEPS)
+        assert (report.bytes_read, report.bytes_written) == (2 * size * STEPS, size * STEPS)
         assert Moved("gradients", "host", "offloading", 0, size * STEPS) in report.moved
         assert report.seconds_lost_to("offloading") > 0
         assert report.seconds_lost_to("recomputing") > 0
@@ -125,7 +125,7 @@ def test_homes_on_disk(tmp_path: Path) -> None:
     assert report.disk_bytes == executor.bytes_on_disk >= 3 * size
     executor.detach()
     assert executor.report().disk_bytes == 0
-    assert executor.report().bytes_up == report.bytes_up
+    assert executor.report().bytes_read == report.bytes_read
 
 
 def test_state_on_the_host_of_parameters_on_the_device_and_of_those_at_home() -> None:

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from memscale.memory.process import measure_in_fresh_process
-from memscale.observe import clocks
-from memscale.observe.clocks import CudaClock, HostClock, NoClock, PeakWatch, clock_for
-from memscale.observe.counters import Meter
+from memscale.observe import counters
+from memscale.observe.counters import CudaClock, HostClock, Meter, NoClock, PeakWatch, clock_for
 from memscale.testing import executing
 from support.observed import Stack, attached, batch, plan
 
@@ -196,8 +195,8 @@ def test_the_peak_of_the_process(
     monkeypatch: pytest.MonkeyPatch, now: int, expected: int | None, since: str
 ) -> None:
     peak = [100]
-    monkeypatch.setattr(clocks, "rss_bytes", lambda: 80)
-    monkeypatch.setattr(clocks, "peak_rss_bytes", lambda: peak[0])
+    monkeypatch.setattr(counters, "rss_bytes", lambda: 80)
+    monkeypatch.setattr(counters, "peak_rss_bytes", lambda: peak[0])
     watch = PeakWatch(CPU)
     peak[0] = now
     found = watch.read()

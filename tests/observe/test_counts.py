@@ -165,7 +165,9 @@ def test_a_model_on_which_the_plan_does_nothing_gets_nothing_for_the_meter() -> 
     assert executor.report().scalars() == {
         "predicted_peak_bytes": 1000,
         "allowance_bytes": 10,
-        **dict.fromkeys(("bytes_up", "bytes_down", "recomputations", "recompute_flops", "disk_bytes"), 0),
+        **dict.fromkeys(
+            ("bytes_read", "bytes_written", "recomputations", "recompute_flops", "disk_bytes"), 0
+        ),
         **{k: v for k, v in executor.report().scalars().items() if k == "observed_peak_bytes"},
     }
 

@@ -19,20 +19,18 @@ from torch import nn
 
 import memscale
 from memscale import AsyncOffloadConfig, Config
-from memscale.errors import ConfigError, TierError, TransferError
+from memscale.errors import ConfigError, TransferError
 from memscale.execution_plan import Checkpointing, LayerPlan, Offloading, Plan
 from memscale.offload.activations import Activations
 from memscale.offload.arrival import Journey
 from memscale.offload.prefetch import Prefetcher
 from memscale.simulator import simulate
 from memscale.testing import executing
-from memscale.tiers.engine import Lane
-from memscale.tiers.pinned import PinnedPool
-from memscale.tiers.shared import ENVIRONMENT, SharedEngine, async_settings
+from memscale.tiers.engine import ENVIRONMENT, Engine, async_settings
 from support.families import FAMILIES
 from support.offloaded import activations_of, attached, large_batch, plan_of, prefetcher_of, train
+from support.pretend_cuda import CUDA, LOG, Pretend, cuda  # noqa: F401  # a fixture
 from support.wrapping import Layer
-from tiers.test_streams import CUDA, LOG, Pretend, cuda  # noqa: F401  # a fixture
 
 ASYNC = Config(enable_logging=False, async_offload=True)
 DEPTH_1 = ASYNC.replace(async_config=AsyncOffloadConfig(prefetch_depth=1))
@@ -95,6 +93,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 # Numbers ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("activations", [False, True], ids=["parameters", "and activations"])
 @pytest.mark.parametrize("name", NAMES)
@@ -505,7 +504,7 @@ def test_a_transfer_error_surfaces_in_the_training_thread(
 def test_a_tensor_that_is_changed_while_it_is_on_its_way_is_an_error() -> None:
     """Never wrong numbers. Plain autograd refuses such a graph, too."""
     with executing() as gpu:
-        activations = Activations(SharedEngine(AsyncOffloadConfig()), gpu.device, capacity=2**30)
+        activations = Activations(Engine(AsyncOffloadConfig()), gpu.device, capacity=2**30)
         x = torch.randn(256, 256, device=gpu.device, requires_grad=True)
         with activations.around([]):
             y = x * 1
@@ -514,32 +513,6 @@ def test_a_tensor_that_is_changed_while_it_is_on_its_way_is_an_error() -> None:
             y.zero_()
         with pytest.raises(TransferError, match="changed in place while it was being stored"):
             loss.backward()
-
-
-def test_a_worker_that_dies_is_an_error_and_the_weights_are_intact(
-    offloaded_to_disk: tuple[nn.Sequential, torch.Tensor],
-) -> None:
-    model, x = offloaded_to_disk
-    before = copy.deepcopy(model.state_dict())
-    step(model, x)
-    executor = model._memscale_executor
-    engine = activations_of(executor)._engine.engine
-
-    class Killed(BaseException):
-        pass
-
-    def die() -> None:
-        raise Killed
-
-    with pytest.raises(TierError, match="died"):
-        engine.run(die, Lane.WRITE, torch.device("cpu")).wait()
-    with pytest.raises(TierError, match="died") as raised:
-        steps(model, x, 2)
-    assert "save your model" in str(raised.value)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name])
-    executor.detach()
-    assert_equal(step(model, x), step(stack(), x))
 
 
 def test_the_cap_on_disk_is_kept(tmp_path: Any) -> None:
@@ -559,8 +532,7 @@ def test_the_cap_on_disk_is_kept(tmp_path: Any) -> None:
 
 
 def test_a_gradient_goes_home_on_a_stream_of_its_own(cuda: Any) -> None:  # noqa: F811
-    engine = SharedEngine(AsyncOffloadConfig())
-    engine._pool = PinnedPool(2**20, lock=lambda memory: True, unlock=lambda memory: None)
+    engine = Engine(AsyncOffloadConfig())
     journey = Journey(engine, torch.device("cpu"))
     gradient = torch.arange(6.0).view(2, 3).t().as_subclass(Pretend)
     LOG.clear()
@@ -571,11 +543,11 @@ def test_a_gradient_goes_home_on_a_stream_of_its_own(cuda: Any) -> None:  # noqa
         "copy stream 1: copy down, beside it",
         "copy stream 1: record event 2",
     ]
-    assert engine.pool.bytes_in_use > 0
+    assert engine.gradients.bytes_in_use > 0
     LOG.clear()
     home = journey.land(landing)
     assert LOG == ["synchronize event 2"]
-    assert engine.pool.bytes_in_use == 0
+    assert engine.gradients.bytes_in_use == 0
     assert torch.equal(home, torch.arange(6.0).view(2, 3).t())
     assert home.stride() == (1, 3)
 

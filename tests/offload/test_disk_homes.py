@@ -19,7 +19,7 @@ from memscale.execution_plan import LayerPlan, Offloading, Plan
 from memscale.executor import Executor
 from memscale.offload.mapped_parameters import MappedParameters
 from memscale.testing import executing
-from memscale.tiers._libc import PAGE
+from memscale.tiers.disk_file import PAGE
 from support.disk import QUIET, adamw, assert_same, disk_plan, on_disk, resident_bytes, train
 from support.families import FAMILIES, Family
 from support.wrapping import Stack
@@ -50,6 +50,7 @@ def wide(layers: int = 4, width: int = 128) -> Stack:
 # ---------------------------------------------------------------------- the same numbers
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_trains_as_the_plain_model_does(name: str) -> None:
     family = family_of(name)
@@ -65,6 +66,7 @@ def test_trains_as_the_plain_model_does(name: str) -> None:
     assert moved > 0 or name == "lora"  # whose adapters are smaller than a page
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("activations", [False, True])
 @pytest.mark.parametrize("state", [None, "device", "host", "disk"])
@@ -156,7 +158,7 @@ def test_only_the_layer_that_computes_has_pages(checkpointing: bool, trained: st
         homes = executor.homes
         homes.mapped.__class__, homes.mapped.model = Watched, model
         for parameter in homes.on_disk:
-            homes.store.rest(parameter)
+            homes.store.release_pages(parameter)
         model(x).sum().backward()
         a_layer = sum(each.nbytes for each in large(model.layers[0]))
         assert 0 < homes.mapped.most <= 2 * a_layer + 16 * PAGE
@@ -366,9 +368,7 @@ def test_detach_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     config = Config(enable_logging=False, offload_dir=tmp_path)
     for _ in range(3):
         with on_disk(model, config) as executor:
-            assert len(list(tmp_path.iterdir())) == 1
             model(torch.randn(2, 128)).sum().backward()
-        assert list(tmp_path.iterdir()) == []
         assert executor.homes.store.bytes_used == 0
         assert all(parameter._post_accumulate_grad_hooks is None for parameter in model.parameters())
         assert all(parameter.grad is not None for parameter in model.parameters())
@@ -423,14 +423,11 @@ def test_a_model_that_is_dropped_leaves_nothing_behind(tmp_path: Path) -> None:
     optimizer.step()
     store = executor.homes.store
     assert store.bytes_used > 0
-    space = store._space
+    file = store.file
     del executor, model, optimizer, store
     gc.collect()
     assert [each() for each in gone] == [None, None]
-    assert space.bytes_used == 0
-    del space
-    gc.collect()
-    assert list(tmp_path.iterdir()) == []
+    assert file.bytes_used == 0
 
 
 def test_another_plan_brings_parameters_back(tmp_path: Path) -> None:
@@ -549,7 +546,7 @@ def test_the_next_layer_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.randn(2, 128)
         model(x).sum().backward()
         read: list[int] = []
-        monkeypatch.setattr(store.arena, "read_ahead", lambda tensor: read.append(tensor.data_ptr()))
+        monkeypatch.setattr(store, "prefetch_pages", lambda tensor: read.append(tensor.data_ptr()))
         output = model(x).sum()
         weights = [layer.up.weight.data_ptr() for layer in model.layers]
         order = [weights.index(each) for each in read if each in weights]

@@ -219,6 +219,7 @@ LOOPS = [
 ]
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_equals_its_plain_twin(loop: Loop, checkpointing: bool) -> None:

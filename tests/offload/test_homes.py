@@ -197,7 +197,7 @@ def test_with_too_little_host_memory_the_disk_holds_what_leaves_the_device() -> 
         got = train(family, model, gpu.device)
         assert got[0] == expected[0]
         assert all(map(torch.equal, got[1], expected[1]))
-        moved = {(each.what, each.below) for each in executor.report().moved if each.up_bytes}
+        moved = {(each.what, each.tier) for each in executor.report().moved if each.read_bytes}
         assert {("parameters", "disk"), ("optimizer state", "disk")} <= moved
         memscale.detach(model)
         assert {parameter.device for parameter in model.parameters()} == {gpu.device}

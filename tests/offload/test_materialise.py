@@ -21,7 +21,7 @@ from memscale.executor import EXECUTOR, Executor
 from memscale.memory.process import measure_in_fresh_process, reset_peak_rss, rss_bytes
 from memscale.offload.materialise import materialise
 from memscale.testing import executing
-from memscale.tiers._libc import PAGE
+from memscale.tiers.disk_file import PAGE
 from memscale.units import format_bytes
 from support.disk import QUIET, assert_same, disk_plan, on_disk, resident_bytes, train
 from support.families import FAMILIES, TINY, Family
@@ -71,6 +71,7 @@ def devices(model: nn.Module) -> set[str]:
 # ---------------------------------------------------------------------- the numbers
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_buffers_are_those_of_the_plain_model(name: str) -> None:
     family = family_of(name)
@@ -91,6 +92,7 @@ def test_there_are_buffers_to_recompute() -> None:
     assert any("running_var" in name for name, _ in on_meta(family_of("resnet")).named_buffers())
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_distributions_are_those_of_the_plain_model(name: str) -> None:
     family = family_of(name)
@@ -368,6 +370,7 @@ def test_trains_on_disk_as_the_same_weights_in_memory_do(name: str) -> None:
         assert_same(train(family, model), train(family, twin))
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "transformer_encoder", "cnn"])
 @pytest.mark.parametrize("with_sample", [True, False])
 def test_wrap_takes_a_model_on_the_meta_device(name: str, with_sample: bool) -> None:

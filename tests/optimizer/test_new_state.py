@@ -29,6 +29,7 @@ def sizes(tensors, known=()):
     }
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kind", "options"), CASES)
 def test_as_the_step_makes_it(kind, options, dtype):

@@ -61,6 +61,7 @@ KINDS = {
 }
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("homes", [False, True], ids=["parameters in memory", "parameters on disk"])
 def test_state_on_disk_steps_the_same(kind: str, homes: bool) -> None:

@@ -56,6 +56,7 @@ def snapshot(optimizer):
     return id(optimizer.param_groups), groups, [id(each) for each in hooks]
 
 
+@pytest.mark.matrix(11)
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), KeyboardInterrupt(), ValueError("no")])
 @pytest.mark.parametrize("at", range(len(SHAPES)))

@@ -73,6 +73,7 @@ def rate(kind):
     return {} if kind is optim.Adafactor else {"lr": 0.01}
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("name", KINDS)
 def test_each_optimizer(name, foreach):

@@ -38,6 +38,7 @@ def tensors() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("mapped", [False, True])
 def test_same_numbers(name, mapped, tmp_path):

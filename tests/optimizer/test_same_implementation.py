@@ -70,6 +70,7 @@ def train(kind, options, on_host):
         return [each.detach().cpu() for each in model.parameters()], state
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("on_host", [2, None])
 @pytest.mark.parametrize(("kind", "options"), CASES)
 def test_the_same_to_the_bit_as_on_the_device(kind, options, on_host):

@@ -24,6 +24,7 @@ def does_something(plan: Plan) -> bool:
     return any(layer.techniques for layer in plan.layers) or any(each is not None for each in whole)
 
 
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("mode", ["conservative", "balanced", "aggressive"])
 @pytest.mark.parametrize("hardware", ["RTX 3090", None])
 @pytest.mark.parametrize("name", FEW)

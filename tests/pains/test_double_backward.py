@@ -34,6 +34,7 @@ def penalty_by_backward(model: nn.Module, x: Tensor) -> list[Tensor]:
     return found
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("device", ["cpu", "virtual GPU"])
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")

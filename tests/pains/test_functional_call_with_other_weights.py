@@ -45,6 +45,7 @@ def with_computed_weights(model: nn.Module, x: Tensor, *, second_order: bool = F
     return [each.grad.clone() for each in model.parameters()]
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("device", ["cpu", "virtual GPU"])
 @pytest.mark.parametrize("name", [*PLANS, *TILED])
 def test_gradients_are_those_of_the_weights_of_the_call(name: str, device: str) -> None:
@@ -58,6 +59,7 @@ def test_gradients_are_those_of_the_weights_of_the_call(name: str, device: str) 
         assert max(map(off_by, ours, plain)) <= tolerance
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("device", ["cpu", "virtual GPU"])
 @pytest.mark.parametrize("name", PLANS)
 def test_second_order_gradients_too(name: str, device: str) -> None:

@@ -62,6 +62,7 @@ def family(request: pytest.FixtureRequest) -> Family:
     return request.param
 
 
+@pytest.mark.matrix(5)
 def test_every_dict_is_as_before(family: Family) -> None:
     model = family.build()
     step(family, model)  # what a library does at the first call is not ours

@@ -19,7 +19,7 @@ from memscale.execution_plan import Checkpointing, LayerPlan
 from memscale.executor import Executor
 from memscale.offload.activations import Activations
 from memscale.testing import executing
-from memscale.tiers.shared import SharedEngine
+from memscale.tiers.engine import Engine
 from support.steps import counted_regions
 from support.wrapping import lossless
 
@@ -75,6 +75,7 @@ def assert_equal(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("chained", [False, True], ids=["single", "chained"])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_gradients_are_equal_when_all_products_are_kept(name: str, chained: bool) -> None:
@@ -149,7 +150,7 @@ def test_activations_that_are_offloaded() -> None:
     model, x = Recurrent(nn.GRU), torch.randn(512, 5, WIDTH * 4)
     model.rnn = nn.GRU(WIDTH * 4, WIDTH * 4, batch_first=True)
     plain = gradients(model, x)
-    below = Activations(SharedEngine(None), torch.device("cpu"), capacity=2**30, logs=False)
+    below = Activations(Engine(), torch.device("cpu"), capacity=2**30, logs=False)
     model.zero_grad()
     with below.around([model]):
         out = model(x)

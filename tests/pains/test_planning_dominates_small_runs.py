@@ -38,13 +38,13 @@ class Net(nn.Module):
 def rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The models that were really planned for."""
     seen: list[nn.Module] = []
-    rehearsed = planning.rehearsed
+    simulated = planning.simulated_plan
 
     def counted(model: nn.Module, *args: Any) -> Any:
         seen.append(model)
-        return rehearsed(model, *args)
+        return simulated(model, *args)
 
-    monkeypatch.setattr(planning, "rehearsed", counted)
+    monkeypatch.setattr(planning, "simulated_plan", counted)
     return seen
 
 

@@ -72,6 +72,7 @@ def train(
     return [*found, *(parameter.detach().cpu().clone() for parameter in model.parameters())], model, sparse
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "SparseAdam"])
 @pytest.mark.parametrize("kind", ["embedding", "bag"])
 @pytest.mark.parametrize("place", ["cpu", "accelerator", "accelerator, async"])

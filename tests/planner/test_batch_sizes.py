@@ -19,12 +19,19 @@ from memscale.errors import DoesNotFitError, ProfileError
 from memscale.hardware import virtual_hardware
 from memscale.planner import batch_size as batch_sizes
 from memscale.planner import make_plan as planning
-from memscale.planner.batch_size import EXACT_TO
-from memscale.planner.fitting import largest_that, profile_between
+from memscale.planner.estimates import (
+    batch_size_of,
+    largest_that,
+    length_of,
+    profile_between,
+    with_batch_size,
+    with_length,
+)
 from memscale.planner.make_plan import fits
-from memscale.planner.sizes import batch_size_of, length_of, with_batch_size, with_length
 from memscale.profiler import ModelProfile, Place, Sample, profile_model
 from support.families import FAMILIES
+
+EXACT_TO = 64  # sizes above are found to within a sixty-fourth
 
 QUIET = Config(enable_logging=False)
 CONSERVATIVE = QUIET.replace(mode=OptimizationMode.CONSERVATIVE)
@@ -81,21 +88,21 @@ def test_search_near_the_answer_asks_seldom() -> None:
 def test_batches_that_cannot_fit_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[tuple[int, int]] = []
     looked_at: list[tuple[int, int]] = []
-    rehearsed, profiled = batch_sizes.rehearsed, batch_sizes.profiled
+    simulated, profiled = batch_sizes.simulated_plan, batch_sizes.profile_settings
 
     def sizes_of(sample: Sample) -> tuple[int, int]:
         return batch_size_of(sample), length_of(sample)
 
     def noted(model: nn.Module, sample: Sample, *args: Any) -> tuple[memscale.Plan, float]:
         planned.append(sizes_of(sample))
-        return rehearsed(model, sample, *args)
+        return simulated(model, sample, *args)
 
-    def looked(model: nn.Module, sample: Sample, *args: Any) -> planning.Profiled:
+    def looked(model: nn.Module, sample: Sample, *args: Any) -> planning.ProfiledModel:
         looked_at.append(sizes_of(sample))
         return profiled(model, sample, *args)
 
-    monkeypatch.setattr(batch_sizes, "rehearsed", noted)
-    monkeypatch.setattr(batch_sizes, "profiled", looked)
+    monkeypatch.setattr(batch_sizes, "simulated_plan", noted)
+    monkeypatch.setattr(batch_sizes, "profile_settings", looked)
     found = memscale.find_batch_size(Gpt(), words(), CONSERVATIVE, hardware=24 * MIB)
     assert found.largest is not None
     assert (found.batch_size, 64) in planned
@@ -180,7 +187,14 @@ def found_in(config: Config) -> memscale.BatchSizes:
     return memscale.find_batch_size(Gpt(), words(), config, hardware=ROOM)
 
 
-@pytest.mark.parametrize("config", [CONSERVATIVE, QUIET, AGGRESSIVE], ids=lambda config: config.mode.value)
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(CONSERVATIVE, id="conservative"),
+        pytest.param(QUIET, id="balanced"),
+        pytest.param(AGGRESSIVE, id="aggressive", marks=pytest.mark.slow),
+    ],
+)
 def test_largest_batch_is_what_trying_each_one_finds(config: Config) -> None:
     largest = found_in(config).largest
     assert largest is not None

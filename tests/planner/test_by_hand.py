@@ -7,14 +7,12 @@ from operator import attrgetter
 
 import pytest
 
-from memscale.planner import decide, points_of
-from memscale.planner.choices import by_hand, called_blocks, uniform
-from memscale.planner.cost import Clock
-from memscale.planner.engine import points, points_by_hand
+from memscale.planner.cost_model import CostModel
+from memscale.planner.engine import decide, points_by_hand, points_of
 from memscale.planner.make_plan import usable
-from memscale.planner.rows import Rows, Terms
+from memscale.planner.options import called_blocks, checkpointing_candidates, uniform_candidates
 from memscale.profiler import ModelProfile
-from planner.test_rules import LARGE, MIB, block, config_of, profile_of, stack
+from support.profiles import LARGE, MIB, all_points_of, block, config_of, profile_of, stack
 
 WITH_HOMES = config_of(enable_offloading=True)
 
@@ -32,26 +30,37 @@ def test_a_point_is_had_by_asking_for_its_memory(offloading: bool) -> None:
 
 def test_by_hand_is_full_checkpointing_with_ever_more_layers_at_home() -> None:
     profile = profile_of(block("embedding", role="embedding", container=""), *stack(3).blocks)
-    found = list(by_hand(profile, home=True))
+    found = list(checkpointing_candidates(profile, offload=True))
     assert all(each.is_full_checkpointing for each in found)
-    assert [each.at_home for each in found] == [0, 1, 2, 3, 4]
+    assert [each.offloaded for each in found] == [0, 1, 2, 3, 4]
     layers = [
         [
-            choice.home
+            choice.offloaded
             for choice, each in zip(found[2].choices, called_blocks(profile), strict=True)
             if each.role == role
         ]
         for role in ("embedding", "repeated")
     ]
     assert layers == [[False], [False, True, True]]
-    assert len(list(by_hand(profile, home=False))) == 1
-    assert not list(by_hand(stack(3, has_own_checkpointing=True), home=True))
+    assert len(list(checkpointing_candidates(profile, offload=False))) == 1
+    assert not list(checkpointing_candidates(stack(3, has_own_checkpointing=True), offload=True))
 
 
 def test_in_steps_from_one_end_to_the_other() -> None:
     profile = stack(12)
-    assert [each.at_home for each in by_hand(profile, home=True, steps=3)] == [0, 4, 8, 12, 12]
-    assert [each.at_home for each in by_hand(stack(2), home=True, steps=3)] == [0, 1, 2, 2]
+    assert [each.offloaded for each in checkpointing_candidates(profile, offload=True, steps=3)] == [
+        0,
+        4,
+        8,
+        12,
+        12,
+    ]
+    assert [each.offloaded for each in checkpointing_candidates(stack(2), offload=True, steps=3)] == [
+        0,
+        1,
+        2,
+        2,
+    ]
     every = points_by_hand(profile, LARGE, WITH_HOMES)
     few = points_by_hand(profile, LARGE, WITH_HOMES, steps=1)
     assert len(few) < len(every)
@@ -65,11 +74,11 @@ def longest_segments(profile: ModelProfile) -> tuple[int, int]:
     blocks = called_blocks(profile)
     by_hand = [
         max((len(list(group)) for chained, group in groupby(each.choices, attrgetter("chained")) if chained))
-        for each in uniform(profile, recompute=True, home=False)
+        for each in uniform_candidates(profile, recompute=True, offload=False)
         if any(choice.chained for choice in each.choices)
     ]
-    rows = Rows(profile, Terms(Clock.of(LARGE), "cuda"))
-    spans = [option.span for row in rows.rows() for here in row.options for option in here]
+    model = CostModel(profile, LARGE, config_of())
+    spans = [option.span for row in model.rows() for here in row.options for option in here]
     assert len(blocks) == 24
     return 1 + max(by_hand), max(spans)
 
@@ -84,8 +93,8 @@ def test_segments_that_bring_back_too_much_are_not_looked_at() -> None:
 
 def test_the_engine_has_what_one_would_try_by_hand() -> None:
     profile = stack(4)
-    hand = points_of(list(by_hand(profile, home=True)), profile, LARGE, WITH_HOMES)
-    ours = {(point.peak_bytes, point.seconds) for point in points(profile, LARGE, WITH_HOMES)}
+    hand = points_of(list(checkpointing_candidates(profile, offload=True)), profile, LARGE, WITH_HOMES)
+    ours = {(point.peak_bytes, point.seconds) for point in all_points_of(profile, LARGE, WITH_HOMES)}
     assert {(point.peak_bytes, point.seconds) for point in hand} <= ours
 
 
@@ -94,7 +103,7 @@ def test_only_what_is_at_home_is_fetched_ahead() -> None:
     large = block("embedding", role="embedding", container="", order=0, parameter_bytes=512 * MIB)
     layers = [block(f"layers.{index}", order=index + 1) for index in range(4)]
     profile = profile_of(large, *layers)
-    one_layer = list(by_hand(profile, home=True))[1]
+    one_layer = list(checkpointing_candidates(profile, offload=True))[1]
     waiting, ahead = points_of([one_layer], profile, LARGE, WITH_HOMES)
-    assert (waiting.ahead, ahead.ahead > 0) == (0, True)
-    assert ahead.peak_bytes - waiting.peak_bytes <= ahead.ahead * layers[0].used_bytes
+    assert (waiting.prefetch, ahead.prefetch > 0) == (0, True)
+    assert ahead.peak_bytes - waiting.peak_bytes <= ahead.prefetch * layers[0].used_bytes

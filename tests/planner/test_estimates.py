@@ -11,10 +11,12 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 from memscale import Config, OptimizationMode
 from memscale.hardware import virtual_hardware
-from memscale.planner import choices
-from memscale.planner.engine import decide, plan_of, points_by_hand
-from memscale.planner.make_plan import Profiled, profiled, rehearsal
+from memscale.planner import options
+from memscale.planner.assembly import plan_of
+from memscale.planner.engine import decide, points_by_hand
+from memscale.planner.make_plan import ProfiledModel, profile_settings
 from memscale.planner.predict import Step, predict
+from memscale.planner.rehearsal import rehearsal
 from memscale.planner.rules import Point, Verdict
 from memscale.profiler import Place, Sample
 
@@ -37,13 +39,13 @@ def gpt2() -> nn.Module:
 
 
 @functools.cache
-def looked_at(make: type, mode: str) -> tuple[nn.Module, Sample, Profiled]:
+def looked_at(make: type, mode: str) -> tuple[nn.Module, Sample, ProfiledModel]:
     with torch.device("meta"):
         model = make().train()
     tokens = torch.zeros(16, 128, dtype=torch.long)
     sample = Sample((), {"input_ids": tokens, "labels": tokens})
     with rehearsal(model):
-        return model, sample, profiled(model, sample, MODES[mode], HARDWARE)
+        return model, sample, profile_settings(model, sample, MODES[mode], HARDWARE)
 
 
 def is_wanted(point: Point, segment: int, kept: int, home: bool) -> bool:
@@ -53,12 +55,13 @@ def is_wanted(point: Point, segment: int, kept: int, home: bool) -> bool:
     return (
         len(layers) == 6
         and len(starts) == 6 // segment
-        and {len(choice.keep) for choice in layers} == {kept}
-        and point.candidate.at_home == (len(blocks) if home else 0)
-        and not point.ahead
+        and {choice.variant for choice in layers} == {kept}
+        and point.candidate.offloaded == (len(blocks) if home else 0)
+        and not point.prefetch
     )
 
 
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("home", [False, True], ids=["resident", "home"])
 @pytest.mark.parametrize(("segment", "kept"), [(1, 0), (1, 2), (2, 0), (3, 0), (6, 0)])
 @pytest.mark.parametrize("mode", MODES)
@@ -66,7 +69,7 @@ def is_wanted(point: Point, segment: int, kept: int, home: bool) -> bool:
 def test_count_is_what_is_needed(
     make: type, mode: str, segment: int, kept: int, home: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choices, "SERVES", 100)  # long segments serve nobody in so short a stack
+    monkeypatch.setattr(options, "LONGEST_SEGMENT", 100)  # long segments serve nobody in so short a stack
     model, sample, known = looked_at(make, mode)
     config = MODES[mode]
     setting, needs = known.under[-1]

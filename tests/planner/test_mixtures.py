@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from memscale.planner.choices import Candidate
-from memscale.planner.engine import _every_row, points_by_hand
+from memscale.planner.engine import _models, points_by_hand
+from memscale.planner.estimates import mixed_seconds
 from memscale.planner.frontier import best_trades
-from memscale.planner.mixtures import mixed_seconds
+from memscale.planner.options import Candidate
 from memscale.planner.rules import Point
 from memscale.planner.settings import NOTHING
-from planner.test_rules import LARGE, config_of, stack
+from support.profiles import LARGE, config_of, stack
 
 
 def point(peak: int, seconds: float) -> Point:
@@ -39,7 +39,8 @@ def test_close_to_the_frontier(offloading: bool, apart: float) -> None:
     profile, config = stack(24), config_of(enable_offloading=offloading)
     under = [(NOTHING, profile)]
     found = points_by_hand(profile, LARGE, config)
-    trades = [trade for row in _every_row(under, LARGE, config) for trade in best_trades(row)]
+    rows = [row for model in _models(under, LARGE, config) for row in model.rows()]
+    trades = [trade for row in rows for trade in best_trades(row)]
     low, high = min(trade.peak for trade in trades), max(trade.peak for trade in trades)
     for share in (0.1, 0.3, 0.5, 0.7, 0.9):
         peak = int(low + share * (high - low))

@@ -8,76 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memscale import Config, OptimizationMode
+from memscale import OptimizationMode
 from memscale.execution_plan import LayerPlan, Plan
 from memscale.hardware import Hardware, virtual_hardware
-from memscale.planner import decide
-from memscale.planner.engine import points
+from memscale.planner.engine import decide
 from memscale.planner.rules import CONSERVATIVE_TIME, Point
-from memscale.profiler.profile import BlockProfile, ModelProfile, OpProfile
+from memscale.profiler.profile import ModelProfile, OpProfile
 from memscale.units import BYTES_PER_GB, format_bytes
+from support.profiles import GFLOP, LARGE, MIB, all_points_of, block, config_of, profile_of, stack
 
-MIB = 2**20
-GFLOP = 10**9
-LARGE = virtual_hardware("A100-80GB")
 MODES = tuple(OptimizationMode)
 ROUNDING = 2e-6  # of the ratios in a plan
 some = settings(max_examples=50)
-
-
-def block(name: str = "layers.0", **given) -> BlockProfile:
-    """A layer of a stack that keeps 100 MiB, of which one product is a tenth and most of the work."""
-    container, _, index = name.rpartition(".")
-    values = {
-        "container": container,
-        "members": (name,),
-        "role": "repeated",
-        "signature": "layer",
-        "calls": 1,
-        "order": int(index) if index.isdigit() else 0,
-        "parameter_bytes": 4 * MIB,
-        "saved_bytes": 100 * MIB,
-        "boundary_bytes": 10 * MIB,
-        "output_bytes": 10 * MIB,
-        "forward_peak_bytes": 120 * MIB,
-        "backward_peak_bytes": 30 * MIB,
-        "forward_flops": 100 * GFLOP,
-        "backward_flops": 200 * GFLOP,
-        "forward_traffic": 200 * MIB,
-        "backward_traffic": 400 * MIB,
-        "has_own_checkpointing": False,
-        "changes_input": False,
-        "ops": (OpProfile("aten.addmm.default#0", 80 * GFLOP, 10 * MIB),),
-    } | given
-    size = values["parameter_bytes"]
-    trained = {"gradient_bytes": size, "optimizer_bytes": 2 * size, "used_bytes": size}
-    return BlockProfile(name=name, **{**trained, **values})
-
-
-def profile_of(*blocks: BlockProfile, **given) -> ModelProfile:
-    parameters = sum(each.parameter_bytes for each in blocks)
-    values = {
-        "source": "static",
-        "reason": "as an example",
-        "batch": "float32[1]",
-        "parameter_bytes": parameters,
-        "gradient_bytes": parameters,
-        "largest_gradient_bytes": max(each.gradient_bytes for each in blocks),
-        "optimizer_bytes": 2 * parameters,
-        "resident_bytes": MIB,
-        "other_saved_bytes": 0,
-        "loss_peak_bytes": MIB,
-        "tail_peak_bytes": MIB,
-        "other_flops": GFLOP,
-        "other_traffic": MIB,
-        "peak_bytes": 0,
-    }
-    return ModelProfile(blocks=blocks, **{**values, **given})
-
-
-def stack(layers: int = 8, **given) -> ModelProfile:
-    """Equal layers, and more activations than parameters: what checkpointing is for."""
-    return profile_of(*(block(f"layers.{index}", **given) for index in range(layers)))
 
 
 @st.composite
@@ -140,13 +82,9 @@ def profiles(draw: st.DrawFn) -> ModelProfile:
     return profile_of(*blocks, **tails)
 
 
-def config_of(mode: OptimizationMode = OptimizationMode.BALANCED, **given) -> Config:
-    return Config(mode=mode, **{"enable_offloading": False, **given})
-
-
 def all_points(profile: ModelProfile, hardware: Hardware = LARGE) -> list[tuple[Point, bool]]:
     """Every choice without offloading, unsorted, and whether it is full checkpointing."""
-    found = points(profile, hardware, config_of())
+    found = all_points_of(profile, hardware, config_of())
     return [(point, point.candidate.is_full_checkpointing) for point in found]
 
 

@@ -59,6 +59,7 @@ def needs(profile: ModelProfile) -> dict[str, tuple[Any, ...]]:
 # Two ways, one result ------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix(5)
 def test_fake_tensors_and_a_real_run_agree_to_the_byte(family: Family) -> None:
     if family.data_dependent:
         pytest.skip("fake tensors cannot follow it")

@@ -152,6 +152,7 @@ def counted(loss_of: Callable[[nn.Module, int], torch.Tensor], *, backward: bool
 # Forward and backward ------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("op", [aten.embedding, aten.gelu, aten.addmm, aten.native_batch_norm], ids=str)
 @pytest.mark.parametrize("where", ["first", "last"])
 @pytest.mark.parametrize("loss_of", LOSSES)
@@ -167,6 +168,7 @@ def test_out_of_memory_in_forward(loss_of: Any, where: str, op: Any) -> None:
     assert model._memscale_executor.plan.predicted_peak_bytes < before.predicted_peak_bytes
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("where", [0.3, 0.5, 0.7, 0.9, 1.0])
 @pytest.mark.parametrize("loss_of", LOSSES)
 def test_out_of_memory_in_backward(loss_of: Any, where: float) -> None:

@@ -235,7 +235,7 @@ def test_labels_are_escaped_and_what_is_not_known_is_left_out() -> None:
     assert all(LINE.fullmatch(line) for line in lines)
     assert f"memscale_predicted_peak_bytes{{{name}}} 5.0" in lines
     assert (
-        f'memscale_moved_bytes_total{{below="host",direction="down",{name},what="parameters"}} 4.0' in lines
+        f'memscale_moved_bytes_total{{direction="written",{name},tier="host",what="parameters"}} 4.0' in lines
     )
     assert f'memscale_lost_seconds_total{{{name},technique="offloading"}} 0.25' in lines
     assert not any("passes" in line or "observed" in line or "recomputing" in line for line in lines)

@@ -97,6 +97,7 @@ def test_a_model_and_a_batch_made_inside_can_be_copied_too():
         assert device.batch_of([torch.ones(2)])[0].device == device.device
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize(
     "family", [f for f in FAMILIES.values() if not f.data_dependent], ids=lambda f: f.name
 )

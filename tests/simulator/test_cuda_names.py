@@ -18,6 +18,7 @@ def device(request):
         yield device
 
 
+@pytest.mark.matrix(13)
 @pytest.mark.parametrize(
     "name", ["cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 0), "vgpu", "vgpu:0"]
 )

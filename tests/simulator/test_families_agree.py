@@ -43,6 +43,7 @@ def family(request):
     return request.param
 
 
+@pytest.mark.matrix(5)
 def test_peaks_and_losses(family):
     expected = agreement(family.name)
     with executing("24GiB") as gpu:

@@ -44,7 +44,7 @@ def batch(device: torch.device | str = "cpu") -> torch.Tensor:
 
 def moved(executor: Executor) -> dict[tuple[str, str], tuple[int, int]]:
     """Bytes up and down by what was moved and where it waits, as the report has them."""
-    return {(each.what, each.below): (each.up_bytes, each.down_bytes) for each in executor.report().moved}
+    return {(each.what, each.tier): (each.read_bytes, each.written_bytes) for each in executor.report().moved}
 
 
 def nothing(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

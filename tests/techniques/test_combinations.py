@@ -128,6 +128,7 @@ def plain(dropout: float) -> list[float]:
     return train(frozenset(), dropout)
 
 
+@pytest.mark.matrix(9)
 @pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["", "dropout"])
 @pytest.mark.parametrize("names", SETS, ids=lambda names: "+".join(sorted(names)) or "nothing")
 def test_losses_are_as_promised_and_detach_is_exact(names: frozenset[str], dropout: float) -> None:

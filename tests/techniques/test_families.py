@@ -38,6 +38,7 @@ def whole_work(family: Family, chained: bool) -> Work:
     return work_of(family, functools.partial(wrapped, chained=chained))
 
 
+@pytest.mark.matrix(7)
 @CHAINED
 @pytest.mark.parametrize("keep", [(), DEAR], ids=["whole", "keeping"])
 def test_three_steps_are_bit_equal(family: Family, chained: bool, keep: tuple[str, ...]) -> None:
@@ -45,6 +46,7 @@ def test_three_steps_are_bit_equal(family: Family, chained: bool, keep: tuple[st
     assert_same(ours, plain_training(family))
 
 
+@pytest.mark.matrix(5)
 @CHAINED
 def test_every_block_is_computed_twice_and_keeps_less(family: Family, chained: bool) -> None:
     plain, ours = plain_work(family), whole_work(family, chained)
@@ -61,6 +63,7 @@ def test_every_block_is_computed_twice_and_keeps_less(family: Family, chained: b
     assert ours.saved_bytes < plain.saved_bytes
 
 
+@pytest.mark.matrix(5)
 @CHAINED
 def test_kept_operations_are_not_computed_again(family: Family, chained: bool) -> None:
     plain, whole = plain_work(family), whole_work(family, chained)
@@ -71,6 +74,7 @@ def test_kept_operations_are_not_computed_again(family: Family, chained: bool) -
     assert whole.saved_bytes < ours.saved_bytes < plain.saved_bytes
 
 
+@pytest.mark.matrix(4)
 def test_chained_blocks_keep_less_than_blocks_alone(family: Family) -> None:
     alone, chained = whole_work(family, False), whole_work(family, True)
 

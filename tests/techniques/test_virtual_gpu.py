@@ -32,6 +32,7 @@ def on_cpu(family: Family) -> list[tuple[str, torch.Tensor]]:
     return _without_random_state(train(family, steps=2))
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 def test_training_on_the_device_is_that_of_the_cpu(family: Family, settings: dict[str, Any]) -> None:
     with executing("1GiB") as gpu:

@@ -11,12 +11,9 @@ import torch
 
 from memscale.config import AsyncOffloadConfig
 from memscale.errors import TierError, TransferError
-from memscale.tiers import disk as disk_module
-from memscale.tiers.ahead import Ahead
-from memscale.tiers.disk import DiskTier
-from memscale.tiers.engine import AsyncEngine, Lane, SyncEngine
-from memscale.tiers.host import HostTier
-from memscale.tiers.workers import WorkerPool
+from memscale.tiers import disk_file as disk_module
+from memscale.tiers.engine import Engine, Lane
+from memscale.tiers.tier import DiskTier, HostTier
 
 CPU = torch.device("cpu")
 
@@ -27,7 +24,7 @@ def our_threads():
 
 @pytest.fixture
 def engine():
-    made = AsyncEngine(AsyncOffloadConfig(prefetch_depth=2, workers=2))
+    made = Engine(AsyncOffloadConfig(prefetch_depth=2, workers=2))
     yield made
     made.close()
     assert not our_threads()
@@ -61,114 +58,75 @@ def wait_until(condition, seconds=20):
 # ---------------------------------------------------------------------- threads
 
 
-def test_threads_start_with_the_first_job_and_end_with_the_pool():
-    pool = WorkerPool(3)
+def test_threads_start_with_the_first_job_and_end_with_the_engine():
+    engine = Engine(AsyncOffloadConfig(workers=3))
     assert not our_threads()
-    assert pool.submit(threading.get_ident).wait() != threading.get_ident()
-    assert len(our_threads()) == 3
-    assert all(thread.daemon for thread in our_threads())
-    pool.close()
+    assert engine.run(threading.get_ident, Lane.WRITE, CPU).wait() != threading.get_ident()
+    assert our_threads()
+    engine.close()
     assert not our_threads()
     with pytest.raises(TierError, match="closed"):
-        pool.submit(print)
+        engine.run(print, Lane.WRITE, CPU)
 
 
-def test_a_pool_that_is_dropped_finishes_and_ends():
-    pool, done = WorkerPool(2), []
+def test_an_engine_that_is_dropped_finishes_and_ends():
+    engine, done = Engine(AsyncOffloadConfig()), []
     for index in range(50):
-        pool.submit(lambda index=index: done.append(index))
-    del pool
+        engine.run(lambda index=index: done.append(index), Lane.WRITE, CPU)
+    del engine
     gc.collect()
-    assert sorted(done) == list(range(50))
-    assert not our_threads()
+    wait_until(lambda: sorted(done) == list(range(50)) and not our_threads())
 
 
 def test_closing_does_what_is_in_the_queue():
-    pool, done = WorkerPool(1), []
+    engine, done = Engine(AsyncOffloadConfig(workers=1)), []
     for index in range(20):
-        pool.submit(lambda index=index: (time.sleep(0.001), done.append(index)))
-    pool.close()
+        engine.run(lambda index=index: (time.sleep(0.001), done.append(index)), Lane.WRITE, CPU)
+    engine.close()
     assert done == list(range(20))
 
 
-def test_urgent_jobs_go_first():
-    pool, done, gate = WorkerPool(1), [], threading.Event()
-    pool.submit(gate.wait)
-    for index in range(3):
-        pool.submit(lambda index=index: done.append(index))
-    pool.submit(lambda: done.append("urgent"), urgent=True)
-    gate.set()
-    pool.close()
-    assert done == ["urgent", 0, 1, 2]
-
-
-def test_an_error_belongs_to_its_job_and_keeps_its_cause():
-    pool = WorkerPool(1)
-    job = pool.submit(lambda: 1 / 0)
+def test_an_error_belongs_to_its_transfer_and_keeps_its_cause(engine):
+    ended = []
+    transfer = engine.run(lambda: 1 / 0, Lane.WRITE, CPU, on_end=ended.append)
     with pytest.raises(TransferError, match="division by zero") as error:
-        job.wait()
+        transfer.wait()
     assert isinstance(error.value.__cause__, ZeroDivisionError)
-    assert pool.submit(lambda: 5).wait() == 5
-    pool.close()
+    assert ended == [error.value.__cause__]
+    assert engine.run(lambda: 5, Lane.WRITE, CPU).wait() == 5
 
 
-def test_a_job_does_not_outlive_its_work():
-    pool = WorkerPool(1)
+def test_a_transfer_does_not_outlive_its_work(engine):
     tensor = torch.ones(3)
     alive = weakref.ref(tensor)
-    job = pool.submit(lambda tensor=tensor: None)
-    job.wait()
+    transfer = engine.run(lambda tensor=tensor: None, Lane.WRITE, CPU)
+    transfer.wait()
     del tensor
     wait_until(lambda: alive() is None)
-    pool.close()
 
 
-def test_a_thread_that_dies_fails_everything_that_waits_for_it():
-    pool, gate = WorkerPool(1), threading.Event()
-
-    def die():
-        gate.wait()
-        raise SystemExit("killed")
-
-    first, second = pool.submit(die), pool.submit(lambda: 1)
-    told = []
-    second.then(lambda: told.append("done"), told.append)
-    gate.set()
-    for job in (first, second):
-        with pytest.raises(TransferError, match=r"worker thread .* died .*killed") as error:
-            job.wait()
-        assert isinstance(error.value.__cause__, SystemExit)
-    assert len(told) == 1
-    assert isinstance(told[0], TransferError)
-    with pytest.raises(TransferError, match="died"):
-        pool.submit(lambda: 1)
-    pool.close()
-    assert not our_threads()
-
-
-def test_a_fork_is_told_that_it_has_no_threads(monkeypatch):
-    pool = WorkerPool(1)
-    pool.submit(lambda: 1).wait()
+def test_a_fork_is_told_that_it_has_no_threads(engine, monkeypatch):
+    gate = threading.Event()
+    transfer = engine.run(gate.wait, Lane.WRITE, CPU)
     owner = os.getpid()
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: owner + 1)
-        with pytest.raises(TierError, match="is a fork of it"):
-            pool.submit(lambda: 1)
-    pool.close()
-    assert not our_threads()
+        for call in (lambda: engine.run(lambda: 1, Lane.WRITE, CPU), transfer.wait):
+            with pytest.raises(TierError, match="is a fork of it"):
+                call()
+    gate.set()
 
 
-def test_the_sync_engine_runs_everything_here():
-    ident = SyncEngine().run(threading.get_ident, Lane.READ, CPU).wait()
-    assert ident == threading.get_ident()
+def test_without_settings_everything_runs_here():
+    assert Engine().run(threading.get_ident, Lane.READ, CPU).wait() == threading.get_ident()
 
 
-def test_the_lanes_of_the_async_engine(engine):
+def test_the_lanes_of_an_asynchronous_engine(engine):
     here = threading.get_ident()
-    assert engine.run(threading.get_ident, Lane.HERE, CPU).wait() == here
+    assert engine.run(threading.get_ident, Lane.CALLER, CPU).wait() == here
     assert engine.run(threading.get_ident, Lane.READ, CPU).wait() != here
     assert engine.run(threading.get_ident, Lane.WRITE, CPU).wait() != here
-    assert engine.prefetch_depth == 2
+    assert engine.depth == 2
 
 
 # ---------------------------------------------------------------------- storing beside the training
@@ -208,23 +166,24 @@ def test_no_more_groups_than_the_depth_are_on_their_way_down(engine, tmp_path, m
 
         def store():
             for index in range(6):
-                tickets.append(tier.store_many([torch.full((500,), float(index)), torch.ones(10)]))
+                tickets.append(tier.store(torch.full((500,), float(index)), group=index))
+                tickets.append(tier.store(torch.ones(10), group=index))
                 stored.append(index)
 
         thread = threading.Thread(target=store)
         thread.start()
-        wait_until(lambda: len(stored) == 2)
+        wait_until(lambda: len(stored) == 3)  # the layer that computes, and two more
         time.sleep(0.1)
-        assert len(stored) == 2  # the third waits for the first
+        assert len(stored) == 3  # the fourth waits for the first
         gate.open.set()
         thread.join()
-        for index, (first, _) in enumerate(tickets):
-            assert bool((tier.load(first) == index).all())
+        for index, ticket in enumerate(tickets[::2]):
+            assert bool((tier.load(ticket) == index).all())
 
 
 def test_a_ticket_that_is_freed_in_time_is_not_written(tmp_path, monkeypatch):
     gate = Gate(monkeypatch, "write_from")
-    with AsyncEngine(AsyncOffloadConfig(workers=1, prefetch_depth=9)) as engine:
+    with Engine(AsyncOffloadConfig(workers=1, prefetch_depth=9)) as engine:
         with DiskTier(tmp_path, 2**24, engine=engine) as tier:
             tickets = [tier.store(torch.randn(1000)) for _ in range(5)]
             del tickets[1:]
@@ -272,24 +231,6 @@ def test_a_read_that_fails_surfaces_in_load(engine, tmp_path, monkeypatch):
         assert tier.load(tickets[0]).numel() == 1000  # the bytes are where they were
 
 
-def test_a_dead_worker_surfaces_and_what_was_stored_and_what_was_not_can_be_loaded(tmp_path, monkeypatch):
-    with AsyncEngine(AsyncOffloadConfig(workers=1, prefetch_depth=4)) as engine:
-        with DiskTier(tmp_path, 2**24, engine=engine) as tier:
-            tensors = [torch.randn(1000) for _ in range(4)]
-            tickets = [tier.store(tensors[0])]
-            tier.flush()
-            gate = Gate(monkeypatch, "write_from", SystemExit("killed"))
-            tickets += [tier.store(tensor) for tensor in tensors[1:]]
-            gate.open.set()
-            with pytest.raises(TransferError, match="worker thread of the offload engine died"):
-                tier.flush()
-            for ticket, tensor in zip(tickets, tensors, strict=True):
-                assert torch.equal(tier.load(ticket), tensor)
-            with pytest.raises(TransferError, match="died"):
-                tier.store(tensors[0])
-            assert tier.bytes_used == 4 * 4096
-
-
 def test_a_tensor_that_is_changed_while_it_is_stored_is_an_error(engine, tmp_path, monkeypatch):
     gate = Gate(monkeypatch, "write_from")
     with DiskTier(tmp_path, 2**24, engine=engine) as tier:
@@ -316,26 +257,6 @@ def test_a_tensor_that_is_changed_while_it_is_stored_is_an_error(engine, tmp_pat
 # ---------------------------------------------------------------------- fetching ahead
 
 
-def test_no_more_groups_than_the_depth_are_fetched_ahead(engine, tmp_path, monkeypatch):
-    with DiskTier(tmp_path, 2**24, engine=engine) as tier:
-        groups = [
-            tier.store_many([torch.full((10,), float(i)), torch.full((20,), float(i))]) for i in range(5)
-        ]
-        tier.flush()
-        gate = Gate(monkeypatch, "read_into")
-        gate.open.set()
-        for group in groups:
-            for ticket in group:
-                tier.prefetch(ticket)
-        wait_until(lambda: gate.calls == 4)  # two groups of two
-        time.sleep(0.05)
-        assert gate.calls == 4
-        for index, group in enumerate(groups):
-            for ticket in group:
-                assert bool((tier.load(ticket) == index).all())
-        assert gate.calls == 10  # nothing was read twice
-
-
 def test_what_was_fetched_ahead_is_what_is_loaded(engine, tmp_path, monkeypatch):
     with DiskTier(tmp_path, 2**24, engine=engine) as tier:
         tensor = torch.randn(5, 7).t()
@@ -349,23 +270,19 @@ def test_what_was_fetched_ahead_is_what_is_loaded(engine, tmp_path, monkeypatch)
         assert gate.calls == 1
 
 
-def test_a_wrong_guess_of_the_order_does_not_block(engine, tmp_path, monkeypatch):
+def test_what_is_dropped_is_read_when_it_is_asked_for(engine, tmp_path, monkeypatch):
     with DiskTier(tmp_path, 2**24, engine=engine) as tier:
-        tickets = [tier.store(torch.full((10,), float(index))) for index in range(8)]
+        tickets = [tier.store(torch.full((10,), float(index))) for index in range(4)]
         tier.flush()
         gate = Gate(monkeypatch, "read_into")
         gate.open.set()
         for ticket in tickets:
             tier.prefetch(ticket)
-        for index in reversed(range(8)):
-            assert bool((tier.load(tickets[index]) == index).all())
-        # Freed without being loaded: makes room too.
-        for ticket in tickets[:4]:
-            tier.prefetch(ticket)
-        tier.free(tickets[0])
-        tier.free(tickets[1])
-        tier.prefetch(tickets[4])
-        assert tickets[2].piece.fetching is not None
+        tier.drop_prefetched()
+        assert all(ticket.entry.fetching is None for ticket in tickets)
+        for index, ticket in enumerate(tickets):
+            assert bool((tier.load(ticket) == index).all())
+        assert gate.calls >= 4
 
 
 def test_freed_while_it_is_fetched(engine, tmp_path, monkeypatch):
@@ -379,23 +296,6 @@ def test_freed_while_it_is_fetched(engine, tmp_path, monkeypatch):
         assert tier.bytes_used == 4096  # it is still being read
         gate.open.set()
         wait_until(lambda: (tier.flush(), tier.bytes_used == 0)[1])
-
-
-def test_the_order_ahead():
-    ahead = Ahead(depth=2)
-    for group in "abcd":
-        ahead.want(group, f"{group}1")
-        ahead.want(group, f"{group}1")
-    assert ahead.next() == ["a1", "b1"]
-    ahead.want("a", "a2")
-    assert ahead.next() == ["a2"]  # of a group that has its place
-    assert ahead.used("a", "a1") == []
-    assert ahead.next() == []
-    assert ahead.used("a", "a2") == []
-    assert ahead.next() == ["c1"]
-    assert ahead.used("d", "d1") == ["b1"]  # out of order: the oldest makes way
-    ahead.forget("c", "c1")
-    assert ahead.used("x", "x1") == []  # never asked for
 
 
 def test_transfers_overlap_with_compute(tmp_path, monkeypatch):
@@ -419,7 +319,7 @@ def test_transfers_overlap_with_compute(tmp_path, monkeypatch):
             time.sleep(pause)  # backward
         return time.perf_counter() - start
 
-    with AsyncEngine(AsyncOffloadConfig(prefetch_depth=2, workers=2)) as engine:
+    with Engine(AsyncOffloadConfig(prefetch_depth=2, workers=2)) as engine:
         with DiskTier(tmp_path, 2**20) as sync, DiskTier(tmp_path, 2**20, engine=engine) as asynchronous:
             ratios = [step(sync) / step(asynchronous) for _ in range(3)]
     assert max(ratios) > 1.3  # two, if nobody else uses the machine
@@ -455,7 +355,7 @@ def test_async_is_bit_equal_to_sync(kind, tmp_path):
                 optimizer.zero_grad()
             return [parameter.detach().clone() for parameter in model.parameters()]
 
-    with AsyncEngine(AsyncOffloadConfig(workers=3)) as engine:
+    with Engine(AsyncOffloadConfig(workers=3)) as engine:
         ours = train(engine)
     for a, b in zip(ours, train(None), strict=True):
         assert torch.equal(a, b)

@@ -115,6 +115,7 @@ def loss(request: pytest.FixtureRequest) -> Loss:
     return request.param
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_value_and_gradients_are_the_plain_ones(loss: Loss, bias: bool) -> None:
     case = Case(bias=bias)
@@ -143,6 +144,7 @@ def test_in_double_precision_the_difference_is_rounding(name: str) -> None:
     assert_close(case.after(case.lazy(), loss), plain, tolerance=1e-14)
 
 
+@pytest.mark.matrix(4)
 def test_logits_never_exist_whole(loss: Loss) -> None:
     case = Case()
     with Tensors() as plain:

@@ -59,6 +59,7 @@ def step(family: Family, model: nn.Module, device: Any = "cpu") -> list[tuple[st
     return gradients(model, lambda: family.loss(model, batch))
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize(
     "techniques", [("tiling",), ("checkpointing", "tiling")], ids=["alone", "recomputed"]
 )

@@ -8,7 +8,7 @@ The mechanism is `memscale.checkpointing`; here it is put on modules. A block th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,13 @@ import torch
 from torch import nn
 
 from memscale.checkpointing import KeepPolicy, run_region
+from memscale.checkpointing.cost import recompute_options
 from memscale.errors import WrapError
 from memscale.execution_plan import Checkpointing
 from memscale.observe.counters import WatchedLayer
+from memscale.profiler.profile import BlockProfile
 from memscale.techniques.base import LayerSite
+from memscale.techniques.cost import BlockOption, CostTerms
 from memscale.techniques.forward import ForwardStage, Stage, override_of
 
 if TYPE_CHECKING:
@@ -40,6 +43,9 @@ class GradientCheckpointing:
     """The technique `"checkpointing"`."""
 
     name = "checkpointing"
+
+    def options(self, block: BlockProfile, terms: CostTerms) -> Iterable[BlockOption]:
+        return recompute_options(block, terms)
 
     def unsupported_reason(self, site: LayerSite) -> str | None:
         if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):

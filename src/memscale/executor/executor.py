@@ -171,7 +171,7 @@ class Executor:
 
         Example:
             >>> from memscale.execution_plan import Plan
-            >>> Executor(nn.Linear(2, 2), Plan(())).report().bytes_up
+            >>> Executor(nn.Linear(2, 2), Plan(())).report().bytes_read
             0
         """
         model = self._model()

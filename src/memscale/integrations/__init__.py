@@ -1,1 +1,1 @@
-"""One small adapter a framework: what its loop needs beyond a wrapped model."""
+"""One small adapter per framework: what its loop needs beyond a wrapped model."""

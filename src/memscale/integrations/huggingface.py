@@ -1,4 +1,4 @@
-"""Hugging Face ``Trainer``: its model is wrapped, and its loggers get the plan and the peak."""
+"""Hugging Face ``Trainer``: wrap its model, and pass the plan and the peak to its loggers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PREFIX = "memscale/"
 
 
 class PlanInLog(TrainerCallback):
-    """Hands what MemScale predicted, and what was measured, to the callbacks that log (TensorBoard, W&B, printer).
+    """Passes predictions and measurements to the callbacks that log (TensorBoard, W&B, printer).
 
-    As log events of their own: the plan after the step that brought it, the rest before the Trainer's last entry.
-    `state.log_history` is left as it would be without MemScale, since training code reads and compares it.
+    They are log events of their own: the plan after the step that made it, the rest before the Trainer's last entry.
+    `state.log_history` stays as it would be without MemScale, since training code reads and compares it.
 
     A Trainer with `model_init` makes a new model for each training: that one is wrapped when training begins.
     """
@@ -64,8 +64,8 @@ class PlanInLog(TrainerCallback):
             measured = _named(measured_process_peak_gib=peak_rss_bytes() / GIB)
         report = executor.report()
         counted = _named(
-            moved_up_gib=report.bytes_up / GIB,
-            moved_down_gib=report.bytes_down / GIB,
+            read_gib=report.bytes_read / GIB,
+            written_gib=report.bytes_written / GIB,
             recomputations=report.recomputations,
             recompute_tflops=report.recompute_flops / 1e12,
         )
@@ -99,14 +99,14 @@ def _named(**values: float) -> dict[str, float]:
 
 
 def wrap_trainer(trainer: Trainer, wrap_model: Callable[[torch.nn.Module], None]) -> None:
-    """Wrap the Trainer's model, and let its log know."""
+    """Wrap the Trainer's model, and log its plan through the Trainer."""
     wrap_model(_model_of(trainer))
     trainer.remove_callback(PlanInLog)
     trainer.add_callback(PlanInLog(trainer, wrap_model))
 
 
 def detach_trainer(trainer: Trainer, detach_model: Callable[[torch.nn.Module], None]) -> None:
-    """The reverse of :func:`wrap_trainer`."""
+    """Undo :func:`wrap_trainer`."""
     trainer.remove_callback(PlanInLog)
     detach_model(_model_of(trainer))
 

@@ -1,1 +1,1 @@
-"""What a plan does while a model trains: counted (`counters`), timed (`clocks`), read (`report`) and logged (`log`)."""
+"""What a plan does while a model trains: counted (`counters`), read (`report`) and logged (`log`)."""

@@ -22,32 +22,32 @@ __all__ = ["Lost", "Moved", "Recomputed", "Report"]
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes that went between the model's device and the tier below it (of the host's memory: the disk).
+    """Bytes copied between the model's device (host memory for a model on the CPU) and the tier they are kept on.
 
     Attributes:
         what: parameters, gradients, activations or optimizer state.
-        below: the tier that they wait on.
-        technique: on whose account.
-        up_bytes: what came up.
-        down_bytes: what went down.
+        tier: where they are kept: host or disk.
+        technique: which technique moved them.
+        read_bytes: copied from the tier.
+        written_bytes: copied to the tier.
     """
 
     what: What
-    below: Below
+    tier: Below
     technique: str
-    up_bytes: int
-    down_bytes: int
+    read_bytes: int
+    written_bytes: int
 
 
 @dataclass(frozen=True)
 class Recomputed:
-    """A layer that was computed again.
+    """A layer that was recomputed in backward.
 
     Attributes:
         layer: its name in the plan.
         times: how often.
-        flops: floating-point operations of all of that: counted recomputations, times what one of them takes by
-            the profile. An upper bound, as a recomputation ends when backward has what it needs.
+        flops: floating-point operations of all of that: counted recomputations times the profiled FLOPs of one. An
+            upper bound, as a recomputation ends when backward has what it needs.
     """
 
     layer: str
@@ -75,8 +75,8 @@ class Report:
     Attributes:
         model: the model's class.
         device: where it trains.
-        forward_passes: forward passes in training that were begun; None if nobody counts them.
-        backward_passes: backward passes that came to the model; None if nobody counts them.
+        forward_passes: forward passes in training that were begun; None if they are not counted.
+        backward_passes: backward passes that reached the model; None if they are not counted.
         predicted_peak_bytes: peak of a step by the plan.
         allowance_bytes: what a step may need beyond that.
         prediction_source: "simulated", "measured" or "estimated".
@@ -84,7 +84,7 @@ class Report:
         observed_peak_kind: of which memory. What the process had when the plan was attached, such as the
             model's parameters on a CPU, is not in the process's figure, and is in the prediction.
         observed_since: since when; or why it is not known.
-        moved: bytes up and down.
+        moved: bytes read from and written to each tier.
         recomputed: recomputations, by layer.
         lost: time, by what it was lost to.
         disk_bytes: what is on disk now.
@@ -125,7 +125,7 @@ class Report:
         counts_backward: bool = True,
         disk_bytes: int = 0,
     ) -> Report:
-        """What a meter shows now, beside what the plan says."""
+        """Return the counts so far beside what the plan predicts."""
         peak = meter.peak()
         order = {layer.name: place for place, layer in enumerate(plan.layers)}
         return cls(
@@ -140,8 +140,8 @@ class Report:
             observed_peak_kind=peak.kind,
             observed_since=peak.since,
             moved=tuple(
-                Moved(what, below, _technique(what), up, down)
-                for (what, below), (up, down) in sorted(meter.moved().items())
+                Moved(what, tier, _technique(what), read, written)
+                for (what, tier), (read, written) in sorted(meter.moved().items())
             ),
             recomputed=tuple(
                 Recomputed(layer, times, flops)
@@ -156,39 +156,39 @@ class Report:
         )
 
     @property
-    def bytes_up(self) -> int:
-        """All that came up."""
-        return sum(each.up_bytes for each in self.moved)
+    def bytes_read(self) -> int:
+        """Return all bytes copied from host or disk."""
+        return sum(each.read_bytes for each in self.moved)
 
     @property
-    def bytes_down(self) -> int:
-        """All that went down."""
-        return sum(each.down_bytes for each in self.moved)
+    def bytes_written(self) -> int:
+        """Return all bytes copied to host or disk."""
+        return sum(each.written_bytes for each in self.moved)
 
     @property
     def recomputations(self) -> int:
-        """Of all layers."""
+        """Return the recomputations of all layers."""
         return sum(each.times for each in self.recomputed)
 
     @property
     def recompute_flops(self) -> int:
-        """Of all layers."""
+        """Return the floating-point operations of all recomputations."""
         return sum(each.flops for each in self.recomputed)
 
     def seconds_lost_to(self, what: str) -> float | None:
-        """Measured; None if that was never at work, or its time is not known."""
+        """Return the seconds lost to a technique; None if it was never in use, or its time is not known."""
         return next((each.seconds for each in self.lost if each.to == what), None)
 
     def scalars(self) -> dict[str, float]:
-        """Every number that is known, under a name: what dashboards show."""
+        """Return every number that is known, by name, for dashboards."""
         values: dict[str, float | None] = {
             "forward_passes": self.forward_passes,
             "backward_passes": self.backward_passes,
             "predicted_peak_bytes": self.predicted_peak_bytes,
             "allowance_bytes": self.allowance_bytes,
             "observed_peak_bytes": self.observed_peak_bytes,
-            "bytes_up": self.bytes_up,
-            "bytes_down": self.bytes_down,
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
             "recomputations": self.recomputations,
             "recompute_flops": self.recompute_flops,
             "disk_bytes": self.disk_bytes,
@@ -199,25 +199,25 @@ class Report:
         return {name: value for name, value in values.items() if value is not None}
 
     def to_json(self) -> str:
-        """The report as JSON text."""
+        """Return the report as JSON text."""
         return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
 
     def explain(self, *, terminal: Terminal | None = None) -> str:
-        """The report as tables that a person reads."""
+        """Return the report as tables for a person."""
         from memscale._util.terminal import Terminal, table
 
         screen = terminal or Terminal.detect()
         title = f"Report: {self.model} on {self.device}"
         parts = [table(title, ["what", "so far", "how it is known"], self._totals(), terminal=screen)]
         if self.moved:
-            columns = ["moved (counted)", "technique", "below", "up", "down"]
+            columns = ["moved (counted)", "technique", "tier", "read", "written"]
             rows = (
                 (
                     each.what,
                     each.technique,
-                    each.below,
-                    format_bytes(each.up_bytes),
-                    format_bytes(each.down_bytes),
+                    each.tier,
+                    format_bytes(each.read_bytes),
+                    format_bytes(each.written_bytes),
                 )
                 for each in self.moved
             )
@@ -254,7 +254,7 @@ def _technique(what: What) -> str:
 
 
 def _layer_rows(layers: tuple[Recomputed, ...]) -> Iterator[tuple[str, int, str]]:
-    """Neighbours that differ in nothing but a number in their names are one row."""
+    """Yield a row for each run of layers that differ only in a number in their names."""
     for _, run in groupby(layers, key=lambda each: (re.sub(r"\d+", "#", each.layer), each.times, each.flops)):
         first, *others = group = list(run)
         name = first.layer or "(the model)"

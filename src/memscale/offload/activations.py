@@ -45,11 +45,9 @@ from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id,
 from memscale.errors import TierFullError
 from memscale.observe.counters import Below, Meter
 from memscale.offload.working import Refetch, without_history
-from memscale.tiers.host import HostTier
-from memscale.tiers.layout import View, rebuild
-from memscale.tiers.shared import SharedEngine
+from memscale.tiers.engine import Engine
 from memscale.tiers.store import DiskStore
-from memscale.tiers.tier import Ticket, Tier
+from memscale.tiers.tier import HostTier, Ticket, Tier
 
 __all__ = ["LEAST_BYTES", "Activations", "unpack"]
 
@@ -60,6 +58,10 @@ LEAST_BYTES = 64 * 2**10
 10 GB/s moves a hundred kilobytes: below this, the time goes and hardly any memory is won."""
 
 _LITTLE = 4  # a view that covers less than a fourth of its storage is stored alone
+
+
+_Geometry = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""A tensor's offset in its storage, its shape and its stride, in elements."""
 
 
 class Activations:
@@ -74,7 +76,7 @@ class Activations:
         meter: Counts what is moved.
 
     Example:
-        >>> activations = Activations(SharedEngine(None), torch.device("cpu"), capacity=2**20)
+        >>> activations = Activations(Engine(), torch.device("cpu"), capacity=2**20)
         >>> x = torch.ones(128, 128, requires_grad=True)
         >>> with activations.around([]):
         ...     y = (x * 2).square().sum()  # saves x * 2
@@ -87,7 +89,7 @@ class Activations:
 
     def __init__(
         self,
-        engine: SharedEngine,
+        engine: Engine,
         device: torch.device,
         *,
         store: DiskStore | None = None,
@@ -126,7 +128,7 @@ class Activations:
             if _has_storage(tensor)
         }
         if self._below is not None and self._below.is_async:
-            self._below.tier.forget_prefetched()  # of a backward pass that was given up
+            self._below.tier.drop_prefetched()  # of a backward pass that was given up
         call = _Call(resident, self._calls.latest(), self._engine.depth)
         self._calls.stack.append(call)
         try:
@@ -162,21 +164,20 @@ class Activations:
             return without_history(tensor)
         return _Saved(stored, call, view)
 
-    def _stored(self, tensor: torch.Tensor, call: _Call) -> tuple[_Stored, View | None]:
+    def _stored(self, tensor: torch.Tensor, call: _Call) -> tuple[_Stored, _Geometry | None]:
         storage = tensor.untyped_storage()
         count, rest = divmod(storage.nbytes(), tensor.element_size())
         geometry = (int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
         covered = min(tensor.numel(), count)
-        plain = not rest and not tensor.is_conj() and not tensor.is_neg()
         # Views of one tensor share its version, so one copy of its memory serves all of them. The results of
         # `unsafe_chunk` (the gates of a GRU) are no views: each has a part of the memory and its own version.
         owner = tensor._base if tensor._is_view() else tensor
         covers_storage = owner is not None and owner.nbytes >= storage.nbytes()
-        whole = plain and covers_storage and _LITTLE * covered >= count
+        whole = not rest and covers_storage and _LITTLE * covered >= count
         key = (
             storage._cdata,
             tensor.dtype,
-            *(() if whole else (*geometry, tensor.is_conj(), tensor.is_neg())),
+            *(() if whole else geometry),
         )
         version = _version(tensor)
         stored = self._known.get(key)
@@ -188,17 +189,13 @@ class Activations:
             call.stored.append(weakref.ref(stored))
             self.bytes_sent += ticket.nbytes
             self._meter.down("activations", below.name, ticket.nbytes)
-        if not whole:
-            return stored, None
-        offset, shape, stride = geometry
-        return stored, View(0, offset * tensor.element_size(), shape, stride, tensor.dtype, tensor.device)
+        return stored, geometry if whole else None
 
     def _opened(self) -> _Below:
         if self._below is None:
-            engine = self._engine.engine
-            store, capacity = self._store, self._capacity
-            tier: Tier[Any] = HostTier(capacity, engine=engine) if store is None else store.tier_of(engine)
-            self._below = _Below(tier, self._engine, "host" if store is None else "disk", self._meter)
+            engine, store = self._engine, self._store
+            tier: Tier[Any] = HostTier(self._capacity, engine=engine) if store is None else store.tier(engine)
+            self._below = _Below(tier, "host" if store is None else "disk", self._meter)
         return self._below
 
     def __getstate__(self) -> dict[str, object]:
@@ -225,12 +222,11 @@ def unpack(saved: torch.Tensor | _Saved | Refetch) -> torch.Tensor:
 class _Below:
     """The tier, for as long as anyone has something there or may come with more."""
 
-    def __init__(self, tier: Tier[Any], engine: SharedEngine, name: Below, meter: Meter) -> None:
+    def __init__(self, tier: Tier[Any], name: Below, meter: Meter) -> None:
         self.tier = tier
         self.name: Below = name
         self.meter = meter
-        self.is_async = engine.is_async
-        self._engine = engine  # lives as long as its tier
+        self.is_async = tier.engine.is_async
 
     def __del__(self) -> None:
         self.tier.close()
@@ -288,7 +284,7 @@ class _Saved:
 
     __slots__ = ("__weakref__", "_call", "_stored", "_view")
 
-    def __init__(self, stored: _Stored, call: _Call, view: View | None) -> None:
+    def __init__(self, stored: _Stored, call: _Call, view: _Geometry | None) -> None:
         self._stored = stored
         self._call = call
         self._view = view
@@ -300,7 +296,10 @@ class _Saved:
         with torch.no_grad():
             with self._stored.below.meter.timing("offloading"):
                 memory = self._stored.bring_up(task, self)
-            return memory.detach() if self._view is None else rebuild(memory, self._view)
+            if self._view is None:
+                return memory.detach()
+            offset, shape, stride = self._view
+            return memory.as_strided(shape, stride, memory.storage_offset() + offset).detach()
 
 
 class _Stored:
@@ -368,13 +367,13 @@ def _end_of_backward(reference: weakref.ref[_Stored], task: int) -> None:
 def _forget_prefetched(reference: weakref.ref[_Below]) -> None:
     below = reference()
     if below is not None:
-        below.tier.forget_prefetched()
+        below.tier.drop_prefetched()
 
 
 def _pays(tensor: torch.Tensor, resident: Collection[int]) -> bool:
     if isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
         return False
-    if not _has_storage(tensor):
+    if not _has_storage(tensor) or tensor.is_conj() or tensor.is_neg():
         return False
     storage = tensor.untyped_storage()
     return storage.nbytes() >= LEAST_BYTES and storage._cdata not in resident

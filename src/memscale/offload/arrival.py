@@ -21,23 +21,20 @@ from torch import nn
 
 from memscale._torch import hooks_are_allowed
 from memscale.observe.counters import Meter
-from memscale.tiers.engine import Lane
-from memscale.tiers.layout import is_fake
-from memscale.tiers.pinned import Block
-from memscale.tiers.shared import SharedEngine
-from memscale.tiers.transfer import Transfer
+from memscale.tiers.engine import Engine, Lane, Transfer
+from memscale.tiers.tier import is_fake
 
 __all__ = ["Journey", "arrived"]
 
 
 def arrived(
-    parameter: nn.Parameter, values: torch.Tensor, engine: SharedEngine, meter: Meter | None = None
+    parameter: nn.Parameter, values: torch.Tensor, engine: Engine, meter: Meter | None = None
 ) -> torch.Tensor:
     """A parameter's values on the device as a differentiable copy of it. See Note [The way home].
 
     Example:
         >>> parameter = nn.Parameter(torch.ones(2))
-        >>> copy = arrived(parameter, parameter.detach().clone(), SharedEngine(None))
+        >>> copy = arrived(parameter, parameter.detach().clone(), Engine())
         >>> (3 * copy).sum().backward()
         >>> parameter.grad
         tensor([3., 3.])
@@ -61,13 +58,13 @@ class Journey:
         meter: Counts it.
     """
 
-    def __init__(self, engine: SharedEngine, home: torch.device, meter: Meter | None = None) -> None:
+    def __init__(self, engine: Engine, home: torch.device, meter: Meter | None = None) -> None:
         self._engine = engine
         self._meter = meter
         self.home = home
         self._source: torch.Tensor | None = None
         self._transfer: Transfer[torch.Tensor] | None = None
-        self._block: Block | None = None
+        self._pinned_bytes = 0
 
     def leave(self, gradient: torch.Tensor) -> torch.Tensor:
         """Start; returns the tensor that the gradient lands in, which may be read after :meth:`land`."""
@@ -81,9 +78,9 @@ class Journey:
             landing = torch.empty_like(gradient, device=self.home)
         to = landing
         self._source = gradient  # its memory must not be used again before it was read
-        self._transfer = self._engine.engine.run(
+        self._transfer = self._engine.run(
             lambda: to.copy_(gradient, non_blocking=beside),
-            Lane.DOWN if beside else Lane.HERE,
+            Lane.D2H if beside else Lane.CALLER,
             gradient.device,
         )
         return landing
@@ -95,11 +92,11 @@ class Journey:
             return landing
         transfer.finish()
         self._source = None
-        block, self._block = self._block, None
-        if block is None:
+        nbytes, self._pinned_bytes = self._pinned_bytes, 0
+        if not nbytes:
             return landing
         gradient = landing.clone()  # page-locked memory is for what is under way
-        self._engine.pool.give(block)
+        self._engine.gradients.release(nbytes)
         return gradient
 
     def _sent_in_parts(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -118,11 +115,11 @@ class Journey:
     def _pinned(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """Page-locked memory of the same geometry, if there is any: only there a copy runs by itself."""
         strides = torch.empty_like(gradient, device="meta").stride()
-        self._block = self._engine.pool.take(max(1, gradient.nbytes))
-        if self._block is None:
+        memory = self._engine.gradients.allocate(gradient.nbytes) if gradient.numel() else None
+        if memory is None:
             return None
-        memory = self._block.memory[: gradient.nbytes].view(gradient.dtype)
-        return memory.as_strided(gradient.shape, strides)
+        self._pinned_bytes = gradient.nbytes
+        return memory.view(gradient.dtype).as_strided(gradient.shape, strides)
 
 
 class _AtHome(torch.autograd.Function):

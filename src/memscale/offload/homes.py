@@ -25,8 +25,8 @@ from memscale.optimizer.eight_bit.states import EightBitStates
 from memscale.optimizer.placement import PlacementSteps
 from memscale.optimizer.state_homes import StateHomes
 from memscale.simulator.simulate import PLAIN_KINDS
-from memscale.tiers.layout import is_fake
 from memscale.tiers.store import DiskStore
+from memscale.tiers.tier import is_fake
 
 __all__ = ["HOST", "Homes", "training_device"]
 
@@ -157,7 +157,7 @@ class Homes:
             return torch.empty_like(tensor, device=where, requires_grad=False) if mapped is None else mapped
 
         with freed_memory_returns():
-            made = materialise(model, allocate, self.store.fill, self.store.rest)
+            made = materialise(model, allocate, self.store.fill, self.store.release_pages)
         for parameter in made.parameters:
             self._parameters.setdefault(id(parameter), (parameter, before))
         return made

@@ -94,7 +94,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
         with torch.no_grad():
             tensor.copy_(source.read())
         if store is not None:
-            store.rest(tensor)
+            store.release_pages(tensor)
     if pending:
         vars(model)[_PENDING] = pending
     return result

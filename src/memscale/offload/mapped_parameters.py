@@ -35,9 +35,9 @@ from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id
 from memscale.memory.tracker import ResidentPages
 from memscale.observe.counters import Meter
 from memscale.offload.data import exchange_data
-from memscale.tiers._libc import PAGE
-from memscale.tiers.layout import is_fake
+from memscale.tiers.disk_file import PAGE
 from memscale.tiers.store import DiskStore
+from memscale.tiers.tier import is_fake
 
 __all__ = ["MappedParameters", "can_be_mapped"]
 
@@ -167,12 +167,12 @@ class MappedParameters:
     def rest(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give back the pages of these and of their gradients."""
         for parameter in parameters:
-            self.store.rest(parameter)
+            self.store.release_pages(parameter)
             pages = self._pages.pop(id(parameter), None)
             if pages is not None:
                 pages.release()
             if parameter.grad is not None:
-                self.store.rest(parameter.grad)
+                self.store.release_pages(parameter.grad)
 
     def _read_ahead(self, parameters: Sequence[nn.Parameter], *, in_backward: bool) -> None:
         """Have the disk at work on this layer, and on the one that came after it last time."""
@@ -183,7 +183,7 @@ class MappedParameters:
             self._followers[self._latest] = parameters
         self._latest = key
         for parameter in (*parameters, *self._followers.get(key, ())):
-            self.store.ahead(parameter)
+            self.store.prefetch_pages(parameter)
 
     def _rest_after_backward(self) -> None:
         while self._in_backward:

@@ -26,10 +26,8 @@ import torch
 from torch import nn
 
 from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id
-from memscale.tiers.engine import Lane
-from memscale.tiers.layout import is_fake
-from memscale.tiers.shared import SharedEngine
-from memscale.tiers.transfer import Transfer
+from memscale.tiers.engine import Engine, Lane, Transfer
+from memscale.tiers.tier import is_fake
 
 __all__ = ["Layer", "Prefetcher"]
 
@@ -56,7 +54,7 @@ class Prefetcher:
 
     def __init__(
         self,
-        engine: SharedEngine,
+        engine: Engine,
         device: torch.device,
         forward: Sequence[Layer],
         backward: Sequence[Layer],
@@ -158,7 +156,7 @@ class Prefetcher:
         fetched = _Fetched()
         for parameter, dtype in layer.needs(in_backward=in_backward):
             work = functools.partial(_brought, layer.bring, parameter.detach(), dtype)
-            transfer = self.engine.engine.run(work, _lane(parameter, self._device), self._device)
+            transfer = self.engine.run(work, _lane(parameter, self._device), self._device)
             fetched.add(parameter, dtype, transfer)
         return fetched
 
@@ -251,9 +249,9 @@ def _brought(
 
 def _lane(parameter: nn.Parameter, device: torch.device) -> Lane:
     if device.type != "cuda" or is_fake(parameter):
-        return Lane.HERE
+        return Lane.CALLER
     # From pages that are not locked a copy holds up the thread that starts it: that had better be a worker.
-    return Lane.UP if parameter.is_pinned() else Lane.READ
+    return Lane.H2D if parameter.is_pinned() else Lane.READ
 
 
 def _after_backward(reference: weakref.ref[Prefetcher], task: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +12,13 @@ from memscale._torch import tree_map
 from memscale.execution_plan import Tier
 from memscale.observe.counters import Meter
 from memscale.offload.arrival import arrived
+from memscale.offload.cost import offload_options
 from memscale.offload.mapped_technique import MappedStage
 from memscale.offload.prefetch import Prefetcher
 from memscale.offload.working import WorkingCopies, brought
+from memscale.profiler.profile import BlockProfile
 from memscale.techniques.base import LayerSite
+from memscale.techniques.cost import BlockOption, CostTerms
 from memscale.techniques.forward import ForwardStage, Stage, WeakModule
 
 if TYPE_CHECKING:
@@ -28,6 +31,9 @@ class Offloading:
     """The technique ``"offloading"``."""
 
     name = "offloading"
+
+    def options(self, block: BlockProfile, terms: CostTerms) -> Iterable[BlockOption]:
+        return offload_options(block, terms)
 
     def unsupported_reason(self, site: LayerSite) -> str | None:
         if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):

@@ -17,7 +17,7 @@ from memscale.offload.prefetch import Prefetcher
 from memscale.offload.technique import FetchStage
 from memscale.techniques.base import ModelSite
 from memscale.techniques.forward import ForwardStage, Stage, override_of
-from memscale.tiers.shared import SharedEngine, async_settings
+from memscale.tiers.engine import Engine, async_settings
 
 if TYPE_CHECKING:
     from memscale.techniques.undo_log import UndoLog
@@ -33,7 +33,7 @@ class Transfers:
     """
 
     def attach(self, site: ModelSite, log: UndoLog) -> None:
-        engine = SharedEngine(async_settings(site.plan, site.config))
+        engine = Engine(async_settings(site.plan, site.config))
         if engine.is_async:
             _attach_prefetcher(site, log, engine)
         _attach_activations(site, log, engine)
@@ -42,7 +42,7 @@ class Transfers:
 # ---------------------------------------------------------------------- parameters
 
 
-def _attach_prefetcher(site: ModelSite, log: UndoLog, engine: SharedEngine) -> None:
+def _attach_prefetcher(site: ModelSite, log: UndoLog, engine: Engine) -> None:
     streamed = {id(module): stage for module, stage in log.stages() if isinstance(stage, FetchStage)}
     if not streamed:
         return
@@ -101,7 +101,7 @@ class _EndPass:
 # ---------------------------------------------------------------------- activations
 
 
-def _attach_activations(site: ModelSite, log: UndoLog, engine: SharedEngine) -> None:
+def _attach_activations(site: ModelSite, log: UndoLog, engine: Engine) -> None:
     logs = site.config is None or site.config.enable_logging
     on_host: Activations | None = None
     on_disk: Activations | None = None

@@ -40,7 +40,7 @@ from memscale.errors import RecomputeError
 from memscale.observe.counters import Meter
 from memscale.offload.arrival import arrived
 from memscale.offload.autocast_weights import autocast_dtype, cast_by_autocast
-from memscale.tiers.shared import SharedEngine
+from memscale.tiers.engine import Engine
 
 
 class Source(Protocol):
@@ -128,7 +128,7 @@ class WorkingCopies:
             values = brought(parameter.detach(), self._device, dtype)
             if meter is not None:
                 meter.up("parameters", "host", values.nbytes)
-            return arrived(parameter, values, SharedEngine(None), meter)
+            return arrived(parameter, values, Engine(), meter)
         if meter is None:
             return parameter.to(self._device, dtype, non_blocking=True)
         with meter.timing("offloading"):

@@ -32,7 +32,7 @@ class MappedPlace:
     def up(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         for each in (tensor, parameter, parameter.grad):
             if each is not None:
-                self._store.ahead(each)
+                self._store.prefetch_pages(each)
         return tensor.to(parameter.device)
 
     def new(self, like: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ class MappedPlace:
         self._store.fill(home, values)
 
     def rest(self, tensor: torch.Tensor) -> None:
-        self._store.rest(tensor)
+        self._store.release_pages(tensor)
 
 
 class HostPlace:
@@ -87,7 +87,7 @@ class HostPlace:
         home.copy_(values)
 
     def rest(self, tensor: torch.Tensor) -> None:
-        self._store.rest(tensor)
+        self._store.release_pages(tensor)
 
     def _counted(self, nbytes: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         if self._capacity is not None and self._taken + nbytes > self._capacity:

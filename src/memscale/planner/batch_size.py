@@ -1,6 +1,6 @@
 """The largest batch that fits, the longest sequence, and the batch that trains the most samples a second.
 
-All by prediction: batches without values are profiled and planned for, and what is answered was simulated.
+All by prediction: batches without values are profiled and planned for, and each answer is simulated.
 """
 
 from __future__ import annotations
@@ -16,19 +16,26 @@ from memscale._util.terminal import Terminal, table
 from memscale.config import Config
 from memscale.execution_plan import Plan
 from memscale.hardware import Hardware
-from memscale.planner import room_of
-from memscale.planner.fitting import Estimates
-from memscale.planner.make_plan import Profiled, fits, profiled, rehearsal, rehearsed, usable
-from memscale.planner.sizes import batch_size_of, length_of, most_positions, with_batch_size, with_length
+from memscale.planner.engine import room_of
+from memscale.planner.estimates import (
+    Estimates,
+    batch_size_of,
+    length_of,
+    most_positions,
+    with_batch_size,
+    with_length,
+)
+from memscale.planner.make_plan import ProfiledModel, fits, profile_settings, simulated_plan, usable
+from memscale.planner.rehearsal import rehearsal
 from memscale.profiler import ModelProfile, Sample
 from memscale.units import format_bytes
 
 __all__ = ["BatchFit", "BatchSizes", "batch_sizes"]
 
-MOST_SAMPLES = 2**16
-EXACT_TO = 64  # sizes above are found to within a sixty-fourth
-FLAT = 32  # to such a part the fastest size is looked for: its neighbours are about as fast
-HALVINGS = 6  # of the largest size, to begin the search for the fastest one with
+MOST_SAMPLES = 2**16  # the largest batch considered
+LARGEST_PRECISION = 1 / 64  # to which the largest size is found; exactly up to 64
+FASTEST_PRECISION = 1 / 32  # to which the fastest size is found: its neighbours are about as fast
+HALVINGS = 6  # of the largest size, with which the search for the fastest one starts
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class BatchFit:
 
     @property
     def samples_per_second(self) -> float:
-        """Estimated from the device's rates."""
+        """Return the rate that is estimated from the device's rates."""
         return self.batch_size / self.plan.predicted_seconds
 
 
@@ -58,7 +65,7 @@ class BatchSizes:
     """What fits a device.
 
     Attributes:
-        device: in words.
+        device: its description.
         room_bytes: what plans may take: the device's memory, or the budget.
         largest: the batch with the most samples, as long as those that were given; None if not even one sample fits.
         longest: the batch with the longest sequences, as many as were given; None if none fits, or there are none.
@@ -73,11 +80,11 @@ class BatchSizes:
 
     @property
     def batch_size(self) -> int:
-        """The most samples that fit; 0 if none do."""
+        """Return the most samples that fit; 0 if none do."""
         return 0 if self.largest is None else self.largest.batch_size
 
     def explain(self, *, terminal: Terminal | None = None) -> str:
-        """As a table."""
+        """Return the batches as a table."""
         rows = []
         for name in ("largest", "longest", "fastest"):
             fit: BatchFit | None = getattr(self, name)
@@ -103,7 +110,7 @@ class BatchSizes:
 
 
 def batch_sizes(model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> BatchSizes:
-    """Look for what fits; the model is not changed.
+    """Search for the batches that fit; the model is not changed.
 
     Raises:
         ProfileError: the model does not run on the sample, or cannot be followed on fake tensors.
@@ -130,8 +137,8 @@ class _Sizes:
 
     Attributes:
         sample: the batch of a size.
-        known: sizes to estimate the others by.
-        most: the largest to look at.
+        known: sizes to estimate the others from.
+        most: the largest to consider.
     """
 
     sample: Callable[[int], Sample]
@@ -145,7 +152,7 @@ class _Search:
         self._config = config
         self._hardware = hardware
         self._profiles: dict[tuple[int, int], ModelProfile] = {}
-        self._known: dict[tuple[tuple[int, int], Config], Profiled] = {}
+        self._known: dict[tuple[tuple[int, int], Config], ProfiledModel] = {}
         self.room = room_of(hardware, config)
 
     def estimates(self, sizes: _Sizes) -> Estimates:
@@ -153,7 +160,7 @@ class _Search:
         return Estimates(known, self._hardware, self._config, usable(self.room))
 
     def at_limit(self, sizes: _Sizes) -> BatchFit | None:
-        """The largest size that there is, if it is not too far to be looked at first, and fits."""
+        """Return the largest size of all, if it is among those profiled, and fits."""
         if sizes.most not in sizes.known:
             return None
         sample = sizes.sample(sizes.most)
@@ -162,10 +169,9 @@ class _Search:
         return self._fit(sample, self._config)[0] if alone.has_room(sizes.most) else None
 
     def most(self, sizes: _Sizes, estimates: Estimates) -> BatchFit | None:
-        """The largest size that fits, by simulation; that no larger one does is estimated.
+        """Return the largest size that fits, by simulation; that no larger one does is estimated.
 
-        Each size that was looked at is known from then on; and if one needs more or less than was estimated, it is
-        assumed that others do as well. So it takes few looks, most often one.
+        Each size that was simulated improves the estimates of the others, so that mostly one simulation is enough.
         """
         best, low, high = None, 0, sizes.most + 1  # the first fits, the second does not
         size = max(1, estimates.largest(sizes.most))
@@ -180,16 +186,16 @@ class _Search:
                 low, best = size, found
             else:
                 high = size
-            size = low + max(1, low // EXACT_TO)
+            size = low + max(1, int(low * LARGEST_PRECISION))
             if size >= high or (low and not estimates.has_room(size)):
                 break
-            size = max(1, estimates.largest(high - max(1, high // EXACT_TO)))
+            size = max(1, estimates.largest(high - max(1, int(high * LARGEST_PRECISION))))
         return best
 
     def fastest(self, sizes: _Sizes, estimates: Estimates, largest: int) -> BatchFit | None:
-        """The batch with the most samples a second, of those up to the largest that fits.
+        """Return the batch with the most samples a second, of those up to the largest that fits.
 
-        Sizes are compared by mixtures of plans (Note [Mixed plans]); the one that is answered has its own plan.
+        Sizes are compared by mixtures of plans (`mixed_seconds`); the answer has its own plan.
         """
 
         def about(size: int) -> float:
@@ -201,7 +207,7 @@ class _Search:
         while between:  # the best and its neighbours
             place = tried.index(max(tried, key=about))
             pairs = itertools.pairwise(tried[max(0, place - 1) : place + 2])
-            between = {(one + other) // 2 for one, other in pairs if (other - one) * FLAT > other}
+            between = {(one + other) // 2 for one, other in pairs if other - one > other * FASTEST_PRECISION}
             between -= set(tried)
             tried = sorted({*tried, *between})
         quick = self._config.replace(memory_budget=self.room)
@@ -212,18 +218,18 @@ class _Search:
         return None
 
     def _fit(self, sample: Sample, config: Config) -> tuple[BatchFit | None, float]:
-        """A batch with its simulated plan, None if that does not fit; and the simulated peak over the engine's own."""
+        """Return a batch with its plan, None if that does not fit; and the simulated peak over the estimate."""
         known = self._profiled(sample, config)
-        plan, excess = rehearsed(self._model, sample, _without_values(config), self._hardware, known)
+        plan, excess = simulated_plan(self._model, sample, _without_values(config), self._hardware, known)
         if not fits(plan, self._hardware, config):
             return None, excess
         return BatchFit(batch_size_of(sample), length_of(sample), plan, config), excess
 
-    def _profiled(self, sample: Sample, config: Config) -> Profiled:
-        """Once for each size; what there is to choose from depends on the Config."""
+    def _profiled(self, sample: Sample, config: Config) -> ProfiledModel:
+        """Return the profile of a batch, made once for each size; the settings depend on the Config."""
         size = (batch_size_of(sample), length_of(sample))
         if (size, config) not in self._known:
-            known = profiled(
+            known = profile_settings(
                 self._model, sample, _without_values(config), self._hardware, self._profiles.get(size)
             )
             self._profiles[size] = known.profile
@@ -232,5 +238,5 @@ class _Search:
 
 
 def _without_values(config: Config) -> Config:
-    """Batches of other sizes have none to run with."""
+    """Return a Config that runs no real step: batches of other sizes have no values."""
     return config.replace(use_empirical_fallback=False)

@@ -1,16 +1,16 @@
-"""Plans that were made in this process, by all that decides about them.
+"""Plans that were made in this process, by everything that they depend on.
 
 Note [Equal models]
 ~~~~~~~~~~~~~~~~~~~
-A plan follows from a model's structure and not from its weights, so that a second model that is built alike, called
+A plan depends on a model's structure and not on its weights, so that a second model of the same structure, called
 with a batch of the same shapes, has the same plan. The key has every module's class, its forward function, its
 training flag and all of its attributes; every parameter and buffer by its shape, type, place, flags and ties; the
 batch's tensors likewise, and its other values; the Config; what the optimizer needs; the hardware, free disk
-space by powers of two; and the switches of torch that decide about kernels.
+space by powers of two; and the switches of torch that kernels depend on.
 
-In doubt there is no key, and the plan is made anew: where an attribute is not plain data (a generator, a closure, an
-object without attributes of its own), or somebody has put a hook on the model. Values of integer tensors in the batch
-(masks) are a part of the key if planning has asked for any.
+In doubt there is no key, and the plan is made again: where an attribute is not plain data (a generator, a closure, an
+object without attributes of its own), or the model has hooks. Values of integer tensors in the batch (masks) are part
+of the key if planning has read any.
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as module_hooks
 
 from memscale._torch import (
     efficient_attention_is_enabled,
     flash_attention_is_enabled,
+    has_global_forward_hooks,
+    has_gradient_hooks,
     math_attention_is_enabled,
     private_device_name,
 )
 from memscale.config import Config
 from memscale.execution_plan import Plan
+from memscale.executor.registry import LAYER_TECHNIQUES
 from memscale.hardware import Hardware
 from memscale.optimizer.needs import OptimizerNeeds
 from memscale.profiler.sample import Sample
 
 __all__ = ["PlanCache", "plan_key"]
 
-MOST_PLANS = 64
-LARGEST_ATTRIBUTE = 10_000  # parts of one attribute: a longer list is data, not a setting
+MOST_PLANS = 64  # the oldest are dropped
+LARGEST_ATTRIBUTE = 10_000  # items of one attribute: a longer list is data, not a setting
 
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, range, enum.Enum),
@@ -53,7 +55,7 @@ _STRUCTURE = frozenset({"_parameters", "_buffers", "_modules", "training"})
 
 
 class _NoKey(Exception):
-    """Something that cannot be told apart from others of its kind by its value."""
+    """A value that cannot be compared with others of its type."""
 
 
 class PlanCache:
@@ -63,7 +65,7 @@ class PlanCache:
         self._plans: OrderedDict[tuple[object, object], Plan] = OrderedDict()
 
     def find(self, key: object, sample: Sample | None) -> Plan | None:
-        """Return the plan for a key; if it was made by values of the batch, for those values only."""
+        """Return the plan for a key; one that depended on values of the batch, for those values only."""
         wanted: tuple[object, object] = (key, None)
         if wanted not in self._plans:
             wanted = (key, _values_of(sample))
@@ -73,7 +75,7 @@ class PlanCache:
         return self._plans[wanted]
 
     def add(self, key: object, sample: Sample | None, plan: Plan, *, by_values: bool) -> None:
-        """Remember a plan, which planning made by values of the batch, or by its shapes alone."""
+        """Keep a plan, which depended on values of the batch, or on its shapes alone."""
         self._plans[key, _values_of(sample) if by_values else None] = plan
         while len(self._plans) > MOST_PLANS:
             self._plans.popitem(last=False)
@@ -89,7 +91,7 @@ def plan_key(
     hardware: Hardware,
     optimizer: OptimizerNeeds | None,
 ) -> object | None:
-    """Return all that decides about a plan, but for values of the batch; None if that cannot be told."""
+    """Return everything that a plan depends on, except values of the batch; None if that cannot be told."""
     try:
         key = (
             _model_key(model),
@@ -98,6 +100,7 @@ def plan_key(
             _hardware_key(hardware),
             None if optimizer is None else _optimizer_key(optimizer),
             _switches(),
+            tuple(LAYER_TECHNIQUES),
         )
         hash(key)
     except (_NoKey, TypeError, RecursionError):
@@ -117,7 +120,7 @@ def _optimizer_key(needs: OptimizerNeeds) -> object:
 
 
 def _values_of(sample: Sample | None) -> object:
-    """Return the values of a batch that code may ask for: those of its integer tensors."""
+    """Return the values of a batch that a model may read: those of its integer tensors."""
     tensors = [] if sample is None else sample.tensors()
     return tuple(
         each.detach().cpu().numpy().tobytes()
@@ -136,7 +139,7 @@ def _hardware_key(hardware: Hardware) -> object:
 
 
 def _switches() -> object:
-    """What of torch's global state decides about kernels and types."""
+    """Return the part of torch's global state that kernels and types depend on."""
     kinds = ("cpu", "cuda", private_device_name())
     autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     return (
@@ -152,7 +155,7 @@ def _switches() -> object:
 
 
 def _model_key(model: nn.Module) -> object:
-    if module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks:
+    if has_global_forward_hooks():
         raise _NoKey
     if any(isinstance(each, torch.jit.ScriptModule) for each in model.modules()):
         raise _NoKey
@@ -183,12 +186,12 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class _Describer:
-    """Describes values so that equal descriptions behave alike; what was met before is named by its number."""
+    """Describes values so that equal descriptions behave alike; a repeated object is described by its number."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = {id(module): name for name, module in model.named_modules()}
-        self._met: dict[int, int] = {}
-        self._alive: list[Any] = []  # as long as ids are compared
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Any] = []  # so that ids stay unique
 
     def of(self, value: Any) -> Any:
         if isinstance(value, _PLAIN):
@@ -204,10 +207,10 @@ class _Describer:
             if id(value) not in self._modules:
                 raise _NoKey
             return "module", self._modules[id(value)]
-        number = self._met.get(id(value))
+        number = self._numbers.get(id(value))
         if number is not None:
             return "again", number
-        self._met[id(value)] = len(self._met)
+        self._numbers[id(value)] = len(self._numbers)
         self._alive.append(value)
         return type(value), self._parts(value)
 
@@ -232,9 +235,7 @@ class _Describer:
 
 
 def _tensor_key(tensor: torch.Tensor) -> object:
-    if tensor.layout is not torch.strided or getattr(tensor, "_post_accumulate_grad_hooks", None):
-        raise _NoKey
-    if tensor._backward_hooks:
+    if tensor.layout is not torch.strided or has_gradient_hooks(tensor):
         raise _NoKey
     return (
         tuple(tensor.shape),

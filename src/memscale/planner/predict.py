@@ -1,7 +1,7 @@
-"""What a plan will do before it runs: the real executor, with the very plan, on the virtual GPU.
+"""Predict what a plan needs: the real executor attaches it to a copy of the model on the virtual GPU.
 
-It stands right of the plan: it decides nothing, and fills in what the engine could only estimate. Where fake
-tensors cannot follow the model, the same is done for real, guarded, on the model itself.
+Nothing is decided here; figures that the engine estimated are replaced by simulated ones. Where fake tensors cannot
+follow the model, a real step of the model itself is measured instead, and undone.
 
 Note [The step that is predicted]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -39,8 +39,8 @@ from memscale.profiler.run import Place, is_reentrant, untouched
 from memscale.profiler.sample import Sample
 from memscale.simulator.tracking import DeviceTracker, workspace_bytes
 
-COUNT_BYTES = 4
-REPLAYS = 2  # the third step finds what the second has left
+STEP_COUNT_BYTES = 4  # of the step count that an optimizer keeps for each parameter
+REPLAYS = 2  # of the first step's allocations: the third step finds the allocator as the second left it
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ def predict(
     plain: Step | None = None,
     optimizer: OptimizerNeeds | None = None,
 ) -> Plan:
-    """The plan with the simulated figures of the plain step and of the step under the plan.
+    """Return the plan with the simulated figures of the plain step and of the step under the plan.
 
     Args:
         model: the model without techniques; it is not changed.
-        plan: what the engine decided.
+        plan: what was decided.
         sample: how the model is called.
         place: the device to simulate.
         config: the user's settings, which the executor reads.
@@ -89,13 +89,13 @@ def measure(
     plain: Step,
     optimizer: OptimizerNeeds | None = None,
 ) -> Plan:
-    """The plan with the figures of a real step under the plan, guarded as the empirical profile is.
+    """Return the plan with the figures of a real step, after which the model is as before.
 
     Args:
-        model: the model without techniques; it is as before afterwards.
-        plan: what the engine decided.
+        model: the model without techniques.
+        plan: what was decided.
         sample: how the model is called.
-        place: what stands for the model's device.
+        place: the model's device as the simulator knows it.
         config: the user's settings, which the executor reads.
         plain: the plain step, as the empirical profile saw it.
         optimizer: what the optimizer needs; None for AdamW.
@@ -112,7 +112,7 @@ def measure(
         executor.attach()
         try:
             with tracker:
-                backward = _asked_for(model, executor)
+                backward = _backward_without_hooks(model, executor)
                 planned = _step(model, batch, tracker, device, plan, executor, backward, optimizer)
         finally:
             executor.detach()
@@ -120,7 +120,7 @@ def measure(
 
 
 def _tracker_of(device: torch.device, place: Place) -> MemoryTracker:
-    """Counts as the simulator of such a device does: a library's workspaces are no tensors."""
+    """Return a tracker that counts as the simulator of such a device does: workspaces are no tensors."""
     if device.type == "cpu":
         return MemoryTracker()
     return DeviceTracker(
@@ -128,15 +128,15 @@ def _tracker_of(device: torch.device, place: Place) -> MemoryTracker:
     )
 
 
-def _asked_for(model: nn.Module, executor: Executor) -> Callable[[torch.Tensor], object]:
-    """A backward that accumulates nothing: who waits for gradients must not hear of a rehearsal.
+def _backward_without_hooks(model: nn.Module, executor: Executor) -> Callable[[torch.Tensor], object]:
+    """Return a backward that accumulates nothing, so that the user's hooks on gradients do not run.
 
-    Those of parameters that are on disk go there by themselves, one by one, as they would if they were accumulated.
+    Gradients of parameters on disk are copied there one by one, as they would be if they were accumulated.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     on_disk = {id(parameter) for parameter in executor.homes.on_disk}
 
-    def goes_home(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    def copy_to_disk(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
         home = executor.homes.store.copy_of(gradient)
         executor.homes.mapped.rest([parameter])
         return home
@@ -148,7 +148,7 @@ def _asked_for(model: nn.Module, executor: Executor) -> Callable[[torch.Tensor],
         with contextlib.ExitStack() as stack:
             for parameter in trained:
                 if id(parameter) in on_disk:
-                    hook = functools.partial(goes_home, parameter)
+                    hook = functools.partial(copy_to_disk, parameter)
                     stack.callback(parameter.register_hook(hook).remove)  # type: ignore[no-untyped-call]
             gradients = torch.autograd.grad(loss, trained, allow_unused=True)
         for parameter, gradient in zip(trained, gradients, strict=True):
@@ -158,7 +158,7 @@ def _asked_for(model: nn.Module, executor: Executor) -> Callable[[torch.Tensor],
 
 
 def with_figures_of(plan: Plan, other: Plan) -> Plan:
-    """The plan with the figures that another one was predicted to have, which does the same."""
+    """Return the plan with the figures of another one that does the same."""
     plain = Step(other.baseline_peak_bytes, other.baseline_saved_bytes)
     planned = Step(other.predicted_peak_bytes, other.predicted_saved_bytes)
     return _filled_in(plan, plain, planned, other.prediction_source)
@@ -235,7 +235,7 @@ def _step(
 
 
 def _adamw(model: nn.Module, device: torch.device) -> OptimizerNeeds:
-    """AdamW over all parameters that are trained."""
+    """Return what AdamW needs over all parameters that are trained."""
     return OptimizerNeeds(
         kind="AdamW",
         state={
@@ -252,7 +252,7 @@ def _adamw(model: nn.Module, device: torch.device) -> OptimizerNeeds:
 def _stepped_here(
     model: nn.Module, device: torch.device, needs: OptimizerNeeds
 ) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that the optimizer steps in the device's memory, or on the disk below it."""
+    """Return the parameters that the optimizer steps in the device's memory, or on the disk below it."""
     return [
         (name, parameter)
         for name, parameter in model.named_parameters()
@@ -270,11 +270,10 @@ def _add_state(
     on_disk: Collection[int],
     config: Config | None,
 ) -> None:
-    """The state of the parameters that are on the device, and the counts of steps, which are on the host.
+    """Reserve the state of the parameters that are on the device, and the counts of steps, which are on the host.
 
-    Where the plan of a CPU has state on disk, that is where it is, whatever its parameter's home; but for what is
-    smaller than a page, and for optimizers whose state does not move. Under a cap on the disk it is where its
-    parameter is.
+    Where the plan of a CPU has state on disk, all of it is there, but for what is smaller than a page, and for
+    optimizers whose state does not move. Under a cap on the disk it is where its parameter is.
     """
     is_below = (
         needs.moves
@@ -296,14 +295,14 @@ def _add_state(
             moment_bytes(each.nbytes // 4) if each.is_moment and id(parameter) in small else each.nbytes
             for each in tensors
         ]
-        sizes += [COUNT_BYTES] * (device.type == "cpu" and bool(tensors))
+        sizes += [STEP_COUNT_BYTES] * (device.type == "cpu" and bool(tensors))
         for size in sizes:  # without tensors: they would take a tenth of a simulation
             if not is_below or size < PAGE:
                 tracker.reserve(size, device, "optimizer state")
 
 
 def _make_temporaries(here: Sequence[nn.Parameter], needs: OptimizerNeeds) -> None:
-    """What a step makes in between: some of every parameter at once (foreach), some of one at a time."""
+    """Allocate and release the temporaries of a step: of every parameter at once (foreach), or of one at a time."""
     of_all, of_one = needs.temporaries
     sizes = [int(of_all * each.nbytes) for each in here]
     if here:
@@ -319,4 +318,4 @@ def _pages_of_a_bucket(model: nn.Module, on_disk: Collection[int], bucket_bytes:
 
 
 def _quiet(config: Config) -> Config:
-    return config.replace(enable_logging=False)  # the user hears of the plan once, when it is attached
+    return config.replace(enable_logging=False)  # the plan is logged once, when it is attached

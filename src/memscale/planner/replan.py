@@ -1,4 +1,4 @@
-"""Plans that follow the batch: made anew from the first one, and when one is larger than any before."""
+"""Plan again when a batch comes that the plan was not made for: the first one, and one larger than any before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memscale.execution_plan import Plan
 from memscale.executor import Executor
 from memscale.hardware import Hardware, detect
 from memscale.observe.log import say_plan, speaking
-from memscale.planner.entries import NOT_CALLED
+from memscale.planner.assembly import NOT_CALLED
 from memscale.planner.make_plan import fits, make_plan
 from memscale.profiler import Sample
 from memscale.profiler.sample import MOST_PLANS, call_key, named_shapes, resized, roundings
@@ -23,9 +23,9 @@ __all__ = ["follow_batch"]
 
 
 def follow_batch(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Called before each training forward: plan anew if the batch is larger than what was planned for.
+    """Plan again if the batch is larger than what was planned for; called before each training forward.
 
-    See Note [Batches that were planned for]. A plan that was made for a larger batch stays on for smaller ones:
+    See Note [Batches that were planned for]. A plan that was made for a larger batch is kept for smaller ones:
     moving tensors back and forth would cost more than it gains.
     """
     batches = executor.batches
@@ -36,25 +36,25 @@ def follow_batch(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, An
     shapes = named_shapes(executor.model, sample)
     if not batches.covers(shapes):
         if executor.awaits_backward:
-            return  # that graph is of the plan as it is; the next batch like this one will ask again
+            return  # a graph was recorded under this plan; the next batch like this one will come here again
         if not all(isinstance(each, nn.Parameter) for each in executor.model.parameters()):
-            return  # weights of torch.func.functional_call: a plan must not move them
+            return  # weights of torch.func.functional_call, which a plan must not move
         if batches.is_full:
-            _say_full(executor, sample)
+            _warn_full(executor, sample)
         else:
             with executor.meter.planning():
-                _plan_anew(executor, sample)
+                _replan(executor, sample)
     batches.note(key)
 
 
-def _plan_anew(executor: Executor, sample: Sample) -> None:
+def _replan(executor: Executor, sample: Sample) -> None:
     config, batches = executor.config or Config(), executor.batches
-    # The model may have moved since it was wrapped: what counts is where it trains.
+    # The model may have moved since it was wrapped.
     hardware = detect(executor.device, offload_dir=config.offload_dir)
     is_first = not batches
     with speaking(config) as log:
         try:
-            plan, planned = _planned(executor, sample, below(config, batches.ceiling), hardware)
+            plan, planned = _plan_for(executor, sample, _with_ceiling(config, batches.ceiling), hardware)
         except ProfileError as error:
             batches.give_up(named_shapes(executor.model, sample))
             which = "the first batch" if is_first else f"a batch of {sample.describe()}"
@@ -66,16 +66,16 @@ def _plan_anew(executor: Executor, sample: Sample) -> None:
             say_plan(log, plan, hardware, "planned anew from the first training batch")
         elif _is_for_more(plan, executor.plan):
             executor.replan(plan)
-            _say_larger(log, plan, sample)
+            _log_larger(log, plan, sample)
 
 
-def _planned(executor: Executor, sample: Sample, config: Config, hardware: Hardware) -> tuple[Plan, Sample]:
-    """A plan for a batch, and what it was made for: that batch, or a larger one."""
+def _plan_for(executor: Executor, sample: Sample, config: Config, hardware: Hardware) -> tuple[Plan, Sample]:
+    """Return a plan, and what it was made for: the batch, or a larger one."""
     model = executor.model
     shapes = named_shapes(model, sample)
     *larger, _ = roundings(shapes, executor.batches.varying(shapes))
     with executor.suspended():
-        # A batch that is not there can be looked at on fake tensors only.
+        # A batch without values can be profiled on fake tensors only.
         for rounded in larger if config.use_static_profiling else ():
             instead = resized(model, sample, rounded)
             try:
@@ -84,16 +84,16 @@ def _planned(executor: Executor, sample: Sample, config: Config, hardware: Hardw
                     model, instead, on_fake_tensors, hardware, suggest=False, optimizer=executor.optimizer
                 )
             except ProfileError:
-                continue  # the model does not take as much; of the batch itself the user will hear
-            # Of a step that calls no layer on fake tensors a real run may know more.
+                continue  # the model may not take as much; if the batch itself fails, that is raised below
+            # Where no layer is called on fake tensors, a real run may show more.
             knows_layers = any(layer.rule != NOT_CALLED for layer in plan.layers)
             if knows_layers and fits(plan, hardware, config):
                 return plan, instead
         return make_plan(model, sample, config, hardware, optimizer=executor.optimizer), sample
 
 
-def below(config: Config, ceiling: int | None) -> Config:
-    """The same settings, with a budget of that much at most."""
+def _with_ceiling(config: Config, ceiling: int | None) -> Config:
+    """Return the same settings, with a budget of that much at most."""
     if ceiling is None:
         return config
     budget = config.memory_budget_bytes
@@ -101,11 +101,11 @@ def below(config: Config, ceiling: int | None) -> Config:
 
 
 def _is_for_more(plan: Plan, before: Plan) -> bool:
-    """Whether a plan is for a batch that needs more; of an estimate that cannot be said."""
+    """Return whether a plan is for a batch that needs more memory; an estimate is taken to be."""
     return plan.prediction_source == "estimated" or plan.baseline_peak_bytes > before.baseline_peak_bytes
 
 
-def _say_full(executor: Executor, sample: Sample) -> None:
+def _warn_full(executor: Executor, sample: Sample) -> None:
     if executor.batches.said_full:
         return
     executor.batches.said_full = True
@@ -118,7 +118,7 @@ def _say_full(executor: Executor, sample: Sample) -> None:
         )
 
 
-def _say_larger(log: logging.Logger, plan: Plan, sample: Sample) -> None:
+def _log_larger(log: logging.Logger, plan: Plan, sample: Sample) -> None:
     log.info(
         "a batch of %s is larger than planned for: planned anew (%s) for %s: peak %s → %s, step time × %.2f (%s)%s",
         sample.describe(),

@@ -1,4 +1,4 @@
-"""The rules of the engine and their constants, in one readable place.
+"""The rules that choose a point of the frontier, and their constants.
 
 | asked for | the point taken |
 |---|---|
@@ -9,36 +9,38 @@ CPU below it by MemScale's own size, which is in the same memory |
 | AGGRESSIVE | the least peak; of equal ones the one that holds the least between forward and backward |
 | a memory budget | the fastest plan that fits it |
 
-A point that does not fit the device gives way to the fastest one that does; if none fits, to the smallest.
+A point that does not fit the device is replaced by the fastest one that does; if none fits, by the smallest.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memscale.config import OptimizationMode
-from memscale.planner.choices import AS_IT_IS, Candidate
+from memscale.planner.options import Candidate, Choices, spans
 from memscale.planner.settings import NOTHING, Setting
 from memscale.units import format_bytes
 
-CONSERVATIVE_TIME = 1.15
-OWN_BYTES = (
-    12 * 2**20
-)  # what importing and running the planner adds to a process, as measured with torch 2.13
+__all__ = ["WHY_KEPT", "Point", "Verdict", "choose", "pareto_frontier"]
+
+CONSERVATIVE_TIME = 1.15  # times the fastest plan that fits
+OWN_BYTES = 12 * 2**20  # what importing and running the planner adds to a process, measured with torch 2.13
+UNCHANGED = "as it is"
 
 WHY_KEPT = {
     "least-peak-times-time": "computing it again costs more time than the memory is worth",
-    "least-peak": "forgetting it would not lower the peak",
+    "least-peak": "dropping it would not lower the peak",
     "least-peak-within-1.15x": "computing it again would not lower the peak, or take too long",
     "fastest-at-full-checkpointing": "the peak is at that of full checkpointing without it",
     "fastest-that-fits": "the device has room for it",
     "budget-fastest": "the budget has room for it",
-    "smallest-plan": "forgetting it would not lower the peak",
-    "forced": "forgetting it would not lower the peak",
+    "smallest-plan": "dropping it would not lower the peak",
+    "forced": "dropping it would not lower the peak",
     "by-hand": "nobody asked for it",
 }
-"""Of each rule: why a block that could be recomputed is not."""
+"""For each rule, why a block that could be recomputed is not."""
 
 
 @dataclass(frozen=True)
@@ -47,31 +49,31 @@ class Point:
 
     Attributes:
         candidate: the choices.
-        peak_bytes: the most device memory in use at once.
-        saved_bytes: what forward leaves for backward.
-        seconds: predicted time of a step.
-        home_bytes: what lives on the tier below: parameters, their gradients and their optimizer state.
-        below_bytes: the most that the tier below needs at once: those, in whole pages of a file on disk, and the
-            activations that wait there.
+        peak_bytes: the peak of device memory.
+        saved_bytes: what forward saves for backward.
+        seconds: the time of a step.
+        offloaded_bytes: what is on the tier below: parameters, their gradients and their optimizer state.
+        peak_below_bytes: the most that the tier below needs at once: those, in whole pages of a file on disk, and the
+            activations there.
         setting: what is done with the model as a whole.
-        ahead: how many layers ahead parameters are fetched.
+        prefetch: how many layers ahead parameters are fetched.
     """
 
     candidate: Candidate
     peak_bytes: int
     saved_bytes: int
     seconds: float
-    home_bytes: int = 0
-    below_bytes: int = 0
+    offloaded_bytes: int = 0
+    peak_below_bytes: int = 0
     setting: Setting = NOTHING
-    ahead: int = 0
+    prefetch: int = 0
 
     @property
     def label(self) -> str:
-        """What is done, in words."""
-        parts = [] if self.candidate.label == AS_IT_IS else [self.candidate.label]
-        if self.ahead:
-            parts[-1] += " and fetched ahead"
+        """Return what is done, in words."""
+        parts = _describe(self.candidate.choices)
+        if self.prefetch:
+            parts[-1] += ", prefetched"
         if self.setting.loss is not None:
             parts.append("loss in tiles")
         if self.setting.mlp_rows is not None:
@@ -80,22 +82,46 @@ class Point:
             parts.append(self.setting.precision.dtype)
         if self.setting.eight_bit:
             parts.append("8-bit optimizer")
-        return ", ".join(parts) or AS_IT_IS
+        return ", ".join(parts) or UNCHANGED
 
-    @property
-    def cost(self) -> tuple[float, int]:
-        return self.seconds, self.peak_bytes
+
+def _describe(choices: Choices) -> list[str]:
+    parts = []
+    recomputed = [choice for choice in choices if choice.recompute]
+    if recomputed:
+        parts.append(f"{len(recomputed)} blocks recomputed")
+        lengths = {stop - start for start, stop in spans(choices) if choices[start].recompute}
+        if lengths != {1}:
+            parts.append(f"in segments of {_range(lengths)}")
+        kept = {choice.variant for choice in recomputed}
+        if kept != {0}:
+            parts.append(f"keeping {_range(kept)} products each")
+    others = Counter(choice.technique for choice in choices if choice.technique and not choice.recompute)
+    parts += [f"{name} on {count} blocks" for name, count in sorted(others.items())]
+    inputs = sum(choice.input_offloaded and not choice.chained for choice in choices)
+    if inputs:
+        parts.append(f"inputs of {inputs} offloaded")
+    offloaded = sum(choice.offloaded for choice in choices)
+    if offloaded:
+        all_of_them = offloaded == len(choices)
+        parts.append("parameters offloaded" if all_of_them else f"parameters of {offloaded} blocks offloaded")
+    return parts
+
+
+def _range(numbers: set[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return str(least) if least == most else f"{least} to {most}"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The point taken, the rule that took it, and what the user should know of it.
+    """The point taken, the rule that took it, and what the user should know.
 
     Attributes:
         point: the point.
         rule: the rule's name.
-        notes: in words.
-        within: where the rule was to take the fastest plan up to a peak, that peak.
+        notes: for the user.
+        within: where the rule takes the fastest plan up to a peak, that peak.
     """
 
     point: Point
@@ -104,10 +130,10 @@ class Verdict:
     within: int | None = None
 
 
-def frontier(points: Sequence[Point]) -> tuple[Point, ...]:
-    """For each peak the least time: the points that no other beats in both, fastest first."""
+def pareto_frontier(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Return the points that no other beats in both peak and time, fastest first."""
     best: list[Point] = []
-    for point in sorted(points, key=lambda each: each.cost):
+    for point in sorted(points, key=lambda each: (each.seconds, each.peak_bytes)):
         if not best or point.peak_bytes < best[-1].peak_bytes:
             best.append(point)
     return tuple(best)
@@ -121,7 +147,7 @@ def choose(
     own_bytes: int = 0,
     margin: int = 0,
 ) -> Verdict:
-    """Take a point.
+    """Choose a point.
 
     Args:
         points: what there is to choose from.
@@ -129,10 +155,10 @@ def choose(
         budget: the memory that may be used, if the user has set one.
         capacity: what the device has.
         own_bytes: what MemScale itself takes of the same memory.
-        margin: what is to stay free of either.
+        margin: what must stay free of either.
     """
     room = capacity - margin
-    curve = frontier(points)
+    curve = pareto_frontier(points)
     fitting = [point for point in curve if point.peak_bytes <= room]
     smallest = min(points, key=_size)
     if not fitting:

@@ -188,12 +188,12 @@ _METRICS: tuple[tuple[str, str, tuple[str, ...], Callable[[Report], list[Any]]],
     ("backward_passes_total", "Backward passes of the model.", (), lambda r: [(r.backward_passes,)]),
     (
         "moved_bytes_total",
-        "Bytes moved to and from the tier below.",
-        ("what", "below", "direction"),
+        "Bytes read from and written to the tier that they are kept on.",
+        ("what", "tier", "direction"),
         lambda r: [
-            (each.what, each.below, direction, number)
+            (each.what, each.tier, direction, number)
             for each in r.moved
-            for direction, number in (("up", each.up_bytes), ("down", each.down_bytes))
+            for direction, number in (("read", each.read_bytes), ("written", each.written_bytes))
         ],
     ),
     ("recomputations_total", "Layers computed again in backward.", (), lambda r: [(r.recomputations,)]),

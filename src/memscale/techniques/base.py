@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,6 +15,8 @@ from memscale.observe.counters import Meter
 
 if TYPE_CHECKING:
     from memscale.offload.homes import Homes
+    from memscale.profiler.profile import BlockProfile
+    from memscale.techniques.cost import BlockOption, CostTerms
     from memscale.techniques.undo_log import UndoLog
 
 __all__ = ["LayerSite", "LayerTechnique", "ModelSite", "ModelTechnique"]
@@ -67,6 +70,9 @@ class LayerTechnique(Protocol):
     @property
     def name(self) -> str:
         """What plans call it."""
+
+    def options(self, block: BlockProfile, terms: CostTerms) -> Iterable[BlockOption]:
+        """Return what it can do with a block, in bytes and seconds, for the planner to choose from."""
 
     def unsupported_reason(self, site: LayerSite) -> str | None:
         """Return why the layer cannot have it and is left alone; None if it can."""

@@ -11,7 +11,7 @@ model: the first block that is tiled makes it. Attention that a model has no suc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,9 @@ import torch
 from torch import nn
 
 from memscale.execution_plan import Tiling
+from memscale.profiler.profile import BlockProfile
 from memscale.techniques.base import LayerSite
+from memscale.techniques.cost import BlockOption, CostTerms
 from memscale.techniques.forward import ForwardStage, Stage
 from memscale.tiling import run_in_tiles
 from memscale.tiling.positionwise import NotPositionWise, show_position_wise
@@ -60,6 +62,9 @@ class ActivationTiling:
     def __init__(self) -> None:
         # What `unsupported_reason` has found, for `attach`, which comes next.
         self._found: weakref.WeakKeyDictionary[nn.Module, list[Place]] = weakref.WeakKeyDictionary()
+
+    def options(self, block: BlockProfile, terms: CostTerms) -> Iterable[BlockOption]:
+        return ()  # the planner chooses it for the model as a whole, as a `Setting`
 
     def unsupported_reason(self, site: LayerSite) -> str | None:
         if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):

@@ -1,8 +1,10 @@
 """Room on disk: the cap, a full disk, a directory that can't be used, and forks."""
 
 import errno
+import gc
 import itertools
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,15 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memscale.errors import HardwareError, TierError, TierFullError
-from memscale.tiers import _libc, directory, space
-from memscale.tiers.disk import DiskTier
-from memscale.tiers.gaps import Gaps
-from memscale.tiers.space import DiskSpace
-
-PAGE = _libc.PAGE
+from memscale.tiers import disk_file
+from memscale.tiers.disk_file import PAGE, WRITE_BYTES, DiskFile, FreeList, round_up
+from memscale.tiers.tier import DiskTier
 
 
-def blocks(where: DiskSpace) -> int:
+def blocks(where: DiskFile) -> int:
     """Bytes that the file system says the file has."""
     return os.fstat(where.fd).st_blocks * 512
 
@@ -39,13 +38,13 @@ def run(code: str, *args: object, ok: bool = True) -> str:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=60))
-def test_gaps_never_overlap_and_lose_nothing(steps):
-    gaps = Gaps()
-    gaps.add(0, 200)
+def test_free_ranges_never_overlap_and_lose_nothing(steps):
+    free = FreeList()
+    free.add(0, 200)
     taken: dict[int, int] = {}
     for take, length in steps:
         if take or not taken:
-            offset = gaps.take(length)
+            offset = free.take(length)
             if offset is not None:
                 assert all(
                     offset + length <= other or other + size <= offset for other, size in taken.items()
@@ -53,17 +52,17 @@ def test_gaps_never_overlap_and_lose_nothing(steps):
                 taken[offset] = length
         else:
             offset = sorted(taken)[length % len(taken)]
-            gaps.add(offset, taken.pop(offset))
-        assert gaps.total + sum(taken.values()) == 200
+            free.add(offset, taken.pop(offset))
+        assert free.total + sum(taken.values()) == 200
     for offset, length in taken.items():
-        gaps.add(offset, length)
-    assert gaps.take(200) == 0  # joined again
+        free.add(offset, length)
+    assert free.take(200) == 0  # joined again
 
 
 @settings(max_examples=20)
 @given(st.lists(st.integers(1, 5 * PAGE), max_size=12), st.randoms())
 def test_the_cap_holds_and_the_disk_gets_its_space_back(sizes, random):
-    with DiskSpace(capacity=20 * PAGE) as where:
+    with DiskFile(capacity=20 * PAGE) as where:
         extents = []
         for size in sizes:
             try:
@@ -84,8 +83,8 @@ def test_the_cap_holds_and_the_disk_gets_its_space_back(sizes, random):
 
 
 def test_without_holes_the_file_itself_stays_within_the_cap(monkeypatch, tmp_path):
-    monkeypatch.setattr(_libc, "punch_hole", lambda fd, offset, nbytes: False)
-    with DiskSpace(tmp_path, 4 * PAGE) as where:
+    monkeypatch.setattr(disk_file, "_punch_hole", lambda fd, offset, nbytes: False)
+    with DiskFile(tmp_path, 4 * PAGE) as where:
         first = where.allocate(2 * PAGE)
         where.allocate(2 * PAGE)
         where.free(first)
@@ -99,7 +98,7 @@ def test_a_second_step_allocates_nothing(tmp_path, monkeypatch):
     calls = []
     real = os.posix_fallocate
     monkeypatch.setattr(os, "posix_fallocate", lambda *args: (calls.append(args), real(*args)))
-    with DiskSpace(tmp_path, 2**20) as where:
+    with DiskFile(tmp_path, 2**20) as where:
         for _ in range(3):
             extents = [where.allocate(size) for size in (5 * PAGE, PAGE, 9 * PAGE)]
             for extent in extents:
@@ -110,7 +109,7 @@ def test_a_second_step_allocates_nothing(tmp_path, monkeypatch):
 
 
 def test_spares_make_way_for_other_sizes(tmp_path):
-    with DiskSpace(tmp_path, 10 * PAGE) as where:
+    with DiskFile(tmp_path, 10 * PAGE) as where:
         extents = [where.allocate(PAGE) for _ in range(10)]
         for extent in extents[::2]:
             where.free(extent)
@@ -127,7 +126,7 @@ def test_a_full_disk_takes_the_spares_first(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         real(*args)
 
-    with DiskSpace(tmp_path, 2**20) as where:
+    with DiskFile(tmp_path, 2**20) as where:
         where.free(where.allocate(PAGE))
         monkeypatch.setattr(os, "posix_fallocate", full_once)
         refusals.insert(0, False)
@@ -143,13 +142,13 @@ def test_a_full_disk_is_an_error_at_once_and_takes_nothing(tmp_path, monkeypatch
     with DiskTier(tmp_path, 2**20) as tier:
         kept = torch.randn(1000)
         ticket = tier.store(kept)
-        before = blocks(tier.space)
+        before = blocks(tier.file)
         monkeypatch.setattr(os, "posix_fallocate", full)
         with pytest.raises(TierFullError, match=r"no room for 16.0 KiB more: No space left") as error:
             tier.store(torch.randn(4096))
         assert "Config(offload_dir=...)" in str(error.value)
         assert isinstance(error.value.__cause__, OSError)
-        assert blocks(tier.space) == before
+        assert blocks(tier.file) == before
         monkeypatch.undo()
         assert torch.equal(tier.load(ticket), kept)
         assert torch.equal(tier.load(tier.store(kept * 2)), kept * 2)
@@ -171,15 +170,15 @@ if libc.mount(b"tmpfs", sys.argv[1].encode(), b"tmpfs", 0, b"size=1m") != 0:
 
 import torch
 from memscale.errors import TierFullError
-from memscale.tiers.disk import DiskTier
-from memscale.tiers.mapped import MappedArena
+from memscale.tiers.engine import Engine
+from memscale.tiers.store import DiskStore
 
-tier = DiskTier(sys.argv[1], 2**30)
-arena = MappedArena(tier.space)
+store = DiskStore(sys.argv[1], 2**30)
+tier = store.tier(Engine())
 stored = [torch.full((100_000,), 1.0), torch.full((100_000,), 2.0)]
 tickets = [tier.store(stored[0])]
-mapped = arena.copy_of(stored[1])
-for full in (lambda: tier.store(torch.zeros(100_000)), lambda: arena.empty((100_000,))):
+mapped = store.copy_of(stored[1])
+for full in (lambda: tier.store(torch.zeros(100_000)), lambda: store.empty((100_000,))):
     try:
         full()
     except TierFullError as error:
@@ -209,7 +208,7 @@ def test_a_disk_that_is_really_full(tmp_path):
 SMALL_FILES = """
 import resource, sys, torch
 from memscale.errors import TierFullError
-from memscale.tiers.disk import DiskTier
+from memscale.tiers.tier import DiskTier
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
 tier = DiskTier(sys.argv[1], 2**30)
 ticket = tier.store(torch.ones(100_000))
@@ -239,23 +238,22 @@ def test_a_directory_that_may_not_be_written_to(tmp_path, monkeypatch, code):
     def refuse(*args, **kwargs):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(directory.Path, "mkdir", refuse)
-    where = DiskSpace(tmp_path / "new", 2**20)
+    monkeypatch.setattr(disk_file.Path, "mkdir", refuse)
+    where = DiskFile(tmp_path / "new", 2**20)
     tensor = torch.randn(10)
-    for call in (where.open, lambda: DiskTier(space=where).store(tensor)):
+    for call in (lambda: where.fd, lambda: DiskTier(file=where).store(tensor)):
         with pytest.raises(TierError, match=f"{os.strerror(code)}.*MEMSCALE_OFFLOAD_DIR") as error:
             call()
         assert isinstance(error.value.__cause__, OSError)
     assert where.bytes_used == 0
 
 
-def test_the_directory_is_made_and_a_new_one_is_gone_when_closed(tmp_path):
+def test_the_directory_is_made_with_the_first_byte_and_the_file_has_no_name(tmp_path):
     with DiskTier(tmp_path / "a" / "b", 2**20) as tier:
-        assert not (tmp_path / "a").exists()  # nothing before the first byte
-        tier.store(torch.ones(1))
-        (private,) = (tmp_path / "a" / "b").iterdir()
-        assert private.stat().st_mode & 0o777 == 0o700
-    assert list((tmp_path / "a" / "b").iterdir()) == []
+        assert not (tmp_path / "a").exists()
+        ticket = tier.store(torch.ones(1))
+        assert list((tmp_path / "a" / "b").iterdir()) == []
+        assert float(tier.load(ticket)) == 1
 
 
 def test_a_directory_that_goes_away_takes_nothing_with_it(tmp_path):
@@ -272,13 +270,13 @@ def test_a_directory_that_goes_away_takes_nothing_with_it(tmp_path):
 def test_a_file_that_is_cut_is_an_error_not_garbage(tmp_path):
     with DiskTier(tmp_path, 2**20) as tier:
         ticket = tier.store(torch.randn(10_000))
-        os.ftruncate(tier.space.fd, PAGE)
+        os.ftruncate(tier.file.fd, PAGE)
         with pytest.raises(TierError, match=r"could not be loaded by the disk tier.*the file ends"):
             tier.load(ticket)
 
 
 def test_room_that_is_only_counted_takes_no_disk(tmp_path):
-    with DiskSpace(tmp_path, 10 * PAGE) as where:
+    with DiskFile(tmp_path, 10 * PAGE) as where:
         extent = where.allocate(10 * PAGE, counted_only=True)
         assert list(tmp_path.iterdir()) == []
         with pytest.raises(TierFullError):
@@ -290,12 +288,12 @@ def test_room_that_is_only_counted_takes_no_disk(tmp_path):
 FORK = """
 import os, sys, torch
 from memscale.errors import TierError
-from memscale.tiers.disk import DiskTier
-from memscale.tiers.mapped import MappedArena
+from memscale.tiers.engine import Engine
+from memscale.tiers.store import DiskStore
 
-tier = DiskTier(sys.argv[1], 2**24)
-arena = MappedArena(tier.space)
-ticket, mapped = tier.store(torch.ones(5000)), arena.copy_of(torch.ones(5000))
+store = DiskStore(sys.argv[1], 2**24)
+tier = store.tier(Engine())
+ticket, mapped = tier.store(torch.ones(5000)), store.copy_of(torch.ones(5000))
 if os.fork() == 0:
     assert bool((tier.load(ticket) == 1).all()) and bool((mapped == 1).all())
     try:
@@ -305,7 +303,7 @@ if os.fork() == 0:
     del ticket, mapped
     sys.exit(0)  # finalizers and exit handlers run
 assert os.wait()[1] == 0
-assert len(os.listdir(sys.argv[1])) == 1
+assert not os.listdir(sys.argv[1])
 assert bool((tier.load(ticket) == 1).all()) and bool((mapped == 1).all())
 """
 
@@ -320,9 +318,104 @@ def test_the_default_directory_is_the_one_of_the_hardware(monkeypatch, tmp_path)
     monkeypatch.setenv("MEMSCALE_OFFLOAD_DIR", str(tmp_path))
     with DiskTier(capacity=2**20) as tier:
         tier.store(torch.ones(1))
-        assert tier.space.directory == Path(tmp_path)
-        assert list(tmp_path.iterdir())
+        assert tier.file.directory == Path(tmp_path)
 
 
 def test_round_up():
-    assert [space.round_up(n) for n in (1, PAGE, PAGE + 1)] == [PAGE, PAGE, 2 * PAGE]
+    assert [round_up(n) for n in (1, PAGE, PAGE + 1)] == [PAGE, PAGE, 2 * PAGE]
+
+
+# ---------------------------------------------------------------------- writes
+
+
+def test_writes_are_in_pieces(monkeypatch):
+    sizes: list[int] = []
+    pwrite = os.pwrite
+
+    def noted(fd, data, offset):
+        sizes.append(len(data))
+        return pwrite(fd, data, offset)
+
+    values = torch.arange(WRITE_BYTES, dtype=torch.float32)[: WRITE_BYTES - 5]  # four, the last one shorter
+    with DiskTier(capacity=2**22) as tier:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", noted)
+            ticket = tier.store(values)
+        written = [size for size in sizes if size > 4096]
+        assert written == [WRITE_BYTES] * 3 + [WRITE_BYTES - 20]
+        assert torch.equal(tier.load(ticket), values)
+
+
+def test_a_write_that_takes_less_is_continued(monkeypatch):
+    pwrite = os.pwrite
+    values = torch.arange(1000, dtype=torch.float32)
+    with DiskTier(capacity=2**20) as tier:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:700], offset))
+            ticket = tier.store(values)
+        assert torch.equal(tier.load(ticket), values)
+
+
+# ---------------------------------------------------------------------- nothing is left behind
+
+CHILD = """
+import os, sys, threading, time, torch
+from memscale.config import AsyncOffloadConfig
+from memscale.tiers.engine import Engine
+from memscale.tiers.store import DiskStore
+
+engine = Engine(AsyncOffloadConfig())
+store = DiskStore(sys.argv[1], 2**30)
+tier = store.tier(engine)
+tickets = [tier.store(torch.randn(2**20)) for _ in range(4)]
+mapped = store.copy_of(torch.randn(2**20))
+tier.prefetch(tickets[0])
+{end}
+"""
+
+
+def start(tmp_path, end):
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD.format(end=end), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("", 0),
+        ("tier.flush()", 0),
+        ("tier.close(); engine.close()", 0),
+        ("raise RuntimeError('crash')", 1),
+        ("sys.exit(3)", 3),
+    ],
+    ids=["end", "flushed", "closed", "crash", "exit"],
+)
+def test_a_process_that_ends_leaves_nothing(tmp_path, end, code):
+    child = start(tmp_path, end)
+    _, stderr = child.communicate(timeout=120)
+    assert child.returncode == code, stderr
+    assert "crash" in stderr or not stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_that_is_killed_leaves_nothing(tmp_path, kill):
+    child = start(tmp_path, 'tier.flush(); print("stored", flush=True); time.sleep(600)')
+    assert child.stdout.readline() == "stored\n"
+    child.send_signal(kill)
+    child.wait(timeout=60)
+    child.communicate()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dropped_without_closing(tmp_path):
+    tier = DiskTier(tmp_path, 2**20)
+    tier.store(torch.ones(5))
+    fds = len(os.listdir("/proc/self/fd"))
+    del tier
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) < fds

@@ -1,0 +1,308 @@
+"""From a chosen point to a `Plan`: one entry per block with the rule that decided and the reason in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from memscale.checkpointing.cost import can_recompute
+from memscale.config import Config, OptimizationMode
+from memscale.execution_plan import (
+    Checkpointing,
+    FrontierPoint,
+    LayerPlan,
+    Offloading,
+    OptimizerPlan,
+    Plan,
+    Tier,
+    Tiling,
+)
+from memscale.hardware import Hardware
+from memscale.planner.cost_model import CostModel, bucket_bytes
+from memscale.planner.options import PLAIN, Candidate, Choice
+from memscale.planner.rules import WHY_KEPT, Point, Verdict, pareto_frontier
+from memscale.planner.settings import Setting
+from memscale.profiler import Block
+from memscale.profiler.profile import BlockProfile, ModelProfile
+from memscale.units import format_bytes
+
+__all__ = ["NOT_CALLED", "plain_point", "plan_by_structure", "plan_of", "point_of", "unseen_bytes"]
+
+SECONDS_DIGITS = 9  # decimals of seconds in a plan: its text must not depend on the last bit of a float
+RATIO_DIGITS = 6  # decimals of ratios
+NOT_CALLED = "not-called"  # the rule of a block that forward does not call
+BY_STRUCTURE = "by-structure"
+NO_BATCH = "planned without a batch: activations are not counted, the first training batch makes it anew"
+
+# Config fields that decide about techniques: a plan made with one of them set is the user's decision.
+_TECHNIQUE_FIELDS = frozenset(
+    {
+        "enable_checkpointing",
+        "enable_offloading",
+        "enable_tiling",
+        "use_mixed_precision",
+        "use_8bit_optimizer",
+        "memory_budget",
+    }
+)
+
+
+def point_of(model: CostModel, candidate: Candidate) -> Point:
+    """Return what a candidate costs."""
+    trade = model.trade(candidate)
+    return Point(
+        candidate,
+        trade.peak,
+        model.other_saved_bytes + trade.held,
+        trade.seconds,
+        model.offloaded_bytes(candidate.choices),
+        model.peak_below_bytes(candidate.choices),
+        model.setting,
+        model.prefetch if candidate.offloaded else 0,
+    )
+
+
+def plain_point(profile: ModelProfile, hardware: Hardware) -> Point:
+    """Return what the model costs as it is."""
+    model = CostModel(profile, hardware, Config())
+    return point_of(model, Candidate((PLAIN,) * len(model.blocks)))
+
+
+def plan_of(
+    verdict: Verdict,
+    profile: ModelProfile,
+    hardware: Hardware,
+    config: Config,
+    *,
+    under: Sequence[tuple[Setting, ModelProfile]] = (),
+    points: Sequence[Point] = (),
+) -> Plan:
+    """Return a point as a plan.
+
+    Args:
+        verdict: the point, and why it was taken.
+        profile: what the plain model needs.
+        hardware: what there is.
+        config: what the user wants.
+        under: the settings there were to choose from, with what the model needs under each.
+        points: the points there were to choose from.
+    """
+    plain = plain_point(profile, hardware)
+    chosen, unseen = verdict.point, unseen_bytes(profile, hardware)
+    needs = next((needs for setting, needs in under if setting is chosen.setting), profile)
+    model = CostModel(needs, hardware, config, chosen.setting, chosen.prefetch)
+    return Plan(
+        layers=_LayerPlans(verdict, model, config).of(needs),
+        device=hardware.device.describe(),
+        mode=config.mode.value,
+        batch=profile.batch,
+        baseline_peak_bytes=plain.peak_bytes,
+        predicted_peak_bytes=chosen.peak_bytes,
+        predicted_time_ratio=_ratio(chosen, plain),
+        baseline_seconds=float(f"{plain.seconds:.{RATIO_DIGITS}g}"),
+        baseline_saved_bytes=plain.saved_bytes,
+        predicted_saved_bytes=chosen.saved_bytes,
+        host_bytes=0 if hardware.offloads_to_disk else chosen.offloaded_bytes,
+        disk_bytes=chosen.offloaded_bytes if hardware.offloads_to_disk else 0,
+        decision_source="user_config" if config.explicit_fields & _TECHNIQUE_FIELDS else "rule",
+        prediction_source="estimated",
+        unseen_bytes=unseen,
+        notes=(*chosen.setting.notes, *verdict.notes, *_profile_notes(profile, unseen)),
+        frontier=tuple(
+            FrontierPoint(point.label, point.peak_bytes, _ratio(point, plain), unseen)
+            for point in pareto_frontier(points)
+        ),
+        precision=chosen.setting.precision,
+        loss=chosen.setting.loss,
+        optimizer=_optimizer(chosen, hardware, verdict.rule, bucket_bytes(profile)),
+        async_offload=chosen.prefetch > 0,
+    )
+
+
+def unseen_bytes(profile: ModelProfile, hardware: Hardware) -> int:
+    """Return what a step may need that no prediction sees."""
+    if not profile.unseen:
+        return 0
+    plain = plain_point(profile, hardware).peak_bytes
+    return sum(each.nbytes + int(each.share * plain) for each in profile.unseen)
+
+
+def _profile_notes(profile: ModelProfile, unseen: int) -> tuple[str, ...]:
+    notes = []
+    if not profile.calls_blocks:
+        notes.append(
+            f"forward calls none of the model's {len(profile.blocks)} layers, so that nothing is planned on them: it "
+            "uses their weights directly, or was replaced by a function that calls other modules"
+        )
+    if profile.unseen:
+        what = "; ".join(each.what for each in profile.unseen)
+        notes.append(f"the allowance is {format_bytes(unseen)} wider: {what}")
+    return tuple(notes)
+
+
+def _ratio(point: Point, plain: Point) -> float:
+    return round(point.seconds / plain.seconds, RATIO_DIGITS) if plain.seconds else 1.0
+
+
+def _optimizer(chosen: Point, hardware: Hardware, rule: str, bucket: int) -> OptimizerPlan | None:
+    on_disk = hardware.offloads_to_disk and chosen.candidate.offloaded > 0
+    if not on_disk and not chosen.setting.eight_bit:
+        return None
+    reasons = []
+    if on_disk:
+        reasons.append(f"stepped {format_bytes(bucket)} at a time, parameters and gradients too")
+    if chosen.setting.eight_bit:
+        reasons.append("moments of large parameters take 2.03 bytes a parameter instead of 8")
+    return OptimizerPlan(
+        state="disk" if on_disk else "device",
+        bucket_bytes=bucket if on_disk else 0,
+        eight_bit=chosen.setting.eight_bit,
+        rule=rule,
+        reason="; ".join(reasons),
+    )
+
+
+@dataclass(frozen=True)
+class _LayerPlans:
+    """Writes the entries of one plan."""
+
+    verdict: Verdict
+    model: CostModel
+    config: Config
+
+    def of(self, profile: ModelProfile) -> tuple[LayerPlan, ...]:
+        """Return one entry per block, in model order."""
+        names = [block.name for block in self.model.blocks]
+        entries = {
+            name: self._entry(index, choice)
+            for index, (name, choice) in enumerate(
+                zip(names, self.verdict.point.candidate.choices, strict=True)
+            )
+        }
+        return tuple(
+            entries[block.name] if block.name in entries else self._with_residents(self._kept(block), block)
+            for block in profile.blocks
+        )
+
+    def _entry(self, index: int, choice: Choice) -> LayerPlan:
+        block = self.model.blocks[index]
+        layer = self._activations(index, choice)
+        rows = self.verdict.point.setting.mlp_rows
+        if rows is not None and block.role == "repeated":
+            layer = replace(layer, techniques=(*layer.techniques, "tiling"), tiling=Tiling(rows))
+        option = self.model.parameter_option(index, choice)
+        if option is None:
+            return self._with_residents(layer, block)
+        nbytes = block.parameter_bytes + block.gradient_bytes + block.optimizer_bytes
+        tier: Tier = "disk" if self.model.terms.rates.below_is_disk else "host"
+        reason = f"{format_bytes(nbytes)} of parameters, gradients and Adam state live on the {tier}"
+        if block.resident:
+            reason += f"; {_why_resident(block)}"
+        seconds = option.seconds
+        if choice.input_offloaded and not choice.chained:
+            nbytes += self.model.input_bytes(index)
+            seconds += self.model.input_seconds(index)
+            reason += f", and so does its input ({format_bytes(self.model.input_bytes(index))})"
+        return replace(
+            layer,
+            techniques=(option.technique, *layer.techniques),
+            rule=self.verdict.rule,
+            reason=f"{reason}; {layer.reason}" if layer.techniques else reason,
+            saved_bytes=layer.saved_bytes + nbytes,
+            extra_seconds=round(layer.extra_seconds + seconds, SECONDS_DIGITS),
+            offloading=Offloading(tier, choice.input_offloaded, block.resident),
+        )
+
+    def _activations(self, index: int, choice: Choice) -> LayerPlan:
+        """Return the entry of a block as far as its activations are concerned."""
+        block = self.model.blocks[index]
+        option = self.model.activation_option(index, choice)
+        if option is None:
+            return self._kept(block)
+        freed, reason, settings = block.saved_bytes - option.held_bytes, option.reason, option.settings
+        if choice.chained:
+            freed += block.boundary_bytes
+            reason += f"; input ({format_bytes(block.boundary_bytes)}) from the block before"
+            settings = None if settings is None else replace(settings, chained=True)
+        kept_flops = sum(op.flops for op in option.keep)
+        once = max(0, block.forward_flops // max(1, block.calls) - kept_flops)
+        return LayerPlan(
+            name=block.name,
+            members=block.members,
+            techniques=(option.technique,),
+            rule=self.verdict.rule,
+            reason=reason,
+            saved_bytes=freed,
+            extra_seconds=round(option.seconds, SECONDS_DIGITS),
+            checkpointing=settings,
+            recompute_flops=once if option.reruns_forward else 0,
+        )
+
+    def _with_residents(self, layer: LayerPlan, block: BlockProfile) -> LayerPlan:
+        return replace(layer, reason=f"{layer.reason}; {_why_resident(block)}") if block.resident else layer
+
+    def _kept(self, block: BlockProfile) -> LayerPlan:
+        rule, reason = self._why_kept(block)
+        return LayerPlan(block.name, block.members, (), rule, reason)
+
+    def _why_kept(self, block: BlockProfile) -> tuple[str, str]:
+        if block.has_own_checkpointing:
+            return "already-checkpointed", "the model checkpoints this block by itself"
+        if block.order < 0:
+            return NOT_CALLED, "forward does not call it"
+        if block.changes_input:
+            return (
+                "changes-its-input",
+                "its forward writes into its input, so that it can't be run again from it",
+            )
+        if not can_recompute(block):
+            return "nothing-to-save", "holds only its inputs and outputs"
+        keeps = f"keeps {format_bytes(block.saved_bytes)}"
+        if not self.config.enable_checkpointing:
+            return "checkpointing-off", f"{keeps}, as enable_checkpointing is off"
+        return self.verdict.rule, f"{keeps}: {WHY_KEPT[self.verdict.rule]}"
+
+
+def _why_resident(block: BlockProfile) -> str:
+    what = block.resident[0] if len(block.resident) == 1 else f"{len(block.resident)} parameters"
+    verb = "stays" if len(block.resident) == 1 else "stay"
+    readers = "another module, a hook or a checkpoint in it"
+    return f"{what} {verb} on the device: read while its forward does not run, by {readers}"
+
+
+def plan_by_structure(
+    model: nn.Module,
+    blocks: Sequence[Block],
+    hardware: Hardware,
+    config: Config,
+    notes: tuple[str, ...] = (NO_BATCH,),
+) -> Plan:
+    """Return a first plan for a model that has not seen a batch: recompute every repeated block.
+
+    That is right for most models, and the first training batch makes the plan anew.
+    """
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    recompute = config.enable_checkpointing and config.mode is not OptimizationMode.CONSERVATIVE
+    peak = parameters + 3 * trained  # weights, gradients, Adam's moments; activations are not known
+    layers = []
+    for block in blocks:
+        layer = LayerPlan(block.name, block.members, (), BY_STRUCTURE, "left as it is until the first batch")
+        if recompute and block.role == "repeated":
+            reason = "a repeated block; what it needs will be known from the first batch"
+            layer = replace(
+                layer, techniques=("checkpointing",), reason=reason, checkpointing=Checkpointing()
+            )
+        layers.append(layer)
+    return Plan(
+        layers=tuple(layers),
+        device=hardware.device.describe(),
+        mode=config.mode.value,
+        batch="not seen yet",
+        baseline_peak_bytes=peak,
+        predicted_peak_bytes=peak,
+        prediction_source="estimated",
+        notes=notes,
+    )

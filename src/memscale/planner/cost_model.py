@@ -1,0 +1,500 @@
+"""The cost model: what each choice for each block costs in bytes and seconds, as a row for the frontier.
+
+What can be done with a block, and the time of it, comes from the techniques (`Technique.options`); how the bytes of
+neighbouring blocks add up over a step is computed here. See Note [The memory of a step] in frontier.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from memscale.config import Config
+from memscale.executor.registry import LAYER_TECHNIQUES
+from memscale.hardware import Hardware
+from memscale.offload.cost import activation_seconds
+from memscale.planner.frontier import Option, Row, Trade, trade_of
+from memscale.planner.options import (
+    PLAIN,
+    Candidate,
+    Choice,
+    Choices,
+    called_blocks,
+    can_chain,
+    segment_pays,
+    spans,
+    stack_sizes,
+    worthwhile_odd_blocks,
+)
+from memscale.planner.settings import NOTHING, Setting
+from memscale.profiler.profile import BlockProfile, ModelProfile
+from memscale.techniques.cost import BlockOption, CostTerms, Rates
+
+__all__ = ["CostModel", "bucket_bytes", "room_below"]
+
+PAGE_BYTES = 4096  # files on disk take whole pages
+SLAB_BYTES = 2**16  # the file that small tensors share
+SEGMENT_LENGTHS = (2, 3, 4, 6, 8)  # blocks recomputed as one, among which the frontier is searched
+MOST_KEPT_IN_SEGMENT = (
+    2  # products a block: a segment returns all it dropped at once, so keeping more gains little
+)
+LARGEST_BUCKET = 64 * 2**20  # bytes: runs long enough to be read at the disk's full rate
+SMALLEST_BUCKET = 2**20  # bytes
+BUCKET_SHARE = 1 / 8  # of the parameters, between the two
+ADAMW_TEMPORARIES = {"cpu": (0.0, 2.0), "other": (1.0, 0.0)}
+"""Temporaries of AdamW's step per byte of all parameters at once (foreach), and of the largest one (for-loop)."""
+
+
+def room_below(hardware: Hardware, config: Config) -> int:
+    """Return what may be on the tier below: the user's cap, else what there is.
+
+    Of host memory that is its size, not what happens to be free; a disk may be full of other things.
+    """
+    if hardware.offloads_to_disk:
+        cap, there = config.max_disk_offload_bytes, hardware.disk.free_bytes if hardware.disk.writable else 0
+    else:
+        cap, there = config.max_cpu_offload_bytes, hardware.host.total_ram_bytes
+    return there if cap is None else cap
+
+
+def bucket_bytes(profile: ModelProfile) -> int:
+    """Return how much of parameters, gradients and state is in memory at once while they are stepped from disk."""
+    return min(LARGEST_BUCKET, max(SMALLEST_BUCKET, int(profile.parameter_bytes * BUCKET_SHARE)))
+
+
+@dataclass(frozen=True)
+class _BlockOptions:
+    """The options of one block, by technique for its activations, and one at most for its parameters."""
+
+    activations: dict[str, tuple[BlockOption, ...]]
+    parameters: BlockOption | None
+
+
+class CostModel:
+    """What plans cost for one profile and setting.
+
+    Args:
+        profile: what the model needs under the setting.
+        hardware: the device, and the tier below it.
+        config: what the user allows.
+        setting: what is done with the model as a whole.
+        prefetch: how many layers ahead parameters are fetched; 0 if transfers wait.
+    """
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        hardware: Hardware,
+        config: Config,
+        setting: Setting = NOTHING,
+        prefetch: int = 0,
+    ) -> None:
+        self._profile = profile
+        self.setting = setting
+        self.prefetch = prefetch
+        self.terms = CostTerms(
+            Rates.of(hardware, setting.precision), config, setting.working_share, prefetch > 0
+        )
+        self.blocks = called_blocks(profile)
+        self._on_cpu = hardware.device.kind == "cpu"
+        self._room_below = room_below(hardware, config) if config.enable_offloading else 0
+        self._odd = worthwhile_odd_blocks(self.blocks)
+        self._stacks = stack_sizes(self.blocks)
+        self._bucket_bytes = bucket_bytes(profile)
+        self._temporaries = profile.step_temporaries or ADAMW_TEMPORARIES["cpu" if self._on_cpu else "other"]
+        layers = [block for block in self.blocks if block.role == "repeated"]
+        self._largest_block = max(map(self._working, self.blocks), default=0)
+        self._largest_layer = max(map(self._working, layers), default=0)
+        # Equal blocks with equal neighbours have equal options, which are computed once.
+        kinds: dict[BlockProfile, int] = {}
+        self._kinds = [
+            kinds.setdefault(replace(block, name="", members=(), order=0), len(kinds))
+            for block in self.blocks
+        ]
+        options = [self._options_of(block) for block in kinds]
+        self._options = [options[kind] for kind in self._kinds]
+        self._known_options: dict[tuple[object, ...], Option[Choices]] = {}
+        self._known_positions: dict[tuple[object, ...], tuple[Option[Choices], ...]] = {}
+        self._frame = functools.cache(self._row)
+
+    def _options_of(self, block: BlockProfile) -> _BlockOptions:
+        activations: dict[str, tuple[BlockOption, ...]] = {}
+        parameters = None
+        for technique in LAYER_TECHNIQUES.values():
+            options = tuple(technique.options(block, self.terms))
+            activations[technique.name] = tuple(each for each in options if each.target == "activations")
+            parameters = next((each for each in options if each.target == "parameters"), parameters)
+        return _BlockOptions(activations, parameters)
+
+    def activation_option(self, index: int, choice: Choice) -> BlockOption | None:
+        """Return the option that a choice takes for a block's activations."""
+        return (
+            self._options[index].activations[choice.technique][choice.variant] if choice.technique else None
+        )
+
+    def parameter_option(self, index: int, choice: Choice) -> BlockOption | None:
+        """Return the option that a choice takes for a block's parameters."""
+        return self._options[index].parameters if choice.offloaded else None
+
+    # Whole plans -------------------------------------------------------------------------------------
+
+    def rows(self) -> Iterator[Row[Choices]]:
+        """Yield rows with every choice that is allowed at every position.
+
+        Blocks outside of stacks, which may share parameters, are offloaded together or not at all: a row for each. Of
+        the layers of stacks the last ones are offloaded, as many as pay (phases in frontier.py).
+        """
+        for odd_offloaded in (False, True) if self.terms.config.enable_offloading else (False,):
+            allowed = self._may_be_offloaded(odd_offloaded)
+            if allowed is not None:
+                options = [
+                    self._options_at(index, allowed, odd_offloaded) for index in range(len(self.blocks))
+                ]
+                yield replace(self._frame(odd_offloaded, self.prefetch), options=options)
+
+    def trade(self, candidate: Candidate) -> Trade[Choices]:
+        """Return what one candidate costs."""
+        choices = candidate.choices
+        odd_offloaded = any(
+            choice.offloaded and block.role != "repeated"
+            for block, choice in zip(self.blocks, choices, strict=True)
+        )
+        prefetch = min(self.prefetch, candidate.offloaded)
+        options = [
+            self._option(start, choices[start:stop], odd_offloaded, prefetch)
+            for start, stop in spans(choices)
+        ]
+        return trade_of(self._frame(odd_offloaded, prefetch), options)
+
+    @property
+    def other_saved_bytes(self) -> int:
+        """Return what forward saves for backward outside of the blocks."""
+        return self._profile.other_saved_bytes
+
+    def offloaded_bytes(self, choices: Choices) -> int:
+        """Return what is on the tier below: parameters, their gradients and their optimizer state."""
+        pairs = zip(self.blocks, choices, strict=True)
+        return sum(_all_bytes(block) for block, choice in pairs if choice.offloaded)
+
+    def peak_below_bytes(self, choices: Choices) -> int:
+        """Return the most that the tier below needs at once.
+
+        A file takes whole pages, and activations count as well. On the host below an accelerator they have what the
+        cap leaves them.
+        """
+        offloaded = self.offloaded_bytes(choices)
+        if not self._on_cpu:
+            return offloaded
+        pairs = zip(self.blocks, choices, strict=True)
+        pages = sum(self._unused_in_pages(block) for block, choice in pairs if choice.offloaded)
+        inputs = sum(
+            self.input_bytes(index) for index, choice in enumerate(choices) if choice.input_offloaded
+        )
+        return offloaded + pages + inputs + (SLAB_BYTES if offloaded else 0)
+
+    def _unused_in_pages(self, block: BlockProfile) -> int:
+        """Return the most that the last pages of a block's parameters, gradients and state leave unused."""
+        if not self._on_cpu or not block.parameter_bytes:
+            return 0
+        return int(_all_bytes(block) / block.parameter_bytes * PAGE_BYTES * block.parameter_count)
+
+    def _row(self, odd_offloaded: bool, prefetch: int) -> Row[Choices]:
+        """Return the row without options: what is in use whatever is chosen."""
+        profile, blocks = self._profile, self.blocks
+        in_blocks = sum(block.parameter_bytes + block.optimizer_bytes for block in blocks)
+        # If every kind of block is offloaded, prefetched ones are on the device all the time; else beside layers only.
+        prefetched = prefetch * self._largest_block if odd_offloaded else 0
+        other_gradients = profile.gradient_bytes - sum(block.gradient_bytes for block in blocks)
+        return Row(
+            options=[()] * len(blocks),
+            dropped=[block.dropped_bytes for block in blocks],
+            constant=profile.parameter_bytes
+            + profile.optimizer_bytes
+            + profile.resident_bytes
+            + profile.other_saved_bytes
+            + prefetched
+            - in_blocks,
+            seconds=self.terms.rates.step(profile),
+            loss=profile.loss_peak_bytes,
+            tail=profile.tail_peak_bytes + (0 if odd_offloaded else prefetch * self._largest_layer),
+            # What forward saves outside of the blocks is released before the optimizer steps.
+            stepping=other_gradients
+            + self._step_temporaries(odd_offloaded)
+            - profile.other_saved_bytes
+            - prefetched,
+        )
+
+    def _step_temporaries(self, odd_offloaded: bool) -> int:
+        """Return what a step allocates for one parameter at a time; for all at once see `_cost`."""
+        largest = int(self._temporaries[1] * self._profile.largest_gradient_bytes)
+        if self._on_cpu:  # the largest are embeddings: offloaded ones are stepped in buckets
+            return self._bucket_bytes if odd_offloaded else largest
+        return largest + (self._bucket_bytes if self.setting.eight_bit else 0)  # moments in 32 bits again
+
+    # Positions ---------------------------------------------------------------------------------------
+
+    def _may_be_offloaded(self, odd: bool) -> list[tuple[bool, ...]] | None:
+        """Return for each block whether its parameters may, or must, be offloaded; None if the odd ones cannot.
+
+        The tier below may have room for some layers only, the last ones.
+        """
+        room = self._room_below
+        allowed: list[tuple[bool, ...]] = [(False,)] * len(self.blocks)
+        has_option = [options.parameters is not None for options in self._options]
+        for index, block in enumerate(self.blocks):
+            if odd and block.role != "repeated" and has_option[index]:
+                allowed[index] = (True,)
+                room -= _all_bytes(block) + self._unused_in_pages(block)
+        if room < 0:
+            return None
+        for index, block in reversed(list(enumerate(self.blocks))):
+            if block.role == "repeated" and has_option[index]:
+                room -= _all_bytes(block) + self._unused_in_pages(block)
+                if room < 0:
+                    break
+                allowed[index] = (False, True)
+        return allowed
+
+    def _options_at(
+        self, index: int, allowed: Sequence[tuple[bool, ...]], odd_offloaded: bool
+    ) -> tuple[Option[Choices], ...]:
+        near = slice(max(0, index - 1), index + SEGMENT_LENGTHS[-1])
+        chained = tuple(can_chain(*pair) for pair in itertools.pairwise(self.blocks[near]))
+        key = (index == 0, tuple(self._kinds[near]), tuple(allowed[near]), chained, odd_offloaded)
+        if key not in self._known_positions:
+            found: list[Option[Choices]] = []
+            for offloaded in allowed[index]:
+                those = [
+                    self._option(index, choices, odd_offloaded, self.prefetch)
+                    for choices in self._choices_at(index, allowed, offloaded)
+                ]
+                phase = int(offloaded) if len(allowed[index]) > 1 else None
+                found += [replace(option, phase=phase) for option in _undominated(those)]
+            self._known_positions[key] = tuple(found)
+        return self._known_positions[key]
+
+    def _choices_at(
+        self, index: int, allowed: Sequence[tuple[bool, ...]], offloaded: bool
+    ) -> Iterator[Choices]:
+        """Yield what may begin at a position: choices for one block, or for a segment."""
+        block = self.blocks[index]
+        yield (PLAIN._replace(offloaded=offloaded),)
+        for technique, options in self._options[index].activations.items():
+            for variant, option in enumerate(options):
+                if not option.reruns_forward or self._is_worth_recomputing(block):
+                    yield from self._with_input_offloaded(
+                        index, (Choice(technique, variant, offloaded=offloaded),), option
+                    )
+        options = self._options[index].activations["checkpointing"]
+        for length in SEGMENT_LENGTHS:
+            segment = range(index, index + length)
+            if not self._is_segment(segment) or not all(offloaded in allowed[each] for each in segment):
+                continue
+            for kept_first, kept in _kept_in_segment(len(options) - 1):
+                if segment_pays(length, block, kept, self._stacks):
+                    first = Choice("checkpointing", kept_first, offloaded=offloaded)
+                    others = [
+                        Choice("checkpointing", min(kept, self._most_kept(each)), True, offloaded)
+                        for each in segment[1:]
+                    ]
+                    yield from self._with_input_offloaded(index, (first, *others), options[kept_first])
+
+    def _most_kept(self, index: int) -> int:
+        return len(self._options[index].activations["checkpointing"]) - 1
+
+    def _with_input_offloaded(self, index: int, choices: Choices, option: BlockOption) -> Iterator[Choices]:
+        """Yield a block or segment with its input on the device, and with its input on the tier below."""
+        yield choices
+        if choices[0].offloaded and option.reruns_forward and not option.keep and self.input_bytes(index):
+            yield tuple(choice._replace(input_offloaded=True) for choice in choices)
+
+    def _is_worth_recomputing(self, block: BlockProfile) -> bool:
+        return block.role == "repeated" or block in self._odd
+
+    def _is_segment(self, indices: range) -> bool:
+        if indices.stop > len(self.blocks):
+            return False
+        blocks = self.blocks[indices.start : indices.stop]
+        return all(self._options[index].activations["checkpointing"] for index in indices) and all(
+            can_chain(*pair) for pair in itertools.pairwise(blocks)
+        )
+
+    # One option --------------------------------------------------------------------------------------
+
+    def _option(self, start: int, choices: Choices, odd_offloaded: bool, prefetch: int) -> Option[Choices]:
+        """Return what choices for one block or segment cost; computed once for equal blocks after equal ones."""
+        # Beside an offloaded layer the next ones are prefetched; if all blocks are offloaded that is in the row.
+        prefetched = prefetch * self._largest_layer if choices[0].offloaded and not odd_offloaded else 0
+        key = (start == 0, *self._kinds[max(0, start - 1) : start + len(choices)], choices, prefetched)
+        option = self._known_options.get(key)
+        if option is None:
+            option = self._known_options[key] = self._cost(start, choices, prefetched)
+        return option
+
+    def _cost(self, start: int, choices: Choices, prefetched: int) -> Option[Choices]:
+        parts = [self._part(start + offset, choice) for offset, choice in enumerate(choices)]
+        first = choices[0]
+        held = self._extra_input(start, parts[0], first)
+        forward = 0
+        for index, part in enumerate(parts):
+            working = self._working(part.block) if part.offloaded and not self._profile.at_home else 0
+            # The first block's own input is in its peak, or in what the block before it holds.
+            forward = max(forward, (held if index else 0) + part.block.forward_peak_bytes + working)
+            held += part.held
+        held += parts[-1].block.output_bytes  # inside of a segment outputs are recomputed
+        backward = self._backward(start, parts, held)
+        seconds = sum(part.seconds for part in parts)
+        if first.input_offloaded:
+            backward += self.input_bytes(start)
+            seconds += self.input_seconds(start)
+        resident = [part.block for part in parts if not part.offloaded]
+        return Option(
+            what=choices,
+            seconds=seconds,
+            resident=sum(block.parameter_bytes + self._state_bytes(block) for block in resident),
+            held=held,
+            forward=forward + prefetched,
+            backward=backward + prefetched,
+            gradient=sum(block.gradient_bytes for block in resident),
+            stepping=sum(
+                block.gradient_bytes + int(self._temporaries[0] * block.gradient_bytes) for block in resident
+            ),
+            span=len(parts),
+        )
+
+    def _part(self, index: int, choice: Choice) -> _Part:
+        """Return the figures of one block under a choice."""
+        block = self.blocks[index]
+        activations, parameters = self.activation_option(index, choice), self.parameter_option(index, choice)
+        offloaded = parameters is not None
+        has_copy = self._has_copy(block)
+        reruns = activations is not None and activations.reruns_forward
+        held = block.saved_bytes if activations is None else activations.held_bytes
+        if has_copy and not offloaded and not reruns:
+            held += self._working(block)
+        returned = 0 if activations is None else activations.returned_bytes
+        return _Part(
+            block,
+            offloaded,
+            reruns,
+            held,
+            returned + (self._held_input(index) if choice.chained else 0),
+            self._working(block) if offloaded or has_copy else 0,
+            sum(option.seconds for option in (activations, parameters) if option is not None),
+        )
+
+    def _extra_input(self, index: int, part: _Part, choice: Choice) -> int:
+        """Return what a block's input adds: one that runs again needs its input, unless it is on the tier below."""
+        if index == 0 or not part.reruns:
+            return 0
+        return -self._held_input(index) if choice.input_offloaded else self._passed_input(index)
+
+    def _held_input(self, index: int) -> int:
+        """Return what of a block's input the block before it holds."""
+        return min(self.blocks[index].boundary_bytes, self.blocks[index - 1].output_bytes) if index else 0
+
+    def _passed_input(self, index: int) -> int:
+        """Return what of a block's input the block before it does not hold."""
+        return max(0, self.blocks[index].boundary_bytes - self.blocks[index - 1].output_bytes) if index else 0
+
+    def input_bytes(self, index: int) -> int:
+        """Return what of a block's input is the output of the block before it, and may be offloaded."""
+        if index == 0:
+            return 0
+        before = self.blocks[index - 1]
+        return min(self.blocks[index].boundary_bytes, before.output_bytes + before.passed_bytes)
+
+    def input_seconds(self, index: int) -> float:
+        """Return the time of offloading a block's input."""
+        return activation_seconds(self.input_bytes(index), self.terms)
+
+    def _working(self, block: BlockProfile) -> int:
+        """Return the bytes of a working copy of a block's parameters."""
+        return int(block.used_bytes * self.terms.working_share)
+
+    def _state_bytes(self, block: BlockProfile) -> int:
+        """Return the bytes of optimizer state; that of embeddings stays in 32 bits."""
+        share = self.setting.state_share if block.role == "repeated" else 1.0
+        return int(block.optimizer_bytes * share)
+
+    def _has_copy(self, block: BlockProfile) -> bool:
+        """Return whether a layer's resident parameters have a 16-bit copy on the device until backward.
+
+        A profile with all parameters offloaded has not seen it. Embeddings are read as they are.
+        """
+        return self._profile.at_home and self.terms.working_share < 1 and block.role == "repeated"
+
+    def _backward(self, start: int, parts: Sequence[_Part], held: int) -> int:
+        """Return the peak in the backward of a block or segment, above what is live before its forward."""
+        at_home = self._profile.at_home
+        # A segment is recomputed as a whole: what its blocks save, the tensors between them, their working copies.
+        returned = sum(part.returned for part in parts)
+        # Where the profile has working copies, they are in the peaks of blocks; recomputing has them all at once.
+        working = sum(part.working for part in parts if part.reruns or not at_home)
+        peak, last = 0, parts[-1]
+        if last.reruns:
+            # In 16 bits running forward again may need more than backward: copies that are not saved. In that peak is
+            # a working copy, where the profile has it, and the input, unless the block before holds it.
+            own = self._passed_input(start) if len(parts) == 1 else 0
+            own += min(working, self._working(last.block)) if at_home else 0
+            peak = held + returned - last.returned + last.block.forward_peak_bytes - own + working
+        for part in reversed(parts):
+            peak = max(peak, held + returned + part.block.backward_peak_bytes + working)
+            returned -= part.returned
+            held -= part.held
+            working = max(0, working - part.working)
+            if not part.offloaded:
+                held += part.block.gradient_bytes
+        return peak
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One block of an option.
+
+    Attributes:
+        block: the block.
+        offloaded: its parameters are on the tier below.
+        reruns: its forward runs again in backward.
+        held: what it holds inside between forward and backward.
+        returned: what comes back when backward reaches it.
+        working: the working copy of its parameters, if it has one.
+        seconds: what its options add to a step.
+    """
+
+    block: BlockProfile
+    offloaded: bool
+    reruns: bool
+    held: int
+    returned: int
+    working: int
+    seconds: float
+
+
+def _all_bytes(block: BlockProfile) -> int:
+    return block.parameter_bytes + block.gradient_bytes + block.optimizer_bytes
+
+
+def _kept_in_segment(products: int) -> Iterator[tuple[int, int]]:
+    """Yield how many products the first block of a segment keeps, and how many the others."""
+    yield 0, 0
+    for kept in range(1, min(MOST_KEPT_IN_SEGMENT, products) + 1):
+        yield kept - 1, kept
+        yield kept, kept
+
+
+def _undominated(options: Sequence[Option[Choices]]) -> list[Option[Choices]]:
+    """Return the options that no other of the same span equals or beats in everything; of equal ones the first."""
+    costs = [(o.seconds, o.resident, o.held, o.forward, o.backward, o.gradient, o.stepping) for o in options]
+    return [
+        option
+        for index, option in enumerate(options)
+        if not any(
+            other.span == option.span
+            and (costs[number] != costs[index] or number < index)
+            and all(one <= two for one, two in zip(costs[number], costs[index], strict=True))
+            for number, other in enumerate(options)
+        )
+    ]

@@ -1,0 +1,291 @@
+"""What other sizes of a batch need and take, interpolated from profiles of a few sizes.
+
+Note [Sizes between]
+~~~~~~~~~~~~~~~~~~~~
+Everything in a profile grows with the number of samples along a line, and with the length of sequences at most along a
+parabola (attention). So two or three profiles say what any other would, and the fastest plan for any size follows
+without running it. Peaks, which are maxima of several such numbers, may have a bend in between, and the allocator
+rounds: what is found is an estimate, and whoever shows it to a user simulates it first.
+
+Note [Which dimensions are which]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The first dimension of the first tensor is the number of samples; every tensor that begins with the same number has
+as many. Sequences are what `Sample.positions_and_tokens` finds: token ids ``[samples, length]``, or features
+``[samples, length, width]``. With them change the dimensions of that size in tensors of integers and booleans (labels,
+masks), the second one in features, and the last two in masks of four dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, nn
+
+from memscale.config import Config
+from memscale.errors import ProfileError
+from memscale.hardware import Hardware
+from memscale.planner.assembly import unseen_bytes
+from memscale.planner.engine import Under, has_plan_within, points_by_hand
+from memscale.planner.rules import Point, pareto_frontier
+from memscale.profiler import ModelProfile
+from memscale.profiler.sample import Sample, named_tensors, resized
+
+__all__ = [
+    "Estimates",
+    "batch_size_of",
+    "largest_that",
+    "length_of",
+    "mixed_seconds",
+    "most_positions",
+    "profile_between",
+    "with_batch_size",
+    "with_length",
+]
+
+FIRST_STEP = 1 / 64  # of where a search begins
+STEPS_BY_HAND = 3  # from nothing to everything, in the plans by hand that sizes are compared by
+SECANT_STEPS = 4  # to find where a search begins
+MOST_POSITIONS = 2**20  # of a model that does not say how long its sequences may be
+
+
+class Estimates:
+    """Estimates for batches of any size. See Note [Sizes between].
+
+    Args:
+        known: What some sizes need: two, or three if something grows with their square.
+        hardware: What there is.
+        config: What the user wants.
+        room: The highest peak of a plan that fits, before what no prediction sees.
+
+    Raises:
+        ProfileError: The model does other operations at each of the sizes.
+    """
+
+    def __init__(
+        self, known: Sequence[tuple[int, Under]], hardware: Hardware, config: Config, room: int
+    ) -> None:
+        self._known = sorted(known, key=lambda each: each[0])
+        self._hardware = hardware
+        self._config = config
+        self._room = room
+        self._under = cache(self._under_size)
+        self._by_hand = cache(self._points_by_hand)
+        self.about_seconds = cache(self._about_seconds)
+
+    def knowing(self, size: int, under: Under) -> Estimates:
+        """Return estimates that know one size more, in place of the one nearest to it."""
+        known = [each for each in self._known if each[0] != size]
+        if len(known) == len(self._known):
+            known.remove(min(known, key=lambda each: abs(each[0] - size)))
+        return Estimates([*known, (size, under)], self._hardware, self._config, self._room)
+
+    def within(self, room: int) -> Estimates:
+        """Return the same estimates with other room."""
+        return Estimates(self._known, self._hardware, self._config, room)
+
+    def has_room(self, size: int) -> bool:
+        """Return whether there is a plan for a size that fits."""
+        room = self._room_for(size)
+        if any(point.peak_bytes <= room for point in self._by_hand(size)):
+            return True  # mostly a plan by hand fits if any does
+        return has_plan_within(self._under(size), self._hardware, self._config, room)
+
+    def largest(self, most: int) -> int:
+        """Return the largest size up to `most` that fits; 0 if not even 1 does."""
+        return largest_that(self.has_room, most, around=self._start(most))
+
+    def _under_size(self, size: int) -> Under:
+        for at, needs in self._known:
+            if at == size:
+                return needs
+        _, first = self._known[0]
+        under = []
+        for index, (setting, _) in enumerate(first):
+            known = [(at, needs[index][1]) for at, needs in self._known]
+            under.append((setting, profile_between(known, size)))
+        return under
+
+    def _room_for(self, size: int) -> int:
+        """Return the highest peak of a plan for a size: what no prediction sees grows with it."""
+        return self._room - unseen_bytes(self._under(size)[0][1], self._hardware)
+
+    def _points_by_hand(self, size: int) -> list[Point]:
+        return [
+            point
+            for setting, needs in self._under(size)
+            for point in points_by_hand(needs, self._hardware, self._config, setting, steps=STEPS_BY_HAND)
+        ]
+
+    def _about_seconds(self, size: int) -> float | None:
+        """Return about the step time of the fastest plan that fits; None if none does."""
+        return mixed_seconds(self._by_hand(size), self._room_for(size))
+
+    def _start(self, most: int) -> int:
+        """Return where to start: where the smallest plan by hand fills the room, by the secant method."""
+        (one, _), *_, (other, _) = self._known
+        for _ in range(SECANT_STEPS):
+            least, more = self._least_by_hand(one), self._least_by_hand(other)
+            if (more - least) * (other - one) <= 0:
+                break
+            size = other + (self._room - more) * (other - one) // (more - least)
+            size = min(max(1, size), most)
+            if size in (one, other):
+                break
+            one, other = other, size
+        return min(other, most)
+
+    def _least_by_hand(self, size: int) -> int:
+        return min(point.peak_bytes for point in self._by_hand(size))
+
+
+def largest_that(fits: Callable[[int], bool], most: int, *, around: int) -> int:
+    """Return the largest number up to `most` that fits, if all below one that fits do; 0 if none does.
+
+    Args:
+        fits: Expensive, so it is called as seldom as possible.
+        most: The largest to consider.
+        around: Where to start, in steps that double.
+
+    Example:
+        >>> largest_that(lambda number: number <= 700, 1000, around=690)
+        700
+    """
+    low, high = 0, most + 1  # the first fits, the second does not
+    number = min(max(1, around), most)
+    step = max(1, int(number * FIRST_STEP))
+    while high - low > 1:
+        if fits(number):
+            low = number
+        else:
+            high = number
+        if low and high <= most:
+            number = (low + high) // 2
+        else:
+            number = min(low + step, most) if low else max(1, high - step)
+            step *= 2
+    return low
+
+
+def profile_between(known: Sequence[tuple[int, ModelProfile]], size: int) -> ModelProfile:
+    """Interpolate the profile of a size from those of others.
+
+    Raises:
+        ProfileError: They are not of the same operations.
+    """
+    # Profiling a batch without values may have guessed more: the guesses of the largest hold for all.
+    unseen = max(known, key=lambda each: each[0])[1].unseen
+    if any(len(profile.unseen) != len(unseen) for _, profile in known):
+        known = [(at, replace(profile, unseen=unseen)) for at, profile in known]
+    weights = []
+    for one, _ in known:
+        weight = 1.0
+        for other, _ in known:
+            if other != one:
+                weight *= (size - other) / (one - other)
+        weights.append(weight)
+    profile: ModelProfile = _interpolated([profile for _, profile in known], weights)
+    return profile
+
+
+def _interpolated(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Interpolate values of one type: numbers by their weights, containers part by part."""
+    first = values[0]
+    if all(value == first for value in values):
+        return first
+    if type(first) is int:
+        return round(sum(weight * value for weight, value in zip(weights, values, strict=True)))
+    if type(first) is str:
+        return first  # the batch in words
+    if is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in fields(first)]
+        return replace(
+            first,
+            **{name: _interpolated([getattr(value, name) for value in values], weights) for name in names},
+        )
+    if type(first) is tuple and len({len(value) for value in values}) == 1:
+        return tuple(_interpolated(each, weights) for each in zip(*values, strict=True))
+    raise ProfileError(
+        "The model does other operations for other sizes of its batch, so that one cannot be told from another."
+    )
+
+
+def mixed_seconds(points: Sequence[Point], peak: int) -> float | None:
+    """Return about the step time of the fastest mixture of plans up to a peak; None if none fits.
+
+    Where some layers follow one plan and the others another, peak and time lie about on a line between those of the two
+    plans. So the lower convex hull of a few plans is close to the frontier (mostly within 2% on the benchmark's),
+    in a tenth of the time. It serves to compare sizes of a batch; a plan for the user comes from the frontier.
+    """
+    hull: list[Point] = []  # fastest first; each saves memory, for more and more time a byte
+    for point in pareto_frontier(points):
+        while len(hull) > 1 and _slope(hull[-2], point) <= _slope(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(point)
+    if hull[0].peak_bytes <= peak:
+        return hull[0].seconds
+    for faster, smaller in pairwise(hull):
+        if smaller.peak_bytes <= peak:
+            return smaller.seconds - _slope(faster, smaller) * (peak - smaller.peak_bytes)
+    return None
+
+
+def _slope(faster: Point, smaller: Point) -> float:
+    """Return the seconds for each byte saved."""
+    return (smaller.seconds - faster.seconds) / (faster.peak_bytes - smaller.peak_bytes)
+
+
+# Batches of other sizes ------------------------------------------------------------------------------
+
+
+def batch_size_of(sample: Sample) -> int:
+    """Return how many samples a batch has.
+
+    >>> import torch
+    >>> batch_size_of(Sample((torch.ones(8, 128),), {}))
+    8
+    """
+    return next((tensor.shape[0] for tensor in sample.tensors() if tensor.dim()), 1)
+
+
+def length_of(sample: Sample) -> int:
+    """Return how long a batch's sequences are; 1 if it has none."""
+    return sample.positions_and_tokens()[0]
+
+
+def with_batch_size(model: nn.Module, sample: Sample, size: int) -> Sample:
+    """Return the same batch with so many samples, without values."""
+    before = batch_size_of(sample)
+    shapes = {
+        name: (size, *tensor.shape[1:]) if tensor.dim() and tensor.shape[0] == before else tuple(tensor.shape)
+        for name, tensor in named_tensors(model, sample)
+    }
+    return resized(model, sample, shapes)
+
+
+def with_length(model: nn.Module, sample: Sample, length: int) -> Sample:
+    """Return the same batch with sequences of that length, without values."""
+    before = length_of(sample)
+    shapes = {}
+    for name, tensor in named_tensors(model, sample):
+        changed = _sequence_dimensions(tensor, before)
+        shapes[name] = tuple(length if index in changed else size for index, size in enumerate(tensor.shape))
+    return resized(model, sample, shapes)
+
+
+def _sequence_dimensions(tensor: Tensor, length: int) -> set[int]:
+    of_that_size = {index for index, size in enumerate(tensor.shape) if index and size == length}
+    if not tensor.is_floating_point():
+        return of_that_size
+    return of_that_size & ({2, 3} if tensor.dim() == 4 else {1})
+
+
+def most_positions(model: nn.Module) -> int:
+    """Return how long a model says that its sequences may be."""
+    config = getattr(model, "config", None)
+    config = getattr(config, "text_config", config)
+    limit = getattr(config, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else MOST_POSITIONS
