@@ -53,7 +53,7 @@ _autograd: Any = _C._autograd
 
 
 def graph_task_id() -> int:
-    """A number that each backward pass has for itself, or `OUTSIDE_BACKWARD`.
+    """Return a number that each backward pass has for itself, or `OUTSIDE_BACKWARD`.
 
     Without it (torch before 2.1) nothing works: two backward passes could not be told apart.
     """
@@ -114,7 +114,7 @@ def backward_keeps_graph() -> bool:
 
 
 def surrounding_hooks() -> Hooks | None:
-    """The saved-tensor hooks that a tensor saved right here would go through.
+    """Return the saved-tensor hooks that a tensor saved right here would go through.
 
     Without it (torch before 2.8) a region inside a region holds its inputs itself: right, but dearer.
     """
@@ -123,7 +123,7 @@ def surrounding_hooks() -> Hooks | None:
 
 
 def hooks_are_allowed() -> bool:
-    """False where torch refuses saved-tensor hooks, as it does under `torch.func` transforms.
+    """Return False where torch refuses saved-tensor hooks, as it does under `torch.func` transforms.
 
     Without it a region raises there, instead of running plainly.
     """
@@ -132,7 +132,7 @@ def hooks_are_allowed() -> bool:
 
 
 def alias_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
-    """A second tensor over the same memory and the same version counter, with no history.
+    """Return a second tensor over the same memory and the same version counter, with no history.
 
     Inside a dispatch mode the key that passes version counters on to aliases is switched off, so a plain
     `detach()` there would not see later in-place changes. Without the guard nothing could safely be kept.
@@ -175,13 +175,58 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def running_node_name() -> str | None:
-    """The name of the backward node that is running, such as `AddmmBackward0`.
+    """Return the name of the backward node that is running, such as `AddmmBackward0`.
 
     Without it error messages do not name the operation.
     """
     ask = getattr(_C, "_current_autograd_node", None)
     node = None if ask is None else ask()
     return None if node is None else str(node.name())
+
+
+def release_saved_tensors(tensors: Sequence[torch.Tensor], error: str) -> None:
+    """Free what the graph behind some tensors has saved for backward, as a backward pass does when it is through.
+
+    The tensors and the nodes stay; running backward through them raises a `RuntimeError`. An object that saved-tensor
+    hooks keep in the place of a tensor, and a node of a custom function, are asked to release what they hold by
+    `memscale_release()`, if they have it. `SavedTensor` objects under `_raw_saved_...` are documented in torch's notes
+    on hooks for saved tensors; their `data` is not: without it what hooks keep lives as long as the graph.
+
+    Args:
+        tensors: Where the graph begins.
+        error: The message for a backward pass that comes to what was freed.
+    """
+
+    def refuse(_: None) -> torch.Tensor:
+        raise RuntimeError(error)
+
+    pending: list[Any] = [each.grad_fn for each in tensors if each.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        for saved in _saved_tensors(node):
+            try:
+                saved.register_hooks(lambda _: None, refuse)  # what the first hook returns is kept instead
+            except RuntimeError:  # it is empty, or has hooks
+                _release(getattr(saved, "data", None))
+        _release(node)
+        following = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= following
+        pending += following
+
+
+def _release(holder: object) -> None:
+    release = getattr(holder, "memscale_release", None)
+    if release is not None:
+        release()
+
+
+def _saved_tensors(node: Any) -> Iterator[Any]:
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            with contextlib.suppress(RuntimeError):  # it was freed before
+                found = getattr(node, name)
+                yield from found if isinstance(found, (list, tuple)) else [found]
 
 
 class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its `__init_subclass__`

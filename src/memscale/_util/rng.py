@@ -83,9 +83,9 @@ _latest_numpy: tuple[bytes, dict[str, Any]] | None = None
 def _numpy_state() -> dict[str, Any] | None:
     """Return the state of NumPy's global generator; the same object as the last time if it has not changed.
 
-    `get_state` takes 30 us for every recomputed layer, so the memory of the generator is compared first. It is the whole
-    state, except for the second of two normal numbers that are drawn at once: while one is stored (`has_gauss`), the
-    state is always read.
+    `get_state` takes 30 us for every recomputed layer, so the memory of the generator is compared first. It is
+    the whole state, except for the second of two normal numbers that are drawn at once: while one is stored
+    (`has_gauss`), the state is always read.
     """
     global _latest_numpy
     module = sys.modules.get("numpy.random")

@@ -42,9 +42,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id, is_traceable_wrapper_subclass
+from memscale.checkpointing.state import KeptTensor
 from memscale.errors import TierFullError
 from memscale.observe.counters import Below, Meter
-from memscale.offload.working import Refetch, without_history
+from memscale.offload.working import Refetch
 from memscale.tiers.engine import Engine
 from memscale.tiers.store import DiskStore
 from memscale.tiers.tier import HostTier, Ticket, Tier
@@ -116,7 +117,7 @@ class Activations:
 
     @contextlib.contextmanager
     def around(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """A call of a layer: what is saved inside goes down.
+        """Surround a call of a layer: what it saves is offloaded.
 
         Args:
             modules: The layer's modules, whose parameters and buffers stay where they are.
@@ -139,8 +140,8 @@ class Activations:
             self._calls.stack.pop()
             self._calls.finished(call)
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved | Refetch:
-        """What autograd saves in place of a tensor.
+    def pack(self, tensor: torch.Tensor) -> KeptTensor | _Saved | Refetch:
+        """Return what autograd saves in place of a tensor.
 
         Raises:
             TransferError: An earlier transfer has failed.
@@ -148,7 +149,7 @@ class Activations:
         """
         call = self._calls.stack[-1]
         if tensor.device.type != self._device.type or not _pays(tensor, call.resident):
-            return without_history(tensor)
+            return KeptTensor(tensor)
         home = _parameter_behind(tensor)
         if home is not None:
             return Refetch(home, tensor, None)
@@ -161,7 +162,7 @@ class Activations:
                 logger.warning(
                     "Activations stay on the device from here on, as the tier below is full. %s", error
                 )
-            return without_history(tensor)
+            return KeptTensor(tensor)
         return _Saved(stored, call, view)
 
     def _stored(self, tensor: torch.Tensor, call: _Call) -> tuple[_Stored, _Geometry | None]:
@@ -212,11 +213,11 @@ class Activations:
         self.__init__(**state)  # type: ignore[misc]
 
 
-def unpack(saved: torch.Tensor | _Saved | Refetch) -> torch.Tensor:
-    """What backward asks for."""
+def unpack(saved: KeptTensor | _Saved | Refetch) -> torch.Tensor:
+    """Return what backward asks for."""
     if isinstance(saved, _Saved):
         return saved.load()
-    return saved.fetch() if isinstance(saved, Refetch) else saved
+    return saved.fetch() if isinstance(saved, Refetch) else saved.get()
 
 
 class _Below:
@@ -380,7 +381,7 @@ def _pays(tensor: torch.Tensor, resident: Collection[int]) -> bool:
 
 
 def _parameter_behind(tensor: torch.Tensor) -> nn.Parameter | None:
-    """The parameter that a tensor is a copy of in another type, or a view of such a copy, as autocast makes them."""
+    """Return the parameter of which a tensor is a copy in another type, as autocast makes them, or a view of one."""
     copy = tensor._base if tensor._is_view() else tensor
     node = None if copy is None else copy.grad_fn
     if node is None or node.name() != "ToCopyBackward0":

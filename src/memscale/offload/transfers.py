@@ -60,6 +60,7 @@ def _attach_prefetcher(site: ModelSite, log: UndoLog, engine: Engine) -> None:
     in_forward = [forward for segment in segments for forward in segment]
     in_backward = [forward for segment in reversed(segments) for forward in segment]
     prefetcher = Prefetcher(engine, site.device, in_forward, in_backward)
+    log.add(prefetcher)
     for forward in in_forward:
         forward.fetched_ahead_by(prefetcher)
     log.add_forward_pre_hook(site.model, _BeginPass(prefetcher))
@@ -137,7 +138,7 @@ def _attach_to(layer: LayerPlan, site: ModelSite, log: UndoLog, activations: Act
 
 
 def _room_on_host(site: ModelSite) -> int | None:
-    """What ``max_cpu_offload_gb`` leaves for activations: all but the parameters at home, their gradients and state."""
+    """Return what ``max_cpu_offload_gb`` leaves for activations beside parameters, gradients and state."""
     cap = None if site.config is None else site.config.max_cpu_offload_bytes
     if cap is None:
         return None

@@ -35,7 +35,7 @@ from memscale._torch import (
     hooks_are_allowed,
     surrounding_hooks,
 )
-from memscale.checkpointing.conditions import mark_as_copy
+from memscale.checkpointing.state import KeptTensor, mark_as_copy
 from memscale.errors import RecomputeError
 from memscale.observe.counters import Meter
 from memscale.offload.arrival import arrived
@@ -47,10 +47,10 @@ class Source(Protocol):
     """Where working copies come from, if not straight from home: they may have been fetched ahead."""
 
     def copy_of(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        """A differentiable copy of a parameter on the device."""
+        """Return a differentiable copy of a parameter on the device."""
 
     def again(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        """A parameter's values on the device once more, for backward."""
+        """Return a parameter's values on the device once more, for backward."""
 
 
 class WorkingCopies:
@@ -93,7 +93,7 @@ class WorkingCopies:
         self.refetched: dict[int, torch.dtype] = {}
 
     def wanted(self) -> list[tuple[nn.Parameter, torch.dtype]]:
-        """The parameters that are copied, each once, and in which type."""
+        """Return the parameters that are copied, each once, and in which type."""
         found = {id(parameter): parameter for _, _, parameter in self._owners}
         return [(parameter, self._dtype_of(parameter)) for parameter in found.values()]
 
@@ -145,7 +145,7 @@ class WorkingCopies:
     def not_saved(self) -> Iterator[None]:
         """Inside the block autograd saves of a copy only where its home is."""
         source = self._source
-        outer_pack, outer_unpack = surrounding_hooks() or (without_history, _as_it_is)
+        outer_pack, outer_unpack = surrounding_hooks() or (KeptTensor, KeptTensor.get)
 
         def pack(tensor: torch.Tensor) -> Any:
             home = self._homes.get(tensor.untyped_storage()._cdata)
@@ -162,18 +162,8 @@ class WorkingCopies:
 
 
 def brought(values: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """A parameter's values on the device."""
+    """Return a parameter's values on the device."""
     return values.to(device, dtype, non_blocking=True)
-
-
-def without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """What a hook gives back of a tensor that stays: with its history, a node that saves its own output would be
-    in a cycle that nothing collects, if backward never comes."""
-    return tensor if tensor.grad_fn is None else tensor.detach()
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 class Refetch:
