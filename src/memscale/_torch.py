@@ -519,6 +519,27 @@ else:  # without them (torch before 2.10) there is no second device on a machine
     PrivateDeviceHooks = _C._acc.PrivateUse1Hooks
 
 
+def destroy_library(library: Any) -> None:
+    """Remove the operator implementations of a `torch.library.Library` now, not when it is collected."""
+    library._destroy()
+
+
+@contextlib.contextmanager
+def wrapped_engine(wrapper: Callable[..., Any]) -> Iterator[None]:
+    """Call `wrapper(run_backward, *args, **kwargs)` instead of autograd's engine inside the block."""
+    from torch.autograd import graph
+
+    run_backward: Any = graph._engine_run_backward
+    owners: list[Any] = [owner for owner in (graph, torch.autograd) if hasattr(owner, "_engine_run_backward")]
+    for owner in owners:
+        owner._engine_run_backward = functools.partial(wrapper, run_backward)
+    try:
+        yield
+    finally:
+        for owner in owners:
+            owner._engine_run_backward = run_backward
+
+
 def map_location_in_use() -> Any:
     """Return the `map_location` of the `torch.load` that is running in this thread."""
     return cast(Any, torch.serialization)._serialization_tls.map_location
