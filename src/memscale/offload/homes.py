@@ -8,6 +8,7 @@ has a place of its own for it (``state_homes.py``).
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -167,6 +168,8 @@ class Homes:
         self.moments.restore()
         for parameter in self.on_disk:
             self._bring_back(parameter)
+        if any(parameter.device != before for parameter, before in self._parameters.values()):
+            self._optimizers.update(filter(self._has_ours, _every_optimizer()))
         for parameter, before in self._parameters.values():
             relocate(parameter, before)
         for module, name, device in self._buffers:
@@ -281,6 +284,12 @@ class Homes:
         self._buffers = state["buffers"]
         if self._parameters:
             self._meet_optimizers()
+
+
+def _every_optimizer() -> list[Optimizer]:
+    """Every one there is, stepped or not: Adagrad has state from the beginning, others if it was loaded."""
+    found = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+    return [each for each in found if "param_groups" in vars(each)]  # not one whose `__init__` has raised
 
 
 def _weakly_before_steps(homes: Homes) -> Surroundings:
