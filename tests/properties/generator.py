@@ -474,6 +474,12 @@ def _sensible(case: Case) -> Case:
             for step in loop.steps
         )
         loop = replace(loop, steps=steps, schedule=False)
+    if any(stack.one_module for stack in model.stacks) or "shared" in case.kinds():
+        # Of a module that has several names, torch.func.functional_call does not put the parameters back.
+        steps = tuple(
+            replace(step, losses="one") if step.losses == "functional" else step for step in loop.steps
+        )
+        loop = replace(loop, steps=steps)
     case = replace(case, model=model, loop=loop)
     return case if case.device == "cpu" else _one_sum(case)
 
