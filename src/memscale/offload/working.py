@@ -48,10 +48,10 @@ class Source(Protocol):
     """Where working copies come from, if not straight from home: they may have been fetched ahead."""
 
     def copy_of(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        """A differentiable copy of a parameter on the device."""
+        """Return a differentiable copy of a parameter on the device."""
 
     def again(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        """A parameter's values on the device once more, for backward."""
+        """Return a parameter's values on the device once more, for backward."""
 
 
 class WorkingCopies:
@@ -94,7 +94,7 @@ class WorkingCopies:
         self.refetched: dict[int, torch.dtype] = {}
 
     def wanted(self) -> list[tuple[nn.Parameter, torch.dtype]]:
-        """The parameters that are copied, each once, and in which type."""
+        """Return the parameters that are copied, each once, and in which type."""
         found = {id(parameter): parameter for _, _, parameter in self._owners}
         return [(parameter, self._dtype_of(parameter)) for parameter in found.values()]
 
@@ -163,7 +163,7 @@ class WorkingCopies:
 
 
 def brought(values: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """A parameter's values on the device."""
+    """Return a parameter's values on the device."""
     return values.to(device, dtype, non_blocking=True)
 
 
