@@ -502,6 +502,20 @@ def takes_foreach(device_types: set[str], tensor_types: set[type]) -> bool:
     return device_types <= devices and tensor_types <= set(foreach_type_lists[0])
 
 
+FOREACH_MUL = (torch.ops.aten._foreach_mul_.Scalar, torch.ops.aten._foreach_mul_.ScalarList)
+
+
+def foreach_mul_(tensors: Sequence[torch.Tensor], factor: float | Sequence[float]) -> None:
+    """Multiply tensors by numbers in place with CUDA's rounding.
+
+    CUDA's `_foreach_mul_` keeps the number in 32 bits when the tensors have 16, as `mul_` does everywhere. That of the
+    CPU rounds the number first (tried on 2.13): 0.999 is 1 in bfloat16, and a second moment would never decay.
+    """
+    factors = factor if isinstance(factor, Sequence) else [factor] * len(tensors)
+    for tensor, each in zip(tensors, factors, strict=True):
+        tensor.mul_(each)
+
+
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 
 
