@@ -117,7 +117,7 @@ class Activations:
 
     @contextlib.contextmanager
     def around(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """A call of a layer: what is saved inside goes down.
+        """Surround a call of a layer: what it saves is offloaded.
 
         Args:
             modules: The layer's modules, whose parameters and buffers stay where they are.
@@ -141,7 +141,7 @@ class Activations:
             self._calls.finished(call)
 
     def pack(self, tensor: torch.Tensor) -> KeptTensor | _Saved | Refetch:
-        """What autograd saves in place of a tensor.
+        """Return what autograd saves in place of a tensor.
 
         Raises:
             TransferError: An earlier transfer has failed.
@@ -214,7 +214,7 @@ class Activations:
 
 
 def unpack(saved: KeptTensor | _Saved | Refetch) -> torch.Tensor:
-    """What backward asks for."""
+    """Return what backward asks for."""
     if isinstance(saved, _Saved):
         return saved.load()
     return saved.fetch() if isinstance(saved, Refetch) else saved.get()
@@ -381,7 +381,7 @@ def _pays(tensor: torch.Tensor, resident: Collection[int]) -> bool:
 
 
 def _parameter_behind(tensor: torch.Tensor) -> nn.Parameter | None:
-    """The parameter that a tensor is a copy of in another type, or a view of such a copy, as autocast makes them."""
+    """Return the parameter of which a tensor is a copy in another type, as autocast makes them, or a view of one."""
     copy = tensor._base if tensor._is_view() else tensor
     node = None if copy is None else copy.grad_fn
     if node is None or node.name() != "ToCopyBackward0":

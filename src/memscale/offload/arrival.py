@@ -30,7 +30,7 @@ __all__ = ["Journey", "arrived"]
 def arrived(
     parameter: nn.Parameter, values: torch.Tensor, engine: Engine, meter: Meter | None = None
 ) -> torch.Tensor:
-    """A parameter's values on the device as a differentiable copy of it. See Note [The way home].
+    """Return a parameter's values on the device as a differentiable copy of it. See Note [The way home].
 
     Example:
         >>> parameter = nn.Parameter(torch.ones(2))

@@ -15,7 +15,7 @@ _LINEAR_BY_NAME = frozenset({"Conv1D"})
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast computes in on a device, here and now; None if it is off."""
+    """Return what autocast computes in on a device, here and now; None if it is off."""
     kind = device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return None
@@ -23,7 +23,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def cast_by_autocast(owners: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> set[int]:
-    """The ids of the parameters that every one of their modules uses in products of matrices only.
+    """Return the ids of the parameters that every one of their modules uses in products of matrices only.
 
     Other parameters (norms, embeddings, positions that are added) are used in 32 bits, or in a way that can't be
     known from here; and a parameter that an embedding has too is the embedding's.

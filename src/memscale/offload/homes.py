@@ -236,7 +236,7 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
 
 
 def _storages_of_several(model: nn.Module) -> set[int]:
-    """The memory that more than one parameter or buffer is a view of; a tied parameter is one."""
+    """Return the memory that more than one parameter or buffer is a view of; a tied parameter is one."""
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
     counts = Counter(map(_memory_of, tensors.values()))
     return {memory for memory, count in counts.items() if count > 1 and memory is not None}

@@ -114,7 +114,7 @@ class MappedParameters:
         return self.store.empty_like(parameter) if can_be_mapped(like) else None
 
     def bring_back(self, parameter: nn.Parameter) -> None:
-        """An ordinary parameter in memory, with an ordinary gradient."""
+        """Make it an ordinary parameter in memory, with an ordinary gradient."""
         handle = self._handles.pop(id(parameter), None)
         if handle is not None:
             handle.remove()
@@ -142,7 +142,7 @@ class MappedParameters:
                 self._handles[id(parameter)] = handle
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
-        """A layer is about to compute with these, in forward or in backward."""
+        """Note that a layer is about to compute with these, in forward or in backward."""
         task = graph_task_id()
         used = sum(each.nbytes for each in parameters if self.store.holds(each))
         with self._timed(used):
@@ -159,7 +159,7 @@ class MappedParameters:
                 self._pages[id(parameter)] = ResidentPages(parameter.nbytes, simulated=is_fake(parameter))
 
     def end(self, parameters: Sequence[nn.Parameter]) -> None:
-        """A layer's forward pass is over. If backward runs it again, it will need them in a moment."""
+        """Note the end of a layer's forward. If backward is running it again, it needs them in a moment."""
         if graph_task_id() == OUTSIDE_BACKWARD:
             with self._timed(any(map(self.store.holds, parameters))):
                 self.rest(parameters)

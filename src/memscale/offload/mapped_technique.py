@@ -12,7 +12,6 @@ from memscale._torch import OUTSIDE_BACKWARD, graph_task_id
 from memscale._util.trees import Tree
 from memscale.offload.mapped_parameters import MappedParameters
 from memscale.techniques.forward import ForwardStage, Stage
-from memscale.tiling.lazy import LazyLogits
 
 __all__ = ["MappedStage"]
 
@@ -56,7 +55,6 @@ def _before_backward(output: object, mapped: MappedParameters, parameters: Seque
         mapped.begin(parameters)
 
     for tensor in Tree.of(output).tensors():
-        if isinstance(tensor, LazyLogits):
-            tensor = tensor.hidden  # they get no gradient themselves
+        tensor = getattr(tensor, "hidden", tensor)  # lazy logits get no gradient themselves
         if tensor.requires_grad and not tensor.is_leaf:
-            tensor.register_hook(begin)  # type: ignore[no-untyped-call]
+            tensor.register_hook(begin)

@@ -36,10 +36,10 @@ class Layer(Protocol):
     """Something whose parameters are at home."""
 
     def needs(self, *, in_backward: bool) -> Sequence[tuple[nn.Parameter, torch.dtype]]:
-        """The parameters that it will copy to the device when it is reached, and in which type."""
+        """Return the parameters that it will copy to the device when it is reached, and in which type."""
 
     def bring(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A parameter's values on the device, as it computes with them."""
+        """Return a parameter's values on the device, as it computes with them."""
 
 
 class Prefetcher:
@@ -75,13 +75,13 @@ class Prefetcher:
     # ------------------------------------------------------------------ passes
 
     def begin_forward(self) -> None:
-        """The model is called."""
+        """Note that the model is called."""
         with self._lock:
             self._forward.begin()
             self._fetch(self._forward.next(self.engine.depth), in_backward=False)
 
     def end_forward(self, *, complete: bool) -> None:
-        """The call is over; if it was complete, its order is known."""
+        """Note the end of the call; if it was complete, its order is known."""
         with self._lock:
             self._forward.end(learn=complete)
             self._fetched.clear()
@@ -120,7 +120,7 @@ class Prefetcher:
     # ------------------------------------------------------------------ layers
 
     def take(self, layer: Layer, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
-        """The values of a parameter on the device, if they were fetched and are still right.
+        """Return the values of a parameter on the device, if they were fetched and are still right.
 
         Raises:
             TransferError: They could not be fetched; its cause is chained.
@@ -131,7 +131,7 @@ class Prefetcher:
         return None if copy is None else copy.wait()
 
     def reached(self, layer: Layer, *, again: bool) -> None:
-        """A layer has what it needs, and computes: fetch the next ones.
+        """Fetch for the next layers, as this one has what it needs and computes.
 
         Args:
             layer: Which.
@@ -209,7 +209,7 @@ class _Route:
         return True
 
     def next(self, count: int) -> list[Layer]:
-        """What comes next, if it is as it was."""
+        """Return what comes next, if it is as it was."""
         return _alive(self._known[self._place : self._place + count])
 
 
@@ -240,7 +240,7 @@ class _Fetched:
 
 
 def _state(parameter: nn.Parameter, dtype: torch.dtype) -> _State:
-    """What changes when a copy would come out otherwise: in place, by other memory, or in another type."""
+    """Return what changes when a copy would come out otherwise: in place, by other memory, or in another type."""
     return parameter._version, parameter.untyped_storage()._cdata, dtype
 
 

@@ -115,7 +115,7 @@ class FetchStage(ForwardStage):
         self._prefetcher = prefetcher
 
     def needs(self, *, in_backward: bool) -> list[tuple[nn.Parameter, torch.dtype]]:
-        """The parameters that a prefetcher is to fetch, and in which type; none if the module has been replaced."""
+        """Return the parameters to prefetch, and in which type; none if the module has been replaced."""
         module = self._module()
         if module is None:
             return []
@@ -127,7 +127,7 @@ class FetchStage(ForwardStage):
         return [(parameter, types[id(parameter)]) for parameter, _ in wanted if id(parameter) in types]
 
     def bring(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A parameter's values on the device."""
+        """Return a parameter's values on the device."""
         copy = brought(values, self._device, dtype)
         self.meter.up("parameters", "host", copy.nbytes)
         return copy
@@ -157,7 +157,7 @@ class _Ahead:
 
 
 def bring_inputs(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> tuple[Any, Any]:
-    """The arguments of a call with the tensors that are still on the host brought to the device."""
+    """Return the arguments of a call with the tensors that are still on the host brought to the device."""
 
     def brought(leaf: Any) -> Any:
         if (

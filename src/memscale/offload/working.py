@@ -16,7 +16,8 @@ Two sums are not in the order of the plain model, and may differ in the last bit
 used several times in a call (a recurrent weight, or any weight in a loss that has a gradient in it, by
 ``create_graph=True``) by a layer that is called several times before one backward, which is added up by calls; and
 the norm of ``clip_grad_norm_``, which adds up the gradients of each device apart. Under autocast the plain model casts
-a weight once for all calls and adds up their gradients in 16 bits; here that is done at home.
+a parameter once for all of its uses and adds up their gradients in 16 bits; here that is so for the uses of a matrix
+in one call only, and all else is added up in the parameter's own type.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class Source(Protocol):
     """Where working copies come from, if not straight from home: they may have been fetched ahead."""
 
     def copy_of(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        """A differentiable copy of a parameter on the device."""
+        """Return a differentiable copy of a parameter on the device."""
 
     def again(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        """A parameter's values on the device once more, for backward."""
+        """Return a parameter's values on the device once more, for backward."""
 
 
 class WorkingCopies:
@@ -93,7 +94,7 @@ class WorkingCopies:
         self.refetched: dict[int, torch.dtype] = {}
 
     def wanted(self) -> list[tuple[nn.Parameter, torch.dtype]]:
-        """The parameters that are copied, each once, and in which type."""
+        """Return the parameters that are copied, each once, and in which type."""
         found = {id(parameter): parameter for _, _, parameter in self._owners}
         return [(parameter, self._dtype_of(parameter)) for parameter in found.values()]
 
@@ -162,7 +163,7 @@ class WorkingCopies:
 
 
 def brought(values: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """A parameter's values on the device."""
+    """Return a parameter's values on the device."""
     return values.to(device, dtype, non_blocking=True)
 
 

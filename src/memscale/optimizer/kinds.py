@@ -28,6 +28,7 @@ from memscale._torch import disable_current_modes
 __all__ = [
     "ELEMENTWISE",
     "FOREACH_DIFFERS",
+    "FOREACH_DIFFERS_IN_16_BITS",
     "MOMENTS",
     "ONE_BY_ONE",
     "NewState",
@@ -68,6 +69,8 @@ ELEMENTWISE = frozenset(ONE_BY_ONE) - {
 
 FOREACH_DIFFERS = frozenset({optim.ASGD, optim.NAdam, optim.RAdam})
 """Those whose ``foreach`` implementation rounds differently from the loop over parameters."""
+
+FOREACH_DIFFERS_IN_16_BITS = FOREACH_DIFFERS | {optim.Adagrad}  # it stores the quotient's numerator
 
 MOMENTS: Mapping[str, bool] = {
     "exp_avg": True,

@@ -32,7 +32,7 @@ from memscale._torch import LightDispatchMode, a_dispatch_mode_is_active, writte
 from memscale.config import Config
 from memscale.errors import is_out_of_memory
 from memscale.executor import executor_of
-from memscale.observe.log import speaking
+from memscale.observe.log import open_log
 from memscale.optimizer.buckets import Member, SplitStep, members_of
 from memscale.optimizer.interceptor import StepOrder, StepSubscriber
 from memscale.optimizer.kinds import why_whole
@@ -181,7 +181,7 @@ class StepRecovery(StepSubscriber):
         model = self._model()
         executor = None if model is None else executor_of(model)
         config = (executor.config if executor is not None else None) or Config()
-        with speaking(config) as log:
+        with open_log(config) as log:
             log.warning(
                 "out of memory in the optimizer's step (%s): it was repeated a few parameters at a time, as later "
                 "ones will be",
