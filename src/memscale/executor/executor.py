@@ -21,10 +21,10 @@ from memscale.executor.registry import LAYER_TECHNIQUES, MODEL_TECHNIQUES
 from memscale.executor.use_cache import no_cache_hooks
 from memscale.observe.counters import Meter
 from memscale.observe.report import Report
+from memscale.offload.fetch import bring_inputs
 from memscale.offload.homes import Homes, training_device
 from memscale.offload.loading import forget_pending
 from memscale.offload.materialise import Materialised, has_meta_tensors
-from memscale.offload.technique import bring_inputs
 from memscale.profiler.sample import PlannedBatches
 from memscale.techniques.base import LayerSite, ModelSite
 from memscale.techniques.forward import CompileNotice, ForwardStage, WeakModule, override_of

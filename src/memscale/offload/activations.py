@@ -34,22 +34,30 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id, is_traceable_wrapper_subclass
+from memscale._torch import (
+    OUTSIDE_BACKWARD,
+    at_end_of_backward,
+    graph_task_id,
+    hooks_are_allowed,
+    is_traceable_wrapper_subclass,
+    surrounding_hooks,
+)
 from memscale.errors import TierFullError
 from memscale.observe.counters import Below, Meter
-from memscale.offload.working import Refetch, without_history
+from memscale.offload.fetch import Refetch, without_history
+from memscale.techniques.forward import ForwardStage, Stage
 from memscale.tiers.engine import Engine
 from memscale.tiers.store import DiskStore
 from memscale.tiers.tier import HostTier, Ticket, Tier
 
-__all__ = ["LEAST_BYTES", "Activations", "unpack"]
+__all__ = ["LEAST_BYTES", "Activations", "OffloadActivationsStage", "unpack"]
 
 logger = logging.getLogger("memscale")
 
@@ -210,6 +218,28 @@ class Activations:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
+
+
+class OffloadActivationsStage(ForwardStage):
+    """Offloads what a block saves for backward. See Note [Activations below].
+
+    Args:
+        activations: Where they go.
+    """
+
+    order = Stage.OFFLOAD_ACTIVATIONS
+
+    def __init__(self, activations: Activations) -> None:
+        self._activations = activations
+
+    def run(
+        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        # Whoever has hooks around this, such as a recomputed region, has it that nothing is kept, or where.
+        if not hooks_are_allowed() or surrounding_hooks() is not None:
+            return call_next(*args, **kwargs)
+        with self._activations.around([module]):
+            return call_next(*args, **kwargs)
 
 
 def unpack(saved: torch.Tensor | _Saved | Refetch) -> torch.Tensor:

@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 
 from memscale._util.interrupts import raise_pending_interrupt
 from memscale.observe.counters import Meter
-from memscale.offload.data import exchange_data
 from memscale.offload.freed_memory import freed_memory_returns
-from memscale.offload.mapped_parameters import MappedParameters
+from memscale.offload.mapped import MappedParameters, exchange_data
 from memscale.offload.materialise import Materialised, materialise
 from memscale.optimizer.eight_bit.states import EightBitStates
 from memscale.optimizer.placement import PlacementSteps

@@ -1,7 +1,7 @@
-"""Working copies ahead of their use: while a layer computes, the parameters of the next ones come to the device.
+"""Prefetching: while a layer computes, the parameters of the next ones are copied to the device.
 
-Note [Ahead of a layer]
-~~~~~~~~~~~~~~~~~~~~~~~
+Note [Prefetching]
+~~~~~~~~~~~~~~~~~~
 Layers are reached in the same order in every step. So the order of the last forward pass, and that of the last
 backward pass, say what comes next; before the first pass the plan's order does. When a layer is reached, the next
 `prefetch_depth` of that order are fetched, if they are not yet.
@@ -33,17 +33,17 @@ __all__ = ["Layer", "Prefetcher"]
 
 
 class Layer(Protocol):
-    """Something whose parameters are at home."""
+    """A layer whose parameters are on the host."""
 
     def needs(self, *, in_backward: bool) -> Sequence[tuple[nn.Parameter, torch.dtype]]:
-        """The parameters that it will copy to the device when it is reached, and in which type."""
+        """Return the parameters that it will copy to the device when it is reached, and in which type."""
 
-    def bring(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A parameter's values on the device, as it computes with them."""
+    def copy_to_device(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a parameter's values on the device, as it computes with them."""
 
 
 class Prefetcher:
-    """Fetches working copies ahead. See Note [Ahead of a layer]. A copy of the model has its own.
+    """Fetches working copies ahead. See Note [Prefetching]. A copy of the model has its own.
 
     Args:
         engine: Who moves them.
@@ -68,7 +68,7 @@ class Prefetcher:
         self._lock = threading.RLock()  # backward runs in threads of its own
 
     @property
-    def bytes_ahead(self) -> int:
+    def bytes_prefetched(self) -> int:
         """Bytes that were fetched, or are being, and wait for their use."""
         return sum(fetched.nbytes for fetched in self._fetched.values())
 
@@ -155,7 +155,7 @@ class Prefetcher:
     def _start(self, layer: Layer, in_backward: bool) -> _Fetched:
         fetched = _Fetched()
         for parameter, dtype in layer.needs(in_backward=in_backward):
-            work = functools.partial(_brought, layer.bring, parameter.detach(), dtype)
+            work = functools.partial(_copied, layer.copy_to_device, parameter.detach(), dtype)
             transfer = self.engine.run(work, _lane(parameter, self._device), self._device)
             fetched.add(parameter, dtype, transfer)
         return fetched
@@ -240,11 +240,11 @@ def _state(parameter: nn.Parameter, dtype: torch.dtype) -> _State:
     return parameter._version, parameter.untyped_storage()._cdata, dtype
 
 
-def _brought(
-    bring: Callable[[torch.Tensor, torch.dtype], torch.Tensor], values: torch.Tensor, dtype: torch.dtype
+def _copied(
+    copy: Callable[[torch.Tensor, torch.dtype], torch.Tensor], values: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     with torch.no_grad():  # which belongs to a thread
-        return bring(values, dtype)
+        return copy(values, dtype)
 
 
 def _lane(parameter: nn.Parameter, device: torch.device) -> Lane:

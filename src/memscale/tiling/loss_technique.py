@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memscale._torch import graph_task_id, hooks_are_allowed
 from memscale.checkpointing.conditions import parameter_behind
 from memscale.observe.counters import Meter
-from memscale.offload.mapped_parameters import MappedParameters
+from memscale.offload.mapped import MappedParameters
 from memscale.profiler import find_head
 from memscale.techniques.base import ModelSite
 from memscale.techniques.forward import ForwardOverride, ForwardStage, Stage

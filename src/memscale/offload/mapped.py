@@ -25,21 +25,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id
+from memscale._torch import (
+    OUTSIDE_BACKWARD,
+    FakeTensor,
+    allows_shallow_copy,
+    at_end_of_backward,
+    graph_task_id,
+)
+from memscale._util.trees import Tree
 from memscale.memory.tracker import ResidentPages
 from memscale.observe.counters import Meter
-from memscale.offload.data import exchange_data
+from memscale.techniques.forward import ForwardStage, Stage
 from memscale.tiers.disk_file import PAGE
 from memscale.tiers.store import DiskStore
 from memscale.tiers.tier import is_fake
 
-__all__ = ["MappedParameters", "can_be_mapped"]
+__all__ = ["MappedParameters", "MappedStage", "can_be_mapped", "exchange_data", "swap_keeping_hooks"]
 
 
 class MappedParameters:
@@ -254,3 +262,90 @@ def _is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+# ---------------------------------------------------------------------- in forward
+
+
+class MappedStage(ForwardStage):
+    """Holds the mapped parameters of a block in memory while it computes. See Note [Homes on disk].
+
+    Args:
+        mapped: The parameters of the model that are at home on disk.
+        recomputed: Whether it runs inside a recomputed region.
+    """
+
+    order = Stage.MAP_PARAMETERS
+    in_evaluation = True  # the parameters are at home then as well
+
+    def __init__(self, mapped: MappedParameters, *, recomputed: bool) -> None:
+        self._mapped = mapped
+        self._recomputed = recomputed
+
+    def run(
+        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        # Not other weights that `torch.func.functional_call` has put there.
+        mapped = self._mapped
+        parameters = [each for each in module.parameters() if isinstance(each, nn.Parameter)]
+        mapped.watch(parameters)
+        mapped.begin(parameters)
+        try:
+            output = call_next(*args, **kwargs)
+        finally:
+            mapped.end(parameters)
+        if not self._recomputed and torch.is_grad_enabled() and graph_task_id() == OUTSIDE_BACKWARD:
+            _before_backward(output, mapped, parameters)
+        return output
+
+
+def _before_backward(output: object, mapped: MappedParameters, parameters: Sequence[nn.Parameter]) -> None:
+    """Note when backward gets to a block: nothing else tells of one that is not run again."""
+
+    def begin(gradient: torch.Tensor) -> None:
+        mapped.begin(parameters)
+
+    for tensor in Tree.of(output).tensors():
+        tensor = getattr(tensor, "hidden", tensor)  # lazy logits of a tiled head get no gradient themselves
+        if tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(begin)
+
+
+# ---------------------------------------------------------------------- a parameter's memory
+
+
+def exchange_data(parameter: nn.Parameter, new: torch.Tensor) -> None:
+    """Give a parameter the memory of another tensor. Its gradient must be None, or fit that.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> weight = layer.weight
+        >>> exchange_data(weight, torch.zeros(2, 2))
+        >>> layer.weight is weight, float(weight.sum())
+        (True, 0.0)
+    """
+    with torch.no_grad():
+        if _can_be_set(parameter, new):
+            parameter.data = new
+        else:
+            old = nn.Parameter(new, parameter.requires_grad)
+            swap_keeping_hooks(parameter, old)
+            if not isinstance(old, FakeTensor):
+                # The graph of the last loss, which a loop holds though it is through with it, refers to `old`.
+                old.data = old.data.new_empty(0)
+
+
+def swap_keeping_hooks(parameter: nn.Parameter, new: nn.Parameter) -> None:
+    """Exchange two parameters as `torch.utils.swap_tensors` does; the first keeps the hooks on its gradient.
+
+    They belong to what is swapped: an optimizer that steps inside backward would never be called again.
+    """
+    new._backward_hooks = parameter._backward_hooks
+    new._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    torch.utils.swap_tensors(parameter, new)  # type: ignore[no-untyped-call]
+
+
+def _can_be_set(parameter: nn.Parameter, new: torch.Tensor) -> bool:
+    """Whether ``.data =`` can do it, as ``Module.to`` decides it; fake and wrapped tensors are swapped whole."""
+    plain = type(new) is torch.Tensor and not isinstance(parameter, FakeTensor)
+    return plain and type(parameter.data) is torch.Tensor and allows_shallow_copy(parameter, new)
