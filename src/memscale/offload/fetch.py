@@ -40,16 +40,22 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.conv import _ConvNd
 
-from memscale._torch import OUTSIDE_BACKWARD, graph_task_id, hooks_are_allowed, surrounding_hooks, tree_map
+from memscale._torch import (
+    OUTSIDE_BACKWARD,
+    graph_task_id,
+    hooks_are_allowed,
+    is_fake,
+    surrounding_hooks,
+    tree_map,
+)
 from memscale.checkpointing.conditions import mark_as_copy
-from memscale.errors import RecomputeError
 from memscale.observe.counters import Meter
+from memscale.offload.activations import Refetch, without_history
 from memscale.offload.prefetch import Prefetcher
 from memscale.techniques.forward import ForwardStage, Stage, WeakModule
 from memscale.tiers.engine import Engine, Lane, Transfer
-from memscale.tiers.tier import is_fake
 
-__all__ = ["FetchStage", "GradientTransfer", "Refetch", "bring_inputs", "without_history"]
+__all__ = ["FetchStage", "GradientTransfer", "bring_inputs"]
 
 
 class FetchStage(ForwardStage):
@@ -248,58 +254,8 @@ class _WorkingCopies:
             yield
 
 
-def without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what a hook keeps of a tensor that stays on the device.
-
-    With its history, a node that saves its own output would be in a cycle that nothing collects, if backward never
-    comes.
-    """
-    return tensor if tensor.grad_fn is None else tensor.detach()
-
-
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-class Refetch:
-    """A working copy, or a view of one, that backward will ask for again.
-
-    Args:
-        master: The parameter.
-        tensor: The copy, or the view of it, that autograd wanted to save.
-        layer: Who fetches it; None to copy it from the master without anybody's knowledge.
-    """
-
-    __slots__ = ("_device", "_dtype", "_layer", "_master", "_offset", "_shape", "_stride", "_version")
-
-    def __init__(self, master: nn.Parameter, tensor: torch.Tensor, layer: FetchStage | None) -> None:
-        self._master = master
-        self._layer = layer
-        self._version = master._version
-        self._device = tensor.device
-        self._dtype = tensor.dtype
-        self._shape = tensor.shape
-        self._stride = tensor.stride()
-        self._offset = tensor.storage_offset()
-
-    def fetch(self) -> torch.Tensor:
-        """Return the tensor again.
-
-        Raises:
-            RecomputeError: The parameter was changed in place meanwhile.
-        """
-        master = self._master
-        if master._version != self._version:
-            raise RecomputeError(
-                f"An offloaded parameter (shape {tuple(master.shape)}) was changed in place between forward "
-                f"and backward: version {self._version} then, {master._version} now. Call backward before "
-                "optimizer.step(), or run forward again after it."
-            )
-        if self._layer is not None:
-            copy = self._layer.refetch(master, self._dtype)
-        else:
-            copy = master.detach().to(self._device, self._dtype, non_blocking=True)
-        return copy.as_strided(self._shape, self._stride, self._offset)
 
 
 class _GradientMeter:

@@ -1,4 +1,4 @@
-"""Where the tensors of a model live: on the device, at home on the host, or on disk; and back again.
+"""Where the tensors of a model live: on the device, on the host, or on disk; and back again.
 
 Parameters keep their identity when they move, so that optimizers, schedulers and the user's own references go on
 as before. An optimizer's state follows its parameter, before a step and when everything goes back, unless the plan
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memscale._torch import is_fake
 from memscale._util.interrupts import raise_pending_interrupt
 from memscale.observe.counters import Meter
 from memscale.offload.freed_memory import freed_memory_returns
@@ -25,7 +26,6 @@ from memscale.optimizer.placement import PlacementSteps
 from memscale.optimizer.state_homes import StateHomes
 from memscale.simulator.simulate import PLAIN_KINDS
 from memscale.tiers.store import DiskStore
-from memscale.tiers.tier import is_fake
 
 __all__ = ["HOST", "Homes", "training_device"]
 
@@ -33,7 +33,7 @@ HOST = torch.device("cpu")
 
 
 def training_device(model: nn.Module) -> torch.device:
-    """Where a model trains: on the accelerator that any of its tensors is on, else on the CPU."""
+    """Return where a model trains: on the accelerator that any of its tensors is on, else on the CPU."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type not in ("cpu", "meta"):
             return tensor.device
@@ -44,7 +44,7 @@ class Homes:
     """The places of one model's tensors while it is wrapped, and where they were before.
 
     Args:
-        store: The disk below the model; one with default settings if it is not given.
+        store: The disk tier of the model; one with default settings if it is not given.
         meter: Counts what is moved, if anyone asks.
 
     Attributes:
@@ -52,8 +52,8 @@ class Homes:
         host_capacity: The most host memory for parameters that are on the host instead of on an accelerator, with their
             gradients and optimizer state; None for no other limit than the host's own.
         store: The disk.
-        mapped: The parameters that are at home on disk.
-        states: Where optimizer state waits.
+        mapped: The parameters that are on disk.
+        states: Where optimizer state is between steps.
         moments: What of it is in 8 bits.
 
     Example:
@@ -92,7 +92,7 @@ class Homes:
 
     @property
     def on_disk(self) -> list[nn.Parameter]:
-        """The parameters that are at home on disk."""
+        """The parameters that are on disk."""
         return list(self._on_disk.values())
 
     def arrange(
@@ -103,7 +103,7 @@ class Homes:
         *,
         on_disk: Iterable[nn.Parameter] = (),
     ) -> None:
-        """Send parameters home, to the host or to disk, and bring the others to the device.
+        """Move parameters to the host or to disk, and the others to the device.
 
         Raises:
             TierFullError: The cap on the disk would be exceeded, or it is full. What was not sent is as it was.
@@ -162,7 +162,7 @@ class Homes:
         return made
 
     def restore(self) -> None:
-        """Everything where it was before the first :meth:`arrange`."""
+        """Move everything where it was before the first :meth:`arrange`."""
         self._steps.unsubscribe()
         self.states.restore()
         self.moments.restore()
@@ -183,11 +183,11 @@ class Homes:
         self.device = None
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
-        """One that steps the model's parameters: its state is where these are, or are to be."""
+        """Note an optimizer that steps the model's parameters: its state is where these are, or are to be."""
         self._steps.note_optimizer(optimizer)
 
     def settle_states(self) -> None:
-        """Take optimizer state to its place now, and not before the next step: the device may be short of memory."""
+        """Move optimizer state to its tier now, instead of before the next step: the device may be short of memory."""
         for optimizer in self._steps.optimizers:
             self._steps.follow(optimizer)
             if self.states.steps is not None:
@@ -245,7 +245,7 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
 
 
 def _storages_of_several(model: nn.Module) -> set[int]:
-    """The memory that more than one parameter or buffer is a view of; a tied parameter is one."""
+    """Return the memory that more than one parameter or buffer is a view of; a tied parameter is one."""
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
     counts = Counter(map(_memory_of, tensors.values()))
     return {memory for memory, count in counts.items() if count > 1 and memory is not None}

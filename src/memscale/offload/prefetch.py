@@ -25,9 +25,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id
+from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id, is_fake
 from memscale.tiers.engine import Engine, Lane, Transfer
-from memscale.tiers.tier import is_fake
 
 __all__ = ["Layer", "Prefetcher"]
 
@@ -43,7 +42,7 @@ class Layer(Protocol):
 
 
 class Prefetcher:
-    """Fetches working copies ahead. See Note [Prefetching]. A copy of the model has its own.
+    """Prefetches working copies. See Note [Prefetching]. A copy of the model has its own.
 
     Args:
         engine: Who moves them.
@@ -69,31 +68,31 @@ class Prefetcher:
 
     @property
     def bytes_prefetched(self) -> int:
-        """Bytes that were fetched, or are being, and wait for their use."""
+        """Bytes that were prefetched, or are being, and wait for their use."""
         return sum(fetched.nbytes for fetched in self._fetched.values())
 
     # ------------------------------------------------------------------ passes
 
     def begin_forward(self) -> None:
-        """The model is called."""
+        """Prefetch the first layers: the model is called."""
         with self._lock:
             self._forward.begin()
             self._fetch(self._forward.next(self.engine.depth), in_backward=False)
 
     def end_forward(self, *, complete: bool) -> None:
-        """The call is over; if it was complete, its order is known."""
+        """Drop what was not used; if the call was complete, its order is learnt."""
         with self._lock:
             self._forward.end(learn=complete)
             self._fetched.clear()
 
     def begin_backward(self) -> None:
-        """Backward has reached the model's output."""
+        """Prefetch the last layers: backward has reached the model's output."""
         with self._lock:
             if self._enter(graph_task_id()):
                 self._fetch(self._backward.next(self.engine.depth), in_backward=True)
 
     def forget(self) -> None:
-        """Drop what is fetched: something went wrong."""
+        """Drop what is prefetched: something went wrong."""
         with self._lock:
             self._fetched.clear()
 
@@ -105,7 +104,7 @@ class Prefetcher:
                 self._fetched.clear()
 
     def _enter(self, task: int) -> bool:
-        """Whether this is the first one hears of a backward pass."""
+        """Begin a backward pass, if it is a new one; returns whether it is."""
         if task in (OUTSIDE_BACKWARD, self._task):
             return False
         self._task = task
@@ -116,7 +115,7 @@ class Prefetcher:
     # ------------------------------------------------------------------ layers
 
     def take(self, layer: Layer, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
-        """The values of a parameter on the device, if they were fetched and are still right.
+        """Return the values of a parameter on the device, if they were prefetched and are still right.
 
         Raises:
             TransferError: They could not be fetched; its cause is chained.
@@ -127,7 +126,7 @@ class Prefetcher:
         return None if copy is None else copy.wait()
 
     def reached(self, layer: Layer, *, again: bool) -> None:
-        """A layer has what it needs, and computes: fetch the next ones.
+        """Prefetch the next layers: one has what it needs, and computes.
 
         Args:
             layer: Which.
@@ -144,7 +143,7 @@ class Prefetcher:
                 self._fetch(expected, in_backward=in_backward, besides=None if again else layer)
 
     def _fetch(self, expected: Iterable[Layer], *, in_backward: bool, besides: Layer | None = None) -> None:
-        """Have these on their way, and nothing else but perhaps one."""
+        """Prefetch these, and drop everything else but perhaps one."""
         wanted = {id(layer): layer for layer in expected}
         kept = {*wanted, id(besides)}
         self._fetched = {key: fetched for key, fetched in self._fetched.items() if key in kept}
@@ -194,7 +193,7 @@ class _Route:
         self.begin()
 
     def reach(self, layer: Layer, *, again: bool) -> bool:
-        """Note that a layer is reached; whether that is news."""
+        """Note that a layer is reached; returns whether that is new."""
         if not again and self._seen and self._seen[-1]() is layer:
             return False
         self._seen.append(weakref.ref(layer))
@@ -205,7 +204,7 @@ class _Route:
         return True
 
     def next(self, count: int) -> list[Layer]:
-        """What comes next, if it is as it was."""
+        """Return what comes next, if the order is as it was."""
         return _alive(self._known[self._place : self._place + count])
 
 
@@ -217,7 +216,7 @@ _State = tuple[int, int, torch.dtype]
 
 
 class _Fetched:
-    """One layer's parameters on their way."""
+    """One layer's parameters that are being copied."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[_State, Transfer[torch.Tensor]]] = {}
@@ -236,7 +235,7 @@ class _Fetched:
 
 
 def _state(parameter: nn.Parameter, dtype: torch.dtype) -> _State:
-    """What changes when a copy would come out otherwise: in place, by other memory, or in another type."""
+    """Return what changes when a copy would come out otherwise: in place, by other memory, or in another type."""
     return parameter._version, parameter.untyped_storage()._cdata, dtype
 
 

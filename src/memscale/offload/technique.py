@@ -64,7 +64,7 @@ def _home_of(site: LayerSite) -> Tier:
 
 
 class Transfers:
-    """Sends down what layers leave for backward, where the plan says so; and fetches ahead what they will need.
+    """Offloads what layers save for backward, where the plan says so; and prefetches what they will need.
 
     It goes on after all blocks have theirs, and so around their recomputation: what that keeps, the inputs, is what
     goes down.
