@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -69,3 +70,19 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("system")))
         yield
+
+
+@pytest.fixture
+def regions(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Every checkpointed region that runs forward."""
+    from memscale.checkpointing.region import Region
+
+    seen: list[object] = []
+    run = Region.run_forward
+
+    def noted(self: Region, *args: Any) -> Any:
+        seen.append(self)
+        return run(self, *args)
+
+    monkeypatch.setattr(Region, "run_forward", noted)
+    return seen

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import memscale
-from executor.test_reversal import assert_as_before, pictures
 from memscale import Config
 from memscale.errors import (
     ConfigError,
@@ -22,6 +21,7 @@ from memscale.errors import (
     WrapError,
     WrapTypeError,
 )
+from support.pictures import assert_as_before, pictures
 from support.wrapping import Stack
 
 X = torch.ones(3, 8)

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import memscale
-from executor.test_reversal import assert_as_before, pictures
 from memscale import Plan
 from memscale.errors import MemScaleError, ProfileError, WrapError, WrapTypeError
 from memscale.executor import Executor
@@ -23,6 +22,7 @@ from memscale.planner import replan as replanning
 from memscale.profiler import run as profiling
 from memscale.testing import executing
 from support.families import FAMILIES
+from support.pictures import assert_as_before, pictures
 from support.wrapping import QUIET, Layer, Stack, lossless
 
 AGGRESSIVE = lossless("aggressive")

@@ -185,6 +185,51 @@ def running_node_name() -> str | None:
     return None if node is None else str(node.name())
 
 
+def release_saved_tensors(tensors: Sequence[torch.Tensor], error: str) -> None:
+    """Free what the graph behind some tensors has saved for backward, as a backward pass does when it is through.
+
+    The tensors and the nodes stay; running backward through them raises a `RuntimeError`. An object that saved-tensor
+    hooks keep in the place of a tensor, and a node of a custom function, are asked to release what they hold by
+    `memscale_release()`, if they have it. `SavedTensor` objects under `_raw_saved_...` are documented in torch's notes
+    on hooks for saved tensors; their `data` is not: without it what hooks keep lives as long as the graph.
+
+    Args:
+        tensors: Where the graph begins.
+        error: The message for a backward pass that comes to what was freed.
+    """
+
+    def refuse(_: None) -> torch.Tensor:
+        raise RuntimeError(error)
+
+    pending: list[Any] = [each.grad_fn for each in tensors if each.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        for saved in _saved_tensors(node):
+            try:
+                saved.register_hooks(lambda _: None, refuse)  # what the first hook returns is kept instead
+            except RuntimeError:  # it is empty, or has hooks
+                _release(getattr(saved, "data", None))
+        _release(node)
+        following = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= following
+        pending += following
+
+
+def _release(holder: object) -> None:
+    release = getattr(holder, "memscale_release", None)
+    if release is not None:
+        release()
+
+
+def _saved_tensors(node: Any) -> Iterator[Any]:
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            with contextlib.suppress(RuntimeError):  # it was freed before
+                found = getattr(node, name)
+                yield from found if isinstance(found, (list, tuple)) else [found]
+
+
 class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
     """A dispatch mode that does not pull in the compiler.
 

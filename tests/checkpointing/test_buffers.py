@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from memscale.checkpointing import buffers as buffers_module
+from memscale.checkpointing import state as buffers_module
 from memscale.errors import RecomputeError
 from support.regions import Mlp, assert_same, in_region, regions_alive, train
 
@@ -219,13 +219,13 @@ class TestCopies:
             buffers = buffers_module.Buffers(list(model.modules()), copy_all=False)
             assert sorted(copied) == expected
             model(X)
-            buffers.settle()
+            buffers.end_forward()
 
     def test_copies_of_what_did_not_change_are_dropped(self) -> None:
         model = self.Masked()
         buffers = buffers_module.Buffers(list(model.modules()))
         model(X)
-        buffers.settle()
+        buffers.end_forward()
         kept = {name for owner in buffers._owners for name in owner.copies}
         assert kept == {"running_mean", "running_var", "num_batches_tracked"}
 
@@ -281,7 +281,7 @@ def test_the_call_of_a_whole_model_whose_large_buffer_changes_late_cannot_be_rep
         model.updates = updates
         buffers = buffers_module.Buffers(list(model.modules()), copy_all=False)
         model(X)
-        buffers.settle()
+        buffers.end_forward()
     with pytest.raises(RecomputeError, match=r"'scale' of Late .*Run the step again"), buffers.put_back():
         pass
 

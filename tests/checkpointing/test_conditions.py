@@ -12,7 +12,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memscale.checkpointing import KeepPolicy, run_region
+from memscale.checkpointing import region as region_module
+from memscale.checkpointing import run_region
+from memscale.checkpointing.state import Conditions
 from support.regions import LiveBytes, Mlp, assert_same, in_region, train
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -41,8 +43,15 @@ class FakeAccelerator:
         self.generators[device].set_state(state)
 
 
+def with_devices(monkeypatch: pytest.MonkeyPatch, *types: str) -> None:
+    """Let regions find tensors on these devices."""
+    monkeypatch.setattr(region_module, "Conditions", lambda flags, found: Conditions(flags, {*found, *types}))
+
+
 class TestRandomState:
     def test_of_every_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with_devices(monkeypatch, "xpu")
+
         def run(in_a_region: bool) -> list[torch.Tensor]:
             accelerator = FakeAccelerator(initialised=True)
             monkeypatch.setattr(torch, "get_device_module", lambda _: accelerator)
@@ -54,7 +63,7 @@ class TestRandomState:
 
             torch.manual_seed(0)
             x = X.clone().requires_grad_()
-            out = run_region(function, (x,), {}, device_types=("xpu",)) if in_a_region else function(x)
+            out = run_region(function, (x,), {}) if in_a_region else function(x)
             for generator in accelerator.generators:
                 torch.rand(3, generator=generator)  # the world moves on
             torch.rand(5)
@@ -67,16 +76,18 @@ class TestRandomState:
     def test_of_a_device_that_is_not_initialised_is_not_asked_for(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        with_devices(monkeypatch, "xpu")
         accelerator = FakeAccelerator(initialised=False)
         monkeypatch.setattr(torch, "get_device_module", lambda _: accelerator)
         x = X.clone().requires_grad_()
-        run_region(torch.exp, (x,), {}, device_types=("xpu",)).sum().backward()
+        run_region(torch.exp, (x,), {}).sum().backward()
         assert accelerator.asked == 0
 
-    def test_cuda_is_not_initialised_by_asking(self) -> None:
+    def test_cuda_is_not_initialised_by_asking(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with_devices(monkeypatch, "cuda", "mps", "meta")
         was = torch.cuda.is_initialized()
         x = X.clone().requires_grad_()
-        run_region(torch.exp, (x,), {}, device_types=("cuda", "mps", "meta")).sum().backward()
+        run_region(torch.exp, (x,), {}).sum().backward()
         assert torch.cuda.is_initialized() == was
 
     def test_after_backward_it_is_as_if_nothing_was_drawn(self) -> None:
@@ -186,7 +197,7 @@ class TestAutocast:
 
             return train(Mlp, forward)
 
-        policy = KeepPolicy(("aten.addmm.default", "aten._to_copy.default"))
+        policy = ("aten.addmm.default", "aten._to_copy.default")
         assert_same(run(lambda module: in_region(module, keep=policy)), run(lambda module: module))
 
 
@@ -293,8 +304,8 @@ def test_gradients_are_on_in_the_recomputation() -> None:
     assert seen == [True, True]
 
 
-@pytest.mark.parametrize("keep", [None, KeepPolicy(("aten.addmm.default", "aten.native_dropout.default"))])
-def test_under_fake_tensors(keep: KeepPolicy | None) -> None:
+@pytest.mark.parametrize("keep", [(), ("aten.addmm.default", "aten.native_dropout.default")])
+def test_under_fake_tensors(keep: tuple[str, ...]) -> None:
     with FakeTensorMode(), contextlib.ExitStack():
         model = nn.Sequential(Mlp(), nn.BatchNorm1d(8), Mlp())
         x = torch.randn(4, 8, requires_grad=True)
@@ -307,7 +318,8 @@ def test_under_fake_tensors(keep: KeepPolicy | None) -> None:
 
 
 def test_device_modules_without_a_random_state_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_devices(monkeypatch, "xpu")
     monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace())
     x = X.clone().requires_grad_()
-    run_region(torch.exp, (x,), {}, device_types=("xpu",)).sum().backward()
+    run_region(torch.exp, (x,), {}).sum().backward()
     assert torch.equal(x.grad, torch.exp(x))

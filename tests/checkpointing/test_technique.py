@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memscale.checkpointing import region as region_module
 from memscale.checkpointing.technique import RecomputeStage, has_own_checkpointing, is_cache
 from memscale.errors import WrapError
 from memscale.execution_plan import Checkpointing, LayerPlan, Plan
@@ -58,20 +57,6 @@ def attach(model: nn.Module, plan: Plan) -> Executor:
     executor = Executor(model, plan)
     executor.attach()
     return executor
-
-
-@pytest.fixture
-def regions(monkeypatch: pytest.MonkeyPatch) -> list[region_module.Region]:
-    """Every region that is run forward."""
-    seen: list[region_module.Region] = []
-    run = region_module.Region.run_forward
-
-    def noted(self: region_module.Region, *args: Any) -> Any:
-        seen.append(self)
-        return run(self, *args)
-
-    monkeypatch.setattr(region_module.Region, "run_forward", noted)
-    return seen
 
 
 class Layer(nn.Module):

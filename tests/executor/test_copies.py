@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import nn
 
-from memscale.checkpointing import region as region_module
 from memscale.executor import Executor
 from memscale.techniques.forward import ForwardOverride
 from support.checkpointed import checkpoint_plan, wrapped
@@ -49,19 +48,6 @@ def family(request: pytest.FixtureRequest) -> Family:
     if found.transformers:
         pytest.importorskip("transformers")
     return found
-
-
-@pytest.fixture
-def regions(monkeypatch: pytest.MonkeyPatch) -> list[region_module.Region]:
-    seen: list[region_module.Region] = []
-    run = region_module.Region.run_forward
-
-    def noted(self: region_module.Region, *args: Any) -> Any:
-        seen.append(self)
-        return run(self, *args)
-
-    monkeypatch.setattr(region_module.Region, "run_forward", noted)
-    return seen
 
 
 def step(family: Family, model: nn.Module) -> list[torch.Tensor]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from memscale.checkpointing import region as region_module
 from memscale.config import Config
 from memscale.errors import WrapError
 from memscale.execution_plan import LayerPlan, Plan
@@ -20,19 +19,6 @@ from support.checkpointed import checkpoint_plan, wrapped
 from support.families import FAMILIES
 
 X = torch.linspace(-1, 1, 24).reshape(3, 8)
-
-
-@pytest.fixture
-def regions(monkeypatch: pytest.MonkeyPatch) -> list[region_module.Region]:
-    seen: list[region_module.Region] = []
-    run = region_module.Region.run_forward
-
-    def noted(self: region_module.Region, *args: Any) -> Any:
-        seen.append(self)
-        return run(self, *args)
-
-    monkeypatch.setattr(region_module.Region, "run_forward", noted)
-    return seen
 
 
 def sequential() -> nn.Sequential:

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from memscale.checkpointing import region as region_module
 from memscale.config import Config
 from memscale.executor import Executor
-from memscale.executor.use_cache import NoCache, no_cache_hooks
+from memscale.executor.hooks import NoCache, no_cache_hooks
 from support.checkpointed import checkpoint_plan, wrapped
 from support.families import FAMILIES
 
@@ -23,19 +22,6 @@ IDS = torch.arange(3, 15).reshape(2, 6)
 
 def build(name: str) -> nn.Module:
     return FAMILIES[name].build()
-
-
-@pytest.fixture
-def regions(monkeypatch: pytest.MonkeyPatch) -> list[region_module.Region]:
-    seen: list[region_module.Region] = []
-    run = region_module.Region.run_forward
-
-    def noted(self: region_module.Region, *args: Any) -> Any:
-        seen.append(self)
-        return run(self, *args)
-
-    monkeypatch.setattr(region_module.Region, "run_forward", noted)
-    return seen
 
 
 def configs(model: nn.Module) -> list[Any]:

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import memscale
-from executor.test_reversal import assert_as_before, pictures
 from memscale import Config, Plan
 from memscale._util.interrupts import interrupts_deferred, raise_pending_interrupt
 from memscale.errors import WrapError
@@ -25,6 +24,7 @@ from memscale.offload.homes import Homes
 from memscale.planner.replan import follow_batch
 from memscale.recovery import StepGuard
 from support.every_technique import PLANS, TILED, batch, build, device_of
+from support.pictures import assert_as_before, pictures
 
 SOURCE = str(Path(memscale.__file__).parent)
 
@@ -152,7 +152,7 @@ def test_a_second_detach_goes_on_where_the_first_was(monkeypatch: pytest.MonkeyP
     before = pictures(model)
     executor = executor_for(model)
     executor.attach()
-    records = (executor._techniques, executor._watch, executor._surroundings)
+    records = (executor._techniques, executor._batch_hook, executor._hooks)
     changes = sum(map(len, records))
     executor.detach()
     assert changes > 8
@@ -173,7 +173,7 @@ def test_a_second_detach_goes_on_where_the_first_was(monkeypatch: pytest.MonkeyP
                 if left[0] == -1 and after:
                     raise KeyboardInterrupt
 
-            for record in (executor._techniques, executor._watch, executor._surroundings):
+            for record in (executor._techniques, executor._batch_hook, executor._hooks):
                 record._changes = [_Change(each, undo) for each in record._changes]
             with monkeypatch.context() as patch:
                 patch.setattr(Homes, "restore", lambda homes: undo(homes, lambda: restore(homes)))

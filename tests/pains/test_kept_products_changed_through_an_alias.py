@@ -14,7 +14,7 @@ from torch import nn
 
 import memscale
 from memscale import Plan
-from memscale.checkpointing import KeepPolicy, run_region
+from memscale.checkpointing import run_region
 from memscale.execution_plan import Checkpointing, LayerPlan
 from memscale.executor import Executor
 from memscale.offload.activations import Activations
@@ -138,7 +138,7 @@ def test_a_returned_alias_that_is_changed_after_the_block() -> None:
         if keep is None:
             y, other = block(x)
         else:
-            y, other = run_region(block, (x,), {}, modules=[block], keep=KeepPolicy(keep))
+            y, other = run_region(block, (x,), {}, modules=[block], keep=keep)
         y.mul_(0.5)
         (y.sum() + other.sum()).backward()
         seen.append(block.up.weight.grad.clone())

@@ -187,7 +187,14 @@ def found_in(config: Config) -> memscale.BatchSizes:
     return memscale.find_batch_size(Gpt(), words(), config, hardware=ROOM)
 
 
-@pytest.mark.parametrize("config", [CONSERVATIVE, QUIET, AGGRESSIVE], ids=lambda config: config.mode.value)
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(CONSERVATIVE, id="conservative"),
+        pytest.param(QUIET, id="balanced"),
+        pytest.param(AGGRESSIVE, id="aggressive", marks=pytest.mark.slow),
+    ],
+)
 def test_largest_batch_is_what_trying_each_one_finds(config: Config) -> None:
     largest = found_in(config).largest
     assert largest is not None

@@ -8,11 +8,11 @@ from operator import attrgetter
 import pytest
 
 from memscale.planner.cost_model import CostModel
-from memscale.planner.engine import decide, points, points_by_hand, points_of
+from memscale.planner.engine import decide, points_by_hand, points_of
 from memscale.planner.make_plan import usable
 from memscale.planner.options import called_blocks, checkpointing_candidates, uniform_candidates
 from memscale.profiler import ModelProfile
-from support.profiles import LARGE, MIB, block, config_of, profile_of, stack
+from support.profiles import LARGE, MIB, all_points_of, block, config_of, profile_of, stack
 
 WITH_HOMES = config_of(enable_offloading=True)
 
@@ -94,7 +94,7 @@ def test_segments_that_bring_back_too_much_are_not_looked_at() -> None:
 def test_the_engine_has_what_one_would_try_by_hand() -> None:
     profile = stack(4)
     hand = points_of(list(checkpointing_candidates(profile, offload=True)), profile, LARGE, WITH_HOMES)
-    ours = {(point.peak_bytes, point.seconds) for point in points(profile, LARGE, WITH_HOMES)}
+    ours = {(point.peak_bytes, point.seconds) for point in all_points_of(profile, LARGE, WITH_HOMES)}
     assert {(point.peak_bytes, point.seconds) for point in hand} <= ours
 
 

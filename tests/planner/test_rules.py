@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from memscale import OptimizationMode
 from memscale.execution_plan import LayerPlan, Plan
 from memscale.hardware import Hardware, virtual_hardware
-from memscale.planner.engine import decide, points
+from memscale.planner.engine import decide
 from memscale.planner.rules import CONSERVATIVE_TIME, Point
 from memscale.profiler.profile import ModelProfile, OpProfile
 from memscale.units import BYTES_PER_GB, format_bytes
-from support.profiles import GFLOP, LARGE, MIB, block, config_of, profile_of, stack
+from support.profiles import GFLOP, LARGE, MIB, all_points_of, block, config_of, profile_of, stack
 
 MODES = tuple(OptimizationMode)
 ROUNDING = 2e-6  # of the ratios in a plan
@@ -84,7 +84,7 @@ def profiles(draw: st.DrawFn) -> ModelProfile:
 
 def all_points(profile: ModelProfile, hardware: Hardware = LARGE) -> list[tuple[Point, bool]]:
     """Every choice without offloading, unsorted, and whether it is full checkpointing."""
-    found = points(profile, hardware, config_of())
+    found = all_points_of(profile, hardware, config_of())
     return [(point, point.candidate.is_full_checkpointing) for point in found]
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from executor.test_reversal import assert_as_before, pictures
 from memscale.errors import ProfileError
 from memscale.profiler import ModelProfile, Place, Sample, profile_model, sample_of
 from memscale.profiler.run import profile_empirical
 from support.families import FAMILIES, Family
+from support.pictures import assert_as_before, pictures
 from support.wrapping import Layer, Stack
 
 CPU, GPU = Place("cpu"), Place("vgpu")

@@ -318,7 +318,6 @@ def held_views(model: Any, gpu: ExecutingDevice, seed: int) -> torch.Tensor:
 BACKWARD = [
     pytest.param({"rooms_in_backward": {1: 0}, "accumulate": 2, "steps": 6}, id="accumulation"),
     pytest.param({"build": lambda: Model("batch"), "rooms_in_backward": {1: 0}}, id="batch norm"),
-    pytest.param({"rooms_in_backward": {1: MIB}, "loss_of": two_calls}, id="two calls"),
     pytest.param({"rooms_in_backward": {1: 3 * MIB // 2}, "loss_of": held_views}, id="views"),
 ]
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from memscale import Config, OptimizationMode
-from memscale.hardware import virtual_hardware
+from memscale.hardware import Hardware, virtual_hardware
+from memscale.planner.engine import frontier_points, points_by_hand
+from memscale.planner.rules import Point
+from memscale.planner.settings import NOTHING
 from memscale.profiler.profile import BlockProfile, ModelProfile, OpProfile
 
 MIB = 2**20
@@ -68,3 +71,9 @@ def profile_of(*blocks: BlockProfile, **given) -> ModelProfile:
 def stack(layers: int = 8, **given) -> ModelProfile:
     """Equal layers, and more activations than parameters: what checkpointing is for."""
     return profile_of(*(block(f"layers.{index}", **given) for index in range(layers)))
+
+
+def all_points_of(profile: ModelProfile, hardware: Hardware, config: Config) -> list[Point]:
+    """All that the planner chooses from, the plain model first."""
+    by_hand = points_by_hand(profile, hardware, config)
+    return by_hand + frontier_points(profile, hardware, config, NOTHING)

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from executor.test_reversal import assert_as_before, pictures
 from memscale.execution_plan import Checkpointing, LayerPlan, LossTiling, Offloading, Plan
 from memscale.executor import Executor
 from memscale.profiler import find_blocks, find_head
@@ -24,8 +23,9 @@ from memscale.simulator import simulate
 from memscale.techniques.forward import override_of
 from memscale.testing import executing
 from memscale.tiling import LazyLogits
-from memscale.tiling.loss_technique import TileHeadStage
+from memscale.tiling.technique import TileHeadStage
 from support.families import FAMILIES, HIDDEN, VOCAB, Family
+from support.pictures import assert_as_before, pictures
 from support.tiles import Tensors, assert_close, gradients, tile_loss
 
 ROWS = 5

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from executor.test_reversal import assert_as_before, pictures
 from memscale.execution_plan import LayerPlan, LossTiling, Offloading, Plan, Tiling
 from memscale.executor import Executor
 from memscale.profiler.blocks import Block, find_blocks
 from memscale.simulator import simulate
 from memscale.testing import executing
-from memscale.tiling.technique import Place, find_places
+from memscale.tiling.technique import TiledMethod, find_wide_layers
 from support.families import DROPOUT, FAMILIES, HIDDEN, VOCAB, Family
+from support.pictures import assert_as_before, pictures
 from support.tiles import Tensors, assert_close, gradients
 
 ROWS = 5
@@ -126,21 +126,21 @@ def test_detach_leaves_nothing_behind(family: Family) -> None:
 def test_the_mlp_is_found_in_every_block(family: Family) -> None:
     model = family.build()
     for block in repeated(model):
-        (place,) = find_places(model.get_submodule(block.name))
-        assert place.attribute == METHODS.get(family.name, "forward")
+        (place,) = find_wide_layers(model.get_submodule(block.name))
+        assert place.method == METHODS.get(family.name, "forward")
 
 
 @pytest.mark.parametrize(
     ("name", "place"),
     [
-        ("llama", Place("mlp", "forward", ("gate_proj", "up_proj", "down_proj", "act_fn"))),
-        ("bert", Place("", "feed_forward_chunk", ("intermediate", "output"))),
+        ("llama", TiledMethod("mlp", "forward", ("gate_proj", "up_proj", "down_proj", "act_fn"))),
+        ("bert", TiledMethod("", "feed_forward_chunk", ("intermediate", "output"))),
     ],
 )
-def test_what_it_uses_is_known(name: str, place: Place) -> None:
+def test_what_it_uses_is_known(name: str, place: TiledMethod) -> None:
     pytest.importorskip("transformers")
     model = FAMILIES[name].build()
-    assert find_places(model.get_submodule(repeated(model)[0].name)) == [place]
+    assert find_wide_layers(model.get_submodule(repeated(model)[0].name)) == [place]
 
 
 @pytest.mark.parametrize("name", ["resnet"])

@@ -1,12 +1,7 @@
-"""Exact recomputation: run a function now, forget what it would save, run it again in backward.
-
-`run_region` is the mechanism; `KeepPolicy` says what to keep nevertheless. Neither decides anything: which
-modules become regions, and which of them are chained, is for the plan to say.
-"""
+"""Exact recomputation: run a function, drop what it would save, and run it again in backward (`run_region`)."""
 
 from __future__ import annotations
 
-from memscale.checkpointing.keep import KeepPolicy
 from memscale.checkpointing.region import run_region
 
-__all__ = ["KeepPolicy", "run_region"]
+__all__ = ["run_region"]

@@ -3,15 +3,14 @@
 Note [Chained regions]
 ~~~~~~~~~~~~~~~~~~~~~~
 A region keeps its inputs. Of two blocks in a row, each a region, the tensor between them is therefore kept.
-If the second is called with `chain=True` it is not: the second region holds the first in place of the tensor,
-and when it must be recomputed asks the first to be recomputed before it, to its end, and takes its output.
-This fills the first region's saved tensors as well, which its own backward, coming next, will use: nothing is
-computed more often than if both blocks were one checkpointed function, and nothing more is kept, without a
-change to the code that calls them.
+If the second is called with `chain=True` it is not: the second region refers to the first instead of the
+tensor, and when it must be recomputed has the first recomputed before it, to its end, and takes its output.
+This fills the first region's saved tensors as well, which its own backward needs next: nothing is computed
+more often, and nothing more is kept, than if both blocks were one checkpointed function.
 
 *Which tensor comes from which region* is in `_origins`, weakly by the tensor: an entry lives as long as the
 tensor, and refers to the region weakly. The region lives as long as the graph (or a region chained to it)
-does. If it is gone, or the tensor was changed in place, the second region keeps its input as ever.
+does. If it is gone, or the tensor was changed in place, the second region keeps its input.
 
 *Segments.* A region that chains joins the segment of the latest region among its inputs' origins, and leaves
 out just the inputs that come from its own segment. A tensor from further back (an encoder's output that each
@@ -40,12 +39,12 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memscale._torch import Hooks
-from memscale.checkpointing.inputs import Slot, version_of
+from memscale.checkpointing.state import Slot, version_of
 
 if TYPE_CHECKING:
     from memscale.checkpointing.region import Region
 
-__all__ = ["Link", "Segment", "Surroundings", "links_to", "no_links", "order_to_run", "remember"]
+__all__ = ["Link", "OuterHooks", "Segment", "links_to", "order_to_run", "remember"]
 
 _numbers = itertools.count()
 
@@ -54,7 +53,7 @@ class Segment:
     """A token that the regions of one chain have in common."""
 
 
-class _Origin:
+class _RegionOutput:
     """The region that made a tensor, and as which of its outputs."""
 
     __slots__ = ("_region", "_version", "index", "number")
@@ -65,15 +64,15 @@ class _Origin:
         self.index = index
         self.number = number
 
-    def region_of(self, tensor: torch.Tensor, surroundings: Surroundings) -> Region | None:
-        """The region, if it is alive and still stands for this tensor in these surroundings."""
+    def region_of(self, tensor: torch.Tensor, outer_hooks: OuterHooks) -> Region | None:
+        """Return the region, if it is alive and this tensor is still its output, under the same hooks."""
         region = self._region()
         if region is None or version_of(tensor) != self._version:
             return None
-        return region if region.surroundings.are(surroundings) else None
+        return region if region.outer_hooks.same_as(outer_hooks) else None
 
 
-class Surroundings:
+class OuterHooks:
     """The saved-tensor hooks around a region, by which one run of an outer region is told from another."""
 
     __slots__ = ("_hook",)
@@ -86,9 +85,9 @@ class Surroundings:
         except TypeError:
             self._hook = _nothing
 
-    def are(self, others: Surroundings) -> bool:
+    def same_as(self, other: OuterHooks) -> bool:
         mine = self._hook()
-        return mine is not None and mine is others._hook()
+        return mine is not None and mine is other._hook()
 
 
 class _NoHooks:
@@ -102,30 +101,30 @@ def _nothing() -> None:
     return None
 
 
-_origins: MutableMapping[torch.Tensor, _Origin] = WeakTensorKeyDictionary()
+_origins: MutableMapping[torch.Tensor, _RegionOutput] = WeakTensorKeyDictionary()
 
 
 def remember(region: Region, outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
-    """Note the tensors that a region has made: its outputs, except those that it was given."""
+    """Remember which tensors a region has made: its outputs, except those that it was given."""
     given = {id(tensor) for tensor in inputs}
     number = next(_numbers)
     for index, tensor in enumerate(outputs):
         if id(tensor) not in given and not isinstance(tensor, torch.nn.Parameter):
-            _origins[tensor] = _Origin(region, index, number, version_of(tensor))
+            _origins[tensor] = _RegionOutput(region, index, number, version_of(tensor))
 
 
 def links_to(
-    tensors: Iterable[torch.Tensor], surroundings: Surroundings
-) -> tuple[Segment | None, Callable[[torch.Tensor], Slot | None]]:
-    """The segment to join for a region with these inputs, and the way to find an input's link into it."""
-    origins: dict[int, tuple[_Origin, Region]] = {}
+    tensors: Iterable[torch.Tensor], outer_hooks: OuterHooks
+) -> tuple[Segment | None, Callable[[torch.Tensor], Slot | None] | None]:
+    """Return the segment that a region with these inputs joins, and a function that finds an input's link into it."""
+    origins: dict[int, tuple[_RegionOutput, Region]] = {}
     for tensor in tensors:
         origin = _origins.get(tensor)
-        region = None if origin is None else origin.region_of(tensor, surroundings)
+        region = None if origin is None else origin.region_of(tensor, outer_hooks)
         if origin is not None and region is not None:
             origins[id(tensor)] = (origin, region)
     if not origins:
-        return None, no_links
+        return None, None
     _, latest = max(origins.values(), key=lambda found: found[0].number)
 
     def find(tensor: torch.Tensor) -> Slot | None:
@@ -135,10 +134,6 @@ def links_to(
         return Link(region, origin.index, tensor.requires_grad)
 
     return latest.segment, find
-
-
-def no_links(tensor: torch.Tensor) -> Slot | None:
-    return None
 
 
 class Link:
@@ -153,11 +148,11 @@ class Link:
         region.successors.append(weakref.ref(self))
 
     def fetch(self, task: int) -> torch.Tensor:
-        return self.region.give_output(task, self).requires_grad_(self.requires_grad)
+        return self.region.take_output(task, self).requires_grad_(self.requires_grad)
 
 
 def order_to_run(target: Region, task: int) -> list[Region]:
-    """The regions to recompute so that `target` can be: the head of its chain first, itself last.
+    """Return the regions to recompute so that `target` can be: the head of its chain first, itself last.
 
     In a loop and not by recursion: a chain may be longer than Python's stack is deep.
     """

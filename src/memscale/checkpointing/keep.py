@@ -2,14 +2,13 @@
 
 Note [Keeping outputs]
 ~~~~~~~~~~~~~~~~~~~~~~
-A region that recomputes everything pays its whole forward again. Some outputs are dear to compute and cheap
-to keep (a matrix product, an attention); a `KeepPolicy` names them. In forward, a dispatch mode sees each
-operation after autograd has, and keeps a detached alias of what a named operation returns. In the
-recomputation another mode returns the kept output in place of running the operation: below autograd, so the
-graph, and what it saves, comes out as in forward.
+A region that recomputes everything runs its whole forward again. Some outputs are expensive to compute and
+cheap to keep (a matrix product, an attention); a plan names them. In forward, a dispatch mode below
+autograd keeps a detached alias of what a named operation returns. In the recomputation another mode returns
+the kept output instead of running the operation; the graph, and what it saves, is as in forward.
 
-Operations are told apart by their overload and their place in the order of calls, which are the same both
-times. Not every operation can be kept; these are computed again, named or not:
+Operations are identified by their overload and their place in the order of calls, which are the same both
+times. These are computed again, named or not:
 
 - An operation that changes an argument or returns an alias of one (views, `add_`, `out=`), by its schema:
   there is nothing of its own to keep.
@@ -17,22 +16,22 @@ times. Not every operation can be kept; these are computed again, named or not:
 - A cast (`aten._to_copy`): autocast caches casts of weights, so their number may differ from one call to the
   next.
 - An output whose memory was written to after it was kept (`relu_(linear(x))`). Inside the region the mode
-  sees every write, and compares storages: the version of the output does not tell, as the result of
-  `_unsafe_view` (every 3-D `linear` without a bias) or `unsafe_chunk` (the gates of a GRU) shares its memory
-  and has a counter of its own. After the region the versions of the output and of what the region returned in
-  the same memory tell.
+  sees every write, and compares storages: the output's version is not enough, as the result of `_unsafe_view`
+  (every 3-D `linear` without a bias) or `unsafe_chunk` (the gates of a GRU) shares its memory and has a
+  counter of its own. After the region, the versions of the output and of what the region returned in the same
+  memory are compared.
 
 An operation that draws random numbers may be kept. The random state it left behind is kept with it and set
-when it is skipped, so what comes after draws the same numbers.
+when it is skipped, so later operations draw the same numbers.
 
-Kept outputs are never needed for a right result, only for a fast one. So each is given up as soon as a
+Kept outputs are never needed for a correct result, only for a fast one. So each is dropped as soon as a
 backward pass that frees the graph has used it; one that retains the graph leaves them for the next.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,71 +45,56 @@ from memscale._torch import (
 )
 from memscale._util.rng import TorchRngState
 from memscale._util.trees import Tree
-from memscale.checkpointing.inputs import version_of
-from memscale.errors import ConfigError, ConfigTypeError, shown
+from memscale.checkpointing.state import version_of
+from memscale.errors import ConfigError, shown
 
-__all__ = ["KeepPolicy", "Kept"]
+__all__ = ["KeepMode", "Kept", "ReplayMode", "calls_to_keep"]
 
 EVERY = -1
+"""Among the numbers of an operation's calls: all of them."""
 
 
-@dataclass(frozen=True)
-class KeepPolicy:
-    """Which operations of a region to keep the outputs of.
+@functools.lru_cache
+def calls_to_keep(ops: tuple[str, ...]) -> Mapping[str, frozenset[int]]:
+    """Return the numbers of the calls to keep of each operation that `ops` names.
 
-    Attributes:
-        ops: Operations as `"aten.addmm.default"`, every call of it in the region, or
-            `"aten.addmm.default#3"`, the fourth call of it (counted from 0). Which operations cannot be kept:
-            Note [Keeping outputs].
+    Raises:
+        ConfigError: A name is not that of an operation.
 
     Example:
-        >>> KeepPolicy(("aten.addmm.default#0", "aten.mm.default"))
-        KeepPolicy(ops=('aten.addmm.default#0', 'aten.mm.default'))
+        >>> calls_to_keep(("aten.addmm.default#0", "aten.mm.default"))
+        {'aten.addmm.default': frozenset({0}), 'aten.mm.default': frozenset({-1})}
     """
-
-    ops: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.ops, tuple) or not all(isinstance(op, str) for op in self.ops):
-            raise ConfigTypeError(
-                "KeepPolicy.ops must be a tuple of names such as ('aten.addmm.default',), not "
-                f"{shown(self.ops)}."
+    calls: dict[str, set[int]] = {}
+    for op in ops:
+        name, sign, number = op.partition("#")
+        if name.count(".") != 2 or not all(name.split(".")) or (sign and not number.isdecimal()):
+            raise ConfigError(
+                f"{shown(op)} names no operation to keep. Write namespace.operation.overload, such as "
+                "'aten.addmm.default', and '#3' behind it for the fourth call only."
             )
-        for op in self.ops:
-            name, sign, number = op.partition("#")
-            if name.count(".") != 2 or not all(name.split(".")) or (sign and not number.isdecimal()):
-                raise ConfigError(
-                    f"KeepPolicy.ops: {shown(op)} names no operation. Write namespace.operation.overload, "
-                    "such as 'aten.addmm.default', and '#3' behind it for the fourth call only."
-                )
-
-    def calls(self) -> Mapping[str, frozenset[int]]:
-        """Of each named operation, the calls to keep; `EVERY` among them for all."""
-        calls: dict[str, set[int]] = {}
-        for op in self.ops:
-            name, _, number = op.partition("#")
-            calls.setdefault(name, set()).add(int(number) if number else EVERY)
-        return {name: frozenset(numbers) for name, numbers in calls.items()}
+        calls.setdefault(name, set()).add(int(number) if number else EVERY)
+    return {name: frozenset(numbers) for name, numbers in calls.items()}
 
 
 class Kept:
-    """The outputs kept for one region."""
+    """The outputs kept for one region.
 
-    def __init__(self, policy: KeepPolicy, device_types: Sequence[str]) -> None:
-        self._calls = policy.calls()
+    Args:
+        ops: Operations as `"aten.addmm.default"`, every call of it in the region, or `"aten.addmm.default#3"`, the
+            fourth call of it.
+        device_types: Devices whose random state the operations may change.
+    """
+
+    def __init__(self, ops: tuple[str, ...], device_types: Sequence[str]) -> None:
+        self.calls = calls_to_keep(ops)
         self._device_types = device_types
-        self._outputs: dict[tuple[str, int], _Output] = {}
+        self._outputs: dict[tuple[str, int], _KeptOutput] = {}
         self._calls_by_storage: dict[int | None, list[tuple[str, int]]] = {}
         self.recording = True
 
-    def forward_mode(self) -> LightDispatchMode:
-        return _Keep(self)
-
-    def recompute_mode(self) -> LightDispatchMode:
-        return _Replay(self)
-
-    def settle(self, returned: Iterable[torch.Tensor]) -> None:
-        """Forward has run: drop what it changed, and watch what it returned in the memory of kept outputs."""
+    def end_forward(self, returned: Iterable[torch.Tensor]) -> None:
+        """Drop what forward has changed, and watch what it returned in the memory of kept outputs."""
         self._outputs = {call: output for call, output in self._outputs.items() if output.is_intact()}
         for tensor in returned:
             for call in self._calls_of(tensor):
@@ -128,14 +112,11 @@ class Kept:
         return self._calls_by_storage.get(storage_key(tensor), ())
 
     def wants(self, name: str, number: int) -> bool:
-        numbers = self._calls.get(name, frozenset())
+        numbers = self.calls.get(name, frozenset())
         return number in numbers or EVERY in numbers
 
-    def names(self, name: str) -> bool:
-        return name in self._calls
-
     def put(self, call: tuple[str, int], result: object, is_random: bool) -> None:
-        output = _Output(result, TorchRngState(self._device_types) if is_random else None)
+        output = _KeptOutput(result, TorchRngState(self._device_types) if is_random else None)
         keys = output.storage_keys()
         if None in keys:
             return  # writes to it could not be seen
@@ -143,13 +124,13 @@ class Kept:
         for key in keys:
             self._calls_by_storage.setdefault(key, []).append(call)
 
-    def take(self, call: tuple[str, int]) -> _Output | None:
-        """The kept output of a call, if there is one and nobody has changed it since."""
+    def take(self, call: tuple[str, int]) -> _KeptOutput | None:
+        """Return the kept output of a call, if there is one and nobody has changed it since."""
         output = self._outputs.get(call) if backward_keeps_graph() else self._outputs.pop(call, None)
         return output if output is not None and output.is_intact() else None
 
 
-class _Output:
+class _KeptOutput:
     """What one call returned, and the random state it left behind."""
 
     __slots__ = ("_rng", "_tree", "_watched")
@@ -169,7 +150,8 @@ class _Output:
     def is_intact(self) -> bool:
         return all(version_of(tensor) == version for tensor, version in self._watched)
 
-    def give(self) -> Any:
+    def restore(self) -> Any:
+        """Return the output, and set the random state that the call left behind."""
         if self._rng is not None:
             self._rng.restore()
         # Fresh aliases: autograd writes the history of the recomputation into what it is given.
@@ -188,7 +170,7 @@ class _CountingMode(LightDispatchMode):
     def call_of(self, func: Any) -> tuple[str, int] | None:
         if func not in self._names:
             name = str(func)
-            self._names[func] = name if self.kept.names(name) and _can_be_kept(func) else None
+            self._names[func] = name if name in self.kept.calls and _can_be_kept(func) else None
         known = self._names[func]
         if known is None:
             return None
@@ -197,7 +179,7 @@ class _CountingMode(LightDispatchMode):
         return (known, number) if self.kept.wants(known, number) else None
 
 
-class _Keep(_CountingMode):
+class KeepMode(_CountingMode):
     """Forward: keep what the named operations return."""
 
     def __torch_dispatch__(
@@ -213,7 +195,7 @@ class _Keep(_CountingMode):
         return result
 
 
-class _Replay(_CountingMode):
+class ReplayMode(_CountingMode):
     """Recomputation: return what was kept in place of running the operation."""
 
     def __torch_dispatch__(
@@ -221,7 +203,7 @@ class _Replay(_CountingMode):
     ) -> Any:
         call = self.call_of(func)
         output = None if call is None else self.kept.take(call)
-        return func(*args, **(kwargs or {})) if output is None else output.give()
+        return func(*args, **(kwargs or {})) if output is None else output.restore()
 
 
 def _can_be_kept(func: Any) -> bool:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from memscale.checkpointing import KeepPolicy, run_region
 from memscale.checkpointing.cost import recompute_options
+from memscale.checkpointing.keep import calls_to_keep
+from memscale.checkpointing.region import run_region
 from memscale.errors import WrapError
 from memscale.execution_plan import Checkpointing
 from memscale.observe.counters import WatchedLayer
@@ -51,7 +52,7 @@ class GradientCheckpointing:
         if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):
             return "it is a scripted module, whose forward cannot be replaced"
         for member, module in zip(site.layer.members, site.modules, strict=True):
-            for name, one in (*_around(site.model, member), *module.named_modules(prefix=member)):
+            for name, one in (*_ancestors(site.model, member), *module.named_modules(prefix=member)):
                 if _checkpoints_itself(one):
                     return f"{name or type(one).__name__} has gradient checkpointing of its own switched on"
         return None
@@ -62,7 +63,7 @@ class GradientCheckpointing:
         if len(site.modules) == 1:
             log.add_stage(site.modules[0], RecomputeStage(region), name=site.layer.members[0])
             return
-        name, start = _place(site)
+        name, start = _slice_position(site)
         container = site.model.get_submodule(name)
         override = override_of(container)
         stage = None if override is None else override.find(SlicesStage)
@@ -73,10 +74,11 @@ class GradientCheckpointing:
 
 
 class _Region:
-    """How a block is run as a region; made once, not at every call."""
+    """Runs a block as a region, with the settings of its plan."""
 
     def __init__(self, settings: Checkpointing, layer: WatchedLayer) -> None:
-        self.keep = KeepPolicy(settings.keep) if settings.keep else None
+        calls_to_keep(settings.keep)  # raises now if a name is wrong, and not in the first step
+        self.keep = settings.keep
         self.chain = settings.chained
         self.layer = layer
 
@@ -93,7 +95,7 @@ class _Region:
 
 @dataclass(frozen=True)
 class Slice:
-    """Children `start` to `stop` (exclusive) of an `nn.Sequential`, to be run as one region."""
+    """Children `start` to `stop` (exclusive) of an `nn.Sequential`, which run as one region."""
 
     start: int
     stop: int
@@ -119,8 +121,8 @@ class RecomputeStage(ForwardStage):
 class SlicesStage(ForwardStage):
     """Recomputes slices of an `nn.Sequential` in backward.
 
-    Slices are counted in places, not in modules: whatever stands there when it is called is run in order, so
-    that the result is that of `nn.Sequential` also after its user has changed it.
+    Slices are positions, not modules: whatever is there when it is called runs in order, so that the result is that of
+    `nn.Sequential` also after its user has changed it.
     """
 
     order = Stage.RECOMPUTE
@@ -136,7 +138,7 @@ class SlicesStage(ForwardStage):
         self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if len(args) != 1 or kwargs:
-            return call_next(*args, **kwargs)  # `forward(input=x)`, or an error to be raised as ever
+            return call_next(*args, **kwargs)  # `forward(input=x)`, or an error that torch raises
         (value,) = args
         children = list(module._modules.values())
         done = 0
@@ -157,8 +159,8 @@ def _in_order(modules: Sequence[Any], value: Any) -> Any:
     return value
 
 
-def _place(site: LayerSite) -> tuple[str, int]:
-    """The name of the `nn.Sequential` that a block is a slice of, and where the slice begins."""
+def _slice_position(site: LayerSite) -> tuple[str, int]:
+    """Return the name of the `nn.Sequential` that a block is a slice of, and where the slice begins."""
     layer = site.layer
     parents = {member.rpartition(".")[0] for member in layer.members}
     name = min(parents)
@@ -185,9 +187,9 @@ def _place(site: LayerSite) -> tuple[str, int]:
 
 
 def has_own_checkpointing(model: nn.Module) -> tuple[str, ...]:
-    """Names the modules that recompute by themselves, or whose layers do.
+    """Return the names of the modules that recompute by themselves, or whose layers do.
 
-    By structure: Hugging Face sets `gradient_checkpointing = True` on stacks and layers, and torch's
+    They are known by their structure: Hugging Face sets `gradient_checkpointing = True` on stacks and layers, torch's
     `checkpoint_wrapper` puts a module around each layer.
 
     Example:
@@ -205,23 +207,23 @@ def _checkpoints_itself(module: nn.Module) -> bool:
     return "_checkpoint_wrapped_module" in module._modules
 
 
-_NO_CACHES = (torch.Tensor, nn.Module, type(None), str, int, float, tuple, list, Mapping, AbstractSet)
-_WRITING = ("update", "update_conv_state", "update_ssm_state", "update_recurrent_state")
+_NOT_CACHES = (torch.Tensor, nn.Module, type(None), str, int, float, tuple, list, Mapping, AbstractSet)
+_CACHE_METHODS = ("update", "update_conv_state", "update_ssm_state", "update_recurrent_state")
 
 
 def is_cache(value: object) -> bool:
-    """Whether an argument is an object that a layer writes its keys and values into, as generation does.
+    """Return whether an argument is an object that a layer writes its keys and values into, as in generation.
 
-    A layer that is run again would write twice, so a call with a cache is never recomputed. By structure: it
-    has a method `update` and is no container of Python's.
+    A layer that runs again would write twice, so a call with a cache is never recomputed. A cache is known by its
+    structure: it has a method such as `update` and is no container of Python's.
     """
-    if isinstance(value, _NO_CACHES):
+    if isinstance(value, _NOT_CACHES):
         return False
-    return any(hasattr(type(value), name) for name in _WRITING)
+    return any(hasattr(type(value), name) for name in _CACHE_METHODS)
 
 
-def _around(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules around one, from the model down, with their names."""
+def _ancestors(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules around one, from the model down, with their names."""
     parts = name.split(".")
     for length in range(len(parts)):
         path = ".".join(parts[:length])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from memscale.executor.executor import (
     EXECUTOR,
     Executor,
-    Guard,
+    RecoveryGuard,
     TrainingBatch,
     disk_of,
     executor_of,
@@ -15,7 +15,7 @@ from memscale.executor.executor import (
 __all__ = [
     "EXECUTOR",
     "Executor",
-    "Guard",
+    "RecoveryGuard",
     "TrainingBatch",
     "disk_of",
     "executor_of",

@@ -6,28 +6,27 @@ import contextlib
 import logging
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
-from memscale._torch import FakeTensor, outside_compiler
+from memscale._torch import FakeTensor
 from memscale._util.interrupts import interrupts_deferred, raise_pending_interrupt
 from memscale.config import Config
 from memscale.errors import WrapError
 from memscale.execution_plan import LayerPlan, Offloading, Plan, Tier
+from memscale.executor.hooks import EXECUTOR, Placeholder, before_forward, inputs_to_device, no_cache_hooks
 from memscale.executor.registry import LAYER_TECHNIQUES, MODEL_TECHNIQUES
-from memscale.executor.use_cache import no_cache_hooks
 from memscale.observe.counters import Meter
 from memscale.observe.report import Report
-from memscale.offload.fetch import bring_inputs
 from memscale.offload.homes import Homes, training_device
 from memscale.offload.loading import forget_pending
 from memscale.offload.materialise import Materialised, has_meta_tensors
 from memscale.profiler.sample import PlannedBatches
 from memscale.techniques.base import LayerSite, ModelSite
-from memscale.techniques.forward import CompileNotice, ForwardStage, WeakModule, override_of
+from memscale.techniques.forward import CompileNotice, WeakModule
 from memscale.techniques.undo_log import UndoLog
 from memscale.tiers.store import DiskStore
 
@@ -35,33 +34,38 @@ if TYPE_CHECKING:
     from memscale.optimizer.needs import OptimizerNeeds
     from memscale.report.exporters import Metrics
 
-__all__ = ["EXECUTOR", "Executor", "Guard", "TrainingBatch", "disk_of", "executor_of", "refuse_nested"]
+__all__ = [
+    "EXECUTOR",
+    "Executor",
+    "RecoveryGuard",
+    "TrainingBatch",
+    "disk_of",
+    "executor_of",
+    "refuse_nested",
+]
 
 logger = logging.getLogger("memscale")
-
-EXECUTOR = "_memscale_executor"
-"""The attribute under which a wrapped model has its executor."""
 
 TrainingBatch = Callable[["Executor", tuple[Any, ...], dict[str, Any]], None]
 """What is called before each forward pass in training: the executor, and the arguments of the call."""
 
 
-class Guard(Protocol):
-    """Who catches what goes wrong in a step. It must be right for a copy of the model when it is copied."""
+class RecoveryGuard(Protocol):
+    """Catches out-of-memory errors in a step. It must be right for a copy of the model when it is copied."""
 
     @property
     def awaits_backward(self) -> bool:
         """Whether there is a graph of the model that backward has not been through yet."""
 
     def begin(self, model: nn.Module, log: UndoLog) -> None:
-        """Go around backward and the optimizer's steps, before any technique does."""
+        """Intercept backward and the optimizer's steps, before any technique does."""
 
     def cover(self, model: nn.Module, log: UndoLog) -> None:
-        """Go around the model's forward, after all techniques are on."""
+        """Add a stage to the model's forward, after all techniques are attached."""
 
 
 class Executor:
-    """A plan on a model.
+    """Attaches a plan to a model, and detaches it.
 
     The model has its executor as `model._memscale_executor`, in its `__dict__` and not as a submodule; the
     executor refers to the model weakly. A copy of the model, by `deepcopy` or pickle, has an executor of its
@@ -70,22 +74,21 @@ class Executor:
     Args:
         model: The model that the plan was made for.
         plan: What to do.
-        config: What the plan was made with, for whoever makes the next one. Only `enable_logging` is read
-            here.
+        config: The settings that the plan was made with.
         device: Where the model trains, if that is not where it is: what is not offloaded is brought there,
             and so are the arguments of each call.
         on_training_batch: Called before each forward pass of the model in training, as
             `on_training_batch(executor, args, kwargs)`. It may call `replan`: the pass that is about to begin
-            goes by the new plan. It is not called for passes that it makes itself. A copied or unpickled
-            executor keeps it only if it is a function of a module: others may hold on to the original model.
-        guard: Who catches out-of-memory errors in a step; nobody, if it is not given.
-        metrics: Where its numbers are served while it is attached; nowhere, if it is not given.
-        disk: The disk below the model; the one that the Config says, if it is not given.
-        meter: Counts what is done; one of its own, if it is not given.
+            runs by the new plan. It is not called for passes that it makes itself. A copied or unpickled
+            executor keeps it only if it is a module-level function: others may refer to the original model.
+        guard: Catches out-of-memory errors in a step.
+        metrics: Serves the executor's numbers while it is attached.
+        disk: The disk tier; by default the one that `config` describes.
+        meter: Counts what is done; by default a new one.
 
     Attributes:
-        batches: What the model's plans were made for so far.
-        optimizer: What the optimizer needs that they reckon with; None for AdamW.
+        batches: The batches that the model's plans were made for so far.
+        optimizer: What the plans assume of the optimizer's memory; None for AdamW.
 
     Example:
         >>> from memscale.execution_plan import LayerPlan, Plan, Tier
@@ -108,7 +111,7 @@ class Executor:
         *,
         device: torch.device | None = None,
         on_training_batch: TrainingBatch | None = None,
-        guard: Guard | None = None,
+        guard: RecoveryGuard | None = None,
         metrics: Metrics | None = None,
         disk: DiskStore | None = None,
         meter: Meter | None = None,
@@ -123,13 +126,14 @@ class Executor:
         self._is_calling_back = False
         self._attached = False
         notice = CompileNotice(enabled=self._logs)
-        self._surroundings = UndoLog(notice)
-        self._watch = UndoLog()
+        self._hooks = UndoLog(notice)  # what stays when the plan changes
+        self._batch_hook = UndoLog()
         self._meter = meter or Meter()
         self.metrics = metrics
         self._homes = Homes(disk or disk_of(config), self._meter)
         self._homes.host_capacity = None if config is None else config.max_cpu_offload_bytes
         self._techniques = UndoLog(notice)
+        self._technique_state: dict[str, Any] = {}
         self.optimizer: OptimizerNeeds | None = None
         self._materialised: Materialised | None = None  # while a plan is being attached
 
@@ -143,7 +147,7 @@ class Executor:
 
     @property
     def plan(self) -> Plan:
-        """What is attached, or is to be."""
+        """The plan that is attached, or is to be."""
         return self._plan
 
     @property
@@ -167,7 +171,7 @@ class Executor:
         return self._meter
 
     def report(self) -> Report:
-        """What the plans have done so far: predicted and observed peak, bytes moved, recomputations, time lost.
+        """Return what the plans have done so far: predicted and observed peak, bytes moved, recomputations, time lost.
 
         Example:
             >>> from memscale.execution_plan import Plan
@@ -192,30 +196,30 @@ class Executor:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a graph of the plan that is on now waits for backward, as far as that is known."""
+        """Whether a graph of the attached plan waits for backward, as far as that is known."""
         return self._guard is not None and self._guard.awaits_backward
 
     @property
     def on_training_batch(self) -> TrainingBatch | None:
-        """What is called before each forward pass in training. Without it the model has no hook for it."""
+        """The function that is called before each forward pass in training."""
         return self._on_training_batch
 
     @on_training_batch.setter
     def on_training_batch(self, callback: TrainingBatch | None) -> None:
         self._on_training_batch = callback
         if self._attached:
-            self._watch.undo()
-            self._attach_watch(self.model)
+            self._batch_hook.undo()
+            self._attach_batch_hook(self.model)
 
     def attach(self) -> None:
-        """Put the plan on the model; if that fails, the model is as it was before.
+        """Attach the plan to the model; if that fails, the model is as it was before.
 
-        What of the model is on the meta device gets memory and weights. See Note [Models larger than memory].
+        Tensors on the meta device get memory and values. See Note [Models larger than memory].
 
         Raises:
-            WrapError: The plan does not fit the model; the model, a part of it or what it is a part of is wrapped
+            WrapError: The plan does not fit the model; the model, a part of it or a model around it is wrapped
                 already; or a tensor on the meta device has no initialisation.
-            WeightsError: Weights were to come from a file that can't be read.
+            WeightsError: A file with weights cannot be read.
         """
         with interrupts_deferred():
             self._attach()
@@ -249,16 +253,16 @@ class Executor:
             self.metrics.begin(self, logs=self._logs)
 
     def detach(self) -> None:
-        """Undo every change, in reverse; does nothing if the plan is not attached.
+        """Undo every change, in reverse; do nothing if the plan is not attached.
 
-        Ctrl-C waits until it is done. After any other interrupt it can be called again, and goes on where it was.
+        Ctrl-C is deferred until it is done. After any other interrupt it can be called again, and continues.
         """
         with interrupts_deferred():
             if self.metrics is not None:
                 self.metrics.end(self)
-            self._take_off()
+            self._detach()
 
-    def _take_off(self) -> None:
+    def _detach(self) -> None:
         if self._attached:
             self._meter.end()
             try:
@@ -269,7 +273,7 @@ class Executor:
             self._attached = False
 
     def replan(self, plan: Plan) -> None:
-        """Replace the plan by another; if that fails, the model has the old one.
+        """Replace the plan; if that fails, the model keeps the old one.
 
         Raises:
             WrapError: The plan does not fit the model, or no plan is attached.
@@ -289,14 +293,14 @@ class Executor:
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[nn.Module]:
-        """Run a block with the plain model, as to profile it; afterwards the plan is attached again."""
+        """Run a block with the plain model, for example to profile it; then attach the plan again."""
         if not self._attached:
             yield self.model
             return
         model = self.model
-        # Parameters stay at home: the device may have no room for all of them.
+        # Parameters stay where they are: the device may have no room for all of them.
         homes, self._homes = self._homes, Homes()
-        self._take_off()
+        self._detach()
         try:
             yield model
         finally:
@@ -306,99 +310,94 @@ class Executor:
 
     def _apply(self, model: nn.Module) -> None:
         for module, hook in no_cache_hooks(model, logs=self._logs):
-            self._surroundings.add_forward_pre_hook(module, hook)
-        self._attach_watch(model)
+            self._hooks.add_forward_pre_hook(module, hook)
+        self._attach_batch_hook(model)
         if self._on_training_batch is not None and not isinstance(model, torch.jit.ScriptModule):
-            self._surroundings.add_stage(model, _Placeholder())
+            self._hooks.add_stage(model, Placeholder())
         if self._guard is not None:
-            self._guard.begin(model, self._surroundings)
+            self._guard.begin(model, self._hooks)
         self._attach_techniques(model, self._plan)
 
-    def _attach_watch(self, model: nn.Module) -> None:
+    def _attach_batch_hook(self, model: nn.Module) -> None:
         if self._on_training_batch is not None:
-            self._watch.add_forward_pre_hook(model, _before_forward)
+            self._batch_hook.add_forward_pre_hook(model, before_forward)
 
     def _attach_techniques(self, model: nn.Module, plan: Plan) -> None:
         log = self._techniques
+        around = (model, plan, self.device, self.config, self._homes, self._meter, self._technique_state)
+        sites = [
+            LayerSite(*around, layer, tuple(find_module(model, layer, name) for name in layer.members))
+            for layer in plan.layers
+        ]
+        moved = self._place_parameters(model, sites)
         unsupported: dict[tuple[str, str], list[str]] = {}
-        device = self.device
-        at_home = self._arrange_homes(model, plan, device)
-        for layer in plan.layers:
-            modules = tuple(find_module(model, layer, member) for member in layer.members)
-            site = LayerSite(model, plan, device, self.config, self._homes, self._meter, layer, modules)
-            techniques = layer.techniques
-            if "offloading" not in techniques and any(
-                id(each) in at_home for module in modules for each in module.parameters()
-            ):
-                techniques = (
-                    "offloading",
-                    *techniques,
-                )  # it shares a parameter with a layer that is offloaded
+        for site in sites:
+            techniques = site.layer.techniques
+            if "offloading" not in techniques and any(id(each) in moved for each in site.parameters()):
+                techniques = ("offloading", *techniques)  # it shares a parameter with an offloaded layer
             for name in techniques:
                 technique = LAYER_TECHNIQUES.get(name)
                 if technique is None:
                     raise WrapError(
-                        f"The plan wants {name!r} on the layer {layer.name!r}; this version of MemScale has "
+                        f"The plan wants {name!r} on the layer {site.layer.name!r}; this version of MemScale has "
                         f"{', '.join(LAYER_TECHNIQUES)}. Make the plan with the version that is to attach it."
                     )
                 reason = technique.unsupported_reason(site)
                 if reason is None:
                     technique.attach(site, log)
                 else:
-                    unsupported.setdefault((name, reason), []).append(layer.name or "the model")
-        model_site = ModelSite(model, plan, device, self.config, self._homes, self._meter)
+                    unsupported.setdefault((name, reason), []).append(site.layer.name or "the model")
         for model_technique in MODEL_TECHNIQUES:
-            model_technique.attach(model_site, log)
+            model_technique.attach(ModelSite(*around), log)
         if self._guard is not None:
             self._guard.cover(model, log)
         for (name, reason), layers in unsupported.items():
             if self._logs:
                 logger.warning("No %s on %s: %s.", name, ", ".join(layers), reason)
 
-    def _arrange_homes(self, model: nn.Module, plan: Plan, device: torch.device) -> set[int]:
-        """Send the parameters of offloaded layers to the host or to disk, all others to the device.
+    def _place_parameters(self, model: nn.Module, sites: Sequence[LayerSite]) -> set[int]:
+        """Move the parameters of offloaded layers to the host or to disk, all others to the device.
 
         Returns:
-            The ids of the parameters that left the device.
+            The ids of the parameters that are not on the device.
         """
-        homes: dict[Tier, list[nn.Parameter]] = {"device": [], "host": [], "disk": []}
-        for layer in plan.layers:
-            modules = tuple(find_module(model, layer, member) for member in layer.members)
-            site = LayerSite(model, plan, device, self.config, self._homes, self._meter, layer, modules)
-            parameters = [each for module in modules for each in module.parameters()]
-            settings = layer.offloading or Offloading()
+        device = self.device
+        tiers: dict[Tier, list[nn.Parameter]] = {"device": [], "host": [], "disk": []}
+        for site in sites:
+            settings = site.layer.offloading or Offloading()
             if LAYER_TECHNIQUES["offloading"].unsupported_reason(site) is not None:
-                homes["device"] += parameters
-            elif "offloading" in layer.techniques:
-                homes[settings.to] += parameters
-                homes["device"] += map(model.get_parameter, settings.resident)
-        staying = {id(parameter) for parameter in homes["device"]}
-        at_home = [parameter for parameter in homes["host"] if id(parameter) not in staying]
-        on_disk = [parameter for parameter in homes["disk"] if id(parameter) not in staying]
+                tiers["device"] += site.parameters()
+            elif "offloading" in site.layer.techniques:
+                tiers[settings.to] += site.parameters()
+                tiers["device"] += map(model.get_parameter, settings.resident)
+        staying = {id(parameter) for parameter in tiers["device"]}
+        on_host = [parameter for parameter in tiers["host"] if id(parameter) not in staying]
+        on_disk = [parameter for parameter in tiers["disk"] if id(parameter) not in staying]
         if has_meta_tensors(model):
-            self._materialised = self._homes.materialise(model, at_home, device, on_disk=on_disk)
+            self._materialised = self._homes.materialise(model, on_host, device, on_disk=on_disk)
             if self._logs:
                 logger.info("%s", self._materialised)
-        if at_home or on_disk or self._device is not None or self._homes.device is not None:
-            self._homes.arrange(model, at_home, device, on_disk=on_disk)
-            self._techniques.add_forward_pre_hook(model, _bring_inputs)
-        return {id(parameter) for parameter in (*at_home, *on_disk)}
+        if on_host or on_disk or self._device is not None or self._homes.device is not None:
+            self._homes.arrange(model, on_host, device, on_disk=on_disk)
+            self._techniques.add_forward_pre_hook(model, inputs_to_device)
+        return {id(parameter) for parameter in (*on_host, *on_disk)}
 
     def _undo(self, model: nn.Module) -> None:
-        """Undo all, whatever one of the parts raises; after an interrupt it can be called again."""
+        """Undo everything, whatever one of the parts raises; after an interrupt it can be called again."""
         errors = []
-        for undo in (self._techniques.undo, self._watch.undo, self._surroundings.undo, self._homes.restore):
+        for undo in (self._techniques.undo, self._batch_hook.undo, self._hooks.undo, self._homes.restore):
             try:
                 undo()
             except Exception as error:
                 errors.append(error)
-        # Last: by it `memscale.detach` finds what there is to finish.
+        # Last: `memscale.detach` finds what is left to undo by it.
         vars(model).pop(EXECUTOR, None)
         _wrapped_models.discard(self)
         if errors:
             raise errors[0]
 
-    def _call_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def call_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Call `on_training_batch`, unless that is what called the model."""
         if self._on_training_batch is None or self._is_calling_back:
             return
         self._meter.forward_pass()
@@ -426,28 +425,19 @@ class Executor:
 
 
 def executor_of(model: nn.Module) -> Executor | None:
-    """The executor of a wrapped model; None if it is not wrapped."""
+    """Return the executor of a wrapped model; None if it is not wrapped."""
     found = vars(model).get(EXECUTOR)
     return found if isinstance(found, Executor) else None
-
-
-def _is_training(model: nn.Module) -> bool:
-    """Return whether a call of the model may be followed by backward; it may be trained in `eval()` mode, too."""
-    return torch.is_grad_enabled() and (
-        model.training or any(each.requires_grad for each in model.parameters())
-    )
 
 
 _wrapped_models: weakref.WeakSet[Executor] = weakref.WeakSet()
 
 
 def refuse_nested(model: nn.Module) -> None:
-    """Refuse a model of which a part is wrapped, and a part of a wrapped model.
-
-    The parameters of the part would have two executors, each with a plan for them.
+    """Check that no part of a model is wrapped, and no model around it: parameters would have two plans.
 
     Raises:
-        WrapError: It is one.
+        WrapError: There is one.
     """
     for name, module in model.named_modules():
         if module is not model and executor_of(module) is not None:
@@ -463,38 +453,6 @@ def refuse_nested(model: nn.Module) -> None:
                 f"The {type(model).__name__} is a part of a {type(around).__name__} that is wrapped already. Leave it "
                 "at that, or take MemScale off the whole first, with memscale.detach(model)."
             )
-
-
-class _Placeholder(ForwardStage):
-    """Gives a model an override, though its plan needs none yet.
-
-    A call looks up `forward` before it runs the hooks. If a hook changes the plan, as on the first batch, the call
-    runs by the new plan only if what was looked up is an override.
-    """
-
-    is_opaque = False
-
-
-@outside_compiler
-def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-    # A function, which finds the executor by the model, and so is right for a copy of the model too.
-    executor = executor_of(model)
-    if executor is None or kwargs is None or not _is_training(model):
-        return
-    called = override_of(model)
-    executor._call_back(args, kwargs)
-    if called is not None:
-        called.redirect_next_call(override_of(model))
-
-
-def _bring_inputs(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    # Without kwargs if it is called once more after a hook before it has changed the plan, and so taken it off:
-    # the new plan's own hook does not run in this call, and offloaded layers bring their arguments themselves.
-    executor = executor_of(model)
-    device = None if executor is None else executor._homes.device
-    return None if device is None or kwargs is None else bring_inputs(args, kwargs, device)
 
 
 def find_module(model: nn.Module, layer: LayerPlan, name: str) -> nn.Module:
@@ -514,12 +472,12 @@ def find_module(model: nn.Module, layer: LayerPlan, name: str) -> nn.Module:
 
 
 def disk_of(config: Config | None) -> DiskStore:
-    """The disk that a Config allows, with nothing on it."""
+    """Return the empty disk tier that a Config describes."""
     return DiskStore() if config is None else DiskStore(config.offload_dir, config.max_disk_offload_bytes)
 
 
 def _is_of_a_module(callback: TrainingBatch | None) -> bool:
-    """Whether a callback is a function that is found by its name, and so holds on to nothing."""
+    """Return whether a callback is a module-level function, which refers to no model."""
     return (
         isinstance(callback, types.FunctionType) and callback.__qualname__ == callback.__name__ != "<lambda>"
     )

@@ -9,8 +9,7 @@ from memscale.optimizer.eight_bit_technique import EightBitOptimizer
 from memscale.optimizer.state_technique import OptimizerState
 from memscale.precision.technique import MixedPrecision
 from memscale.techniques.base import LayerTechnique, ModelTechnique
-from memscale.tiling.loss_technique import TiledLoss
-from memscale.tiling.technique import ActivationTiling
+from memscale.tiling.technique import ActivationTiling, SdpaAttention, TiledLoss
 
 __all__ = ["LAYER_TECHNIQUES", "MODEL_TECHNIQUES"]
 
@@ -25,6 +24,7 @@ MODEL_TECHNIQUES: tuple[ModelTechnique, ...] = (
     Transfers(),
     EightBitOptimizer(),
     OptimizerState(),
+    SdpaAttention(),
     TiledLoss(),
     MixedPrecision(),
 )

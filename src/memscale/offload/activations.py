@@ -49,6 +49,7 @@ from memscale._torch import (
     is_traceable_wrapper_subclass,
     surrounding_hooks,
 )
+from memscale.checkpointing.state import KeptTensor
 from memscale.errors import RecomputeError, TierFullError
 from memscale.observe.counters import Below, Meter
 from memscale.techniques.forward import ForwardStage, Stage
@@ -56,7 +57,7 @@ from memscale.tiers.engine import Engine
 from memscale.tiers.store import DiskStore
 from memscale.tiers.tier import HostTier, Ticket, Tier
 
-__all__ = ["LEAST_BYTES", "Activations", "OffloadActivationsStage", "Refetch", "unpack", "without_history"]
+__all__ = ["LEAST_BYTES", "Activations", "OffloadActivationsStage", "Refetch", "unpack"]
 
 if TYPE_CHECKING:
     from memscale.offload.fetch import FetchStage
@@ -149,7 +150,7 @@ class Activations:
             self._calls.stack.pop()
             self._calls.finished(call)
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved | Refetch:
+    def pack(self, tensor: torch.Tensor) -> KeptTensor | _Saved | Refetch:
         """Return what autograd saves in place of a tensor.
 
         Raises:
@@ -158,7 +159,7 @@ class Activations:
         """
         call = self._calls.stack[-1]
         if tensor.device.type != self._device.type or not _is_worth_storing(tensor, call.resident):
-            return without_history(tensor)
+            return KeptTensor(tensor)
         home = _parameter_behind(tensor)
         if home is not None:
             return Refetch(home, tensor, None)
@@ -169,7 +170,7 @@ class Activations:
             if self._logs:
                 self._logs = False
                 logger.warning("Activations stay on the device from here on, as the tier is full. %s", error)
-            return without_history(tensor)
+            return KeptTensor(tensor)
         return _Saved(stored, call, view)
 
     def _stored(self, tensor: torch.Tensor, call: _Call) -> tuple[_Stored, _Geometry | None]:
@@ -242,20 +243,11 @@ class OffloadActivationsStage(ForwardStage):
             return call_next(*args, **kwargs)
 
 
-def unpack(saved: torch.Tensor | _Saved | Refetch) -> torch.Tensor:
+def unpack(saved: KeptTensor | _Saved | Refetch) -> torch.Tensor:
     """Return the tensor that backward asks for."""
     if isinstance(saved, _Saved):
         return saved.load()
-    return saved.fetch() if isinstance(saved, Refetch) else saved
-
-
-def without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what a hook keeps of a tensor that stays on the device.
-
-    With its history, a node that saves its own output would be in a cycle that nothing collects, if backward never
-    comes.
-    """
-    return tensor if tensor.grad_fn is None else tensor.detach()
+    return saved.fetch() if isinstance(saved, Refetch) else saved.get()
 
 
 class Refetch:

@@ -48,9 +48,9 @@ from memscale._torch import (
     surrounding_hooks,
     tree_map,
 )
-from memscale.checkpointing.conditions import mark_as_copy
+from memscale.checkpointing.state import KeptTensor, mark_as_copy
 from memscale.observe.counters import Meter
-from memscale.offload.activations import Refetch, without_history
+from memscale.offload.activations import Refetch
 from memscale.offload.prefetch import Prefetcher
 from memscale.techniques.forward import ForwardStage, Stage, WeakModule
 from memscale.tiers.engine import Engine, Lane, Transfer
@@ -238,7 +238,7 @@ class _WorkingCopies:
     @contextlib.contextmanager
     def not_saved(self) -> Iterator[None]:
         """Have autograd save of a copy only where its master is, inside a block."""
-        outer_pack, outer_unpack = surrounding_hooks() or (without_history, _as_it_is)
+        outer_pack, outer_unpack = surrounding_hooks() or (KeptTensor, KeptTensor.get)
 
         def pack(tensor: torch.Tensor) -> Any:
             master = self._masters.get(tensor.untyped_storage()._cdata)
@@ -252,10 +252,6 @@ class _WorkingCopies:
 
         with saved_tensors_hooks(pack, unpack):
             yield
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 class _GradientMeter:

@@ -96,6 +96,10 @@ class Prefetcher:
         with self._lock:
             self._fetched.clear()
 
+    def undo(self) -> None:
+        """Drop what is fetched when another plan is attached: a graph of a failed pass may hold this."""
+        self.forget()
+
     def _end_backward(self, task: int) -> None:
         with self._lock:
             if task == self._task:

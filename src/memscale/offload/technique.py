@@ -98,6 +98,7 @@ def _attach_prefetcher(site: ModelSite, log: UndoLog, engine: Engine) -> None:
     in_forward = [forward for segment in segments for forward in segment]
     in_backward = [forward for segment in reversed(segments) for forward in segment]
     prefetcher = Prefetcher(engine, site.device, in_forward, in_backward)
+    log.add(prefetcher)
     for forward in in_forward:
         forward.prefetcher = prefetcher
     log.add_forward_pre_hook(site.model, _BeginPass(prefetcher))

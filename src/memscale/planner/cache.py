@@ -36,6 +36,7 @@ from memscale._torch import (
 )
 from memscale.config import Config
 from memscale.execution_plan import Plan
+from memscale.executor.registry import LAYER_TECHNIQUES
 from memscale.hardware import Hardware
 from memscale.optimizer.needs import OptimizerNeeds
 from memscale.profiler.sample import Sample
@@ -99,6 +100,7 @@ def plan_key(
             _hardware_key(hardware),
             None if optimizer is None else _optimizer_key(optimizer),
             _switches(),
+            tuple(LAYER_TECHNIQUES),
         )
         hash(key)
     except (_NoKey, TypeError, RecursionError):

@@ -22,7 +22,7 @@ from memscale.planner.settings import NOTHING, Setting
 from memscale.profiler.profile import ModelProfile
 from memscale.units import format_bytes
 
-__all__ = ["Under", "decide", "has_plan_within", "points", "points_by_hand", "points_of", "room_of"]
+__all__ = ["Under", "decide", "frontier_points", "has_plan_within", "points_by_hand", "points_of", "room_of"]
 
 FEASIBILITY_WIDTH = 40  # partial plans kept at a position where it is enough to know that there is a plan
 EQUAL_TIME = 0.02  # of a plan's time: what another may take more if it is surer to fit
@@ -84,7 +84,7 @@ def _decide(
     # The frontier is computed for the setting under which plans by hand are best.
     best = _choose(found, hardware, config, margin).point.setting
     needs = next(needs for setting, needs in under if setting is best)
-    found += _frontier_points(needs, hardware, config, best)
+    found += frontier_points(needs, hardware, config, best)
     verdict = _choose(found, hardware, config, margin)
     if refine and verdict.within is not None:
         needs = next(needs for setting, needs in under if setting is verdict.point.setting)
@@ -131,18 +131,6 @@ def _refined(
     return verdict
 
 
-def points(
-    profile: ModelProfile, hardware: Hardware, config: Config, setting: Setting = NOTHING
-) -> list[Point]:
-    """Return all that there is to choose from: the plain model first, plans by hand, and the frontier.
-
-    The frontier has the fastest plan for each peak. Of several plans with one peak it does not have the one that holds
-    the least, which the plans by hand have. And it is computed without prefetching.
-    """
-    by_hand = points_by_hand(profile, hardware, config, setting)
-    return by_hand + _frontier_points(profile, hardware, config, setting)
-
-
 def points_by_hand(
     profile: ModelProfile,
     hardware: Hardware,
@@ -162,9 +150,14 @@ def points_by_hand(
     return [found[0], *_with_room_below(found[1:], hardware, config)]
 
 
-def _frontier_points(
+def frontier_points(
     profile: ModelProfile, hardware: Hardware, config: Config, setting: Setting
 ) -> list[Point]:
+    """Return the frontier: the fastest plan for each peak.
+
+    It is computed without prefetching. And of several plans with one peak it has the fastest, not the one that holds
+    the least for backward: plans by hand may be better in these respects.
+    """
     model = CostModel(profile, hardware, config, setting, _prefetch_depths(hardware, config)[0])
     candidates = [Candidate(_choices(trade.options)) for row in model.rows() for trade in best_trades(row)]
     return _with_room_below(points_of(candidates, profile, hardware, config, setting), hardware, config)

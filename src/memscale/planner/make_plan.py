@@ -173,8 +173,10 @@ def _plan_that_fits(
     limit = usable(room, unseen_bytes(profile, hardware))
     simulated: dict[object, Plan] = {}  # plans that do the same are simulated once
     plain = _plain_step(model, needs, sample, hardware)
-    excess, underestimated = 1.0, 0
+    excess, underestimated, difference = 1.0, 0, 0
     for attempt, refine in enumerate(ATTEMPTS):
+        if attempt and refine:
+            underestimated += max(1, difference)
         under = [
             (setting, replace(each, other_saved_bytes=each.other_saved_bytes + underestimated))
             for setting, each in needs.under
@@ -195,8 +197,6 @@ def _plan_that_fits(
             excess = predicted.predicted_peak_bytes / max(1, plan.predicted_peak_bytes)
         if plan.predicted_peak_bytes > limit or fits(predicted, hardware, config):
             break
-        if ATTEMPTS[attempt + 1 : attempt + 2] == (True,):
-            underestimated += max(1, difference)
     notes = list(predicted.notes)
     if profile.blocks_left_out >= DEEP:
         notes.append(f"the plain step was not simulated: its figures follow from {profile.reason}")

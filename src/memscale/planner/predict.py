@@ -10,7 +10,7 @@ libraries have taken their workspaces, no gradient is left over when forward beg
 before backward. The first step is run, and the allocator is asked for the same again (Note [Steps again and again] in
 `memory/ledger.py`).
 
-What `wrap` keeps to repeat a step from (`memscale.recovery.calls`) is there too, until backward ends: copies of buffers
+What `wrap` keeps to repeat a step from (`ModelCall`) is there too, until backward ends: copies of buffers
 that forward changes, and the gradients of the outputs.
 """
 
@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from memscale._torch import pytree
+from memscale.checkpointing.model_call import ModelCall, reached_outputs
 from memscale.config import Config
 from memscale.execution_plan import Plan, PredictionSource
 from memscale.executor import Executor
@@ -205,18 +206,19 @@ def _step(
     optimizer: OptimizerNeeds | None,
 ) -> Step:
     """See Note [The step that is predicted]."""
-    from memscale.recovery.calls import Call  # which plans anew, and so imports this module
-
     on_disk = {id(each) for each in executor.homes.on_disk} if executor is not None else set()
     with tracker.logging(device) as log:
-        call = Call(model, batch.args, batch.kwargs, device)
+        call = ModelCall(model, batch.args, batch.kwargs, device)
         output = model(*batch.args, **batch.kwargs)
-        call.settle()
-        targets = backward_targets(call.through_boundary(output))
+        call.finish_forward(output)
+        targets = backward_targets(output)
         del output
         after_forward = len(log)
         if targets:
-            backward(loss_of(targets))
+            loss = loss_of(targets)
+            reached_outputs([loss])
+            backward(loss)
+            del loss
         call.release()
         needs = optimizer or _adamw(model, device)
         here = _stepped_here(model, device, needs)

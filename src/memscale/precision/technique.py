@@ -20,15 +20,13 @@ has a precision of its own, and MemScale's has no effect in that call.
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from memscale._util.trees import Tree
-from memscale.offload.homes import Homes
 from memscale.precision.loss_scaling import LossScale, LossScaling
 from memscale.techniques.base import ModelSite
 from memscale.techniques.forward import ForwardStage, Stage
@@ -46,10 +44,6 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 class MixedPrecision:
     """Puts autocast, and loss scaling for fp16, on a model as `Plan.precision` says."""
 
-    def __init__(self) -> None:
-        # By what lasts from one plan to the next: the scale was found by trial, and is kept.
-        self._scales: MutableMapping[Homes, LossScale] = weakref.WeakKeyDictionary()
-
     def attach(self, site: ModelSite, log: UndoLog) -> None:
         if site.plan.precision is None:
             return
@@ -61,7 +55,8 @@ class MixedPrecision:
         dtype = _DTYPES[site.plan.precision.dtype]
         scaling = None
         if dtype is torch.float16:
-            scale = self._scales.setdefault(site.homes, LossScale())
+            # The scale was found by trial, and is kept when the plan changes.
+            scale = site.state.setdefault("loss scale", LossScale())
             scaling = LossScaling(site.model, scale, logs=site.logs)
             scaling.attach()
             log.add(_Scaling(scaling))

@@ -1,17 +1,18 @@
-"""Out of memory inside a step: a heavier plan, and the step again, with the same numbers.
+"""Survive an out-of-memory error inside a step: repeat it under a heavier plan, with the same numbers.
 
 | where | what is repeated |
 |---|---|
-| forward (``forward.py``) | the model's forward, with its random state and its buffers as it found them |
-| backward (``backward.py``) | the model's forward, and backward for the gradients that had not arrived |
-| the optimizer's step (``steps.py``) | its arithmetic, a few parameters at a time |
+| forward (`guard.py`) | the model's forward, with random state and buffers as it found them |
+| backward (`backward.py`) | the model's forward, and backward for the gradients that have not arrived |
+| optimizer step (`steps.py`) | its arithmetic, a few parameters at a time |
 
-Nothing of what failed may be held while the next plan is tried, or there is no room for it: not by the error
-(Note [What an error holds]), nor by what the loop has of the failed graph (Note [Backward again]). And what another
-graph still needs stays: parameters are not moved while one waits for its backward.
+Nothing of what failed may be alive while the next plan is tried, or there is no room for it: neither the error's frames
+(Note [What an error holds]) nor what the failed graph has saved (Note [Backward again]). Parameters are not moved
+while the graph of another call waits for its backward.
 
-What can't be repeated is said with the error: a backward pass that fails in the loop's own loss, before it comes to the
-model; one that is to keep its graph; state of an optimizer that does not fit even a parameter at a time.
+What cannot be repeated is explained with the error: a backward pass that fails in the loop's own loss, before it comes
+to the model, or one that is to keep its graph (the next step then has the heavier plan); optimizer state that does not
+fit even one parameter at a time.
 """
 
 from memscale.recovery.guard import StepGuard

@@ -1,202 +1,175 @@
-"""Out of memory in backward: forward again under a heavier plan, and backward for the gradients that are missing.
+"""Out of memory in backward: repeat forward under a heavier plan, then backward for the missing gradients.
 
 Note [Backward again]
 ~~~~~~~~~~~~~~~~~~~~~
-While a model is wrapped, ``torch.autograd.backward`` is one of ours, which ``Tensor.backward`` finds when it is
-called. Before a pass it looks which calls of wrapped models the pass will come to, and notes the gradients that are
-there. If memory runs out, then
+Every call of `torch.autograd.backward` is looked at: which calls of wrapped models does the pass reach, and which
+gradients are there before it begins? If memory runs out,
 
-- the gradients of the models' outputs are known (Note [The boundary]), unless the pass failed before it got there;
-- a parameter's gradient has arrived, wholly, or not at all: autograd adds it in one operation when all of its parts
-  are there. So accumulation over several steps needs no copies: the parameters that have theirs are left out.
+- the gradients of the models' outputs are known (Note [Gradients of a model's outputs]), unless the pass failed before
+  it got there;
+- a parameter's gradient has been accumulated completely or not at all: autograd adds it in one operation when all of
+  its parts have arrived. So nothing has to be undone, gradient accumulation over several steps included: the
+  repetition leaves out the parameters that have theirs.
 
-The failed graph is freed, whoever holds on to it: the pass was not to keep it, so it is of no use any more. A loop has
-its loss and its logits, and views of them, each with the whole graph behind it: they are detached. Then the calls are
-made again under a heavier plan, and one backward pass brings what is missing.
+Then what the failed graph has saved is freed, as it is when a pass is through: the loop may hold its loss, its logits
+and views of them, which stay as they are, with a graph that cannot be used any more. The calls are repeated under a
+heavier plan, and one backward pass brings what is missing.
 
-A pass is not repeated if something it did would be lost: a graph that is to be kept or differentiated again, leaves
-outside of the models that have not got their gradients, parameters that were changed in between.
+A pass is not repeated if that could give other numbers, or if something would be lost (`_Pass._objection`). Then the
+error is raised, and says that the next step has the heavier plan.
 """
 
 from __future__ import annotations
 
-import gc
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from memscale._torch import OUTSIDE_BACKWARD, graph_task_id, leaves_of
+from memscale._torch import in_backward, leaves_of, release_saved_tensors
+from memscale.checkpointing.model_call import ModelCall, ReachedOutput, reached_outputs
 from memscale.errors import RecomputeError, is_out_of_memory
 from memscale.execution_plan import Plan
 from memscale.executor import Executor
-from memscale.recovery.calls import Call, call_of
-from memscale.recovery.forward import planned_forward
-from memscale.recovery.plans import explain, heavier_plans, say_recovered
-from memscale.recovery.shortage import add_note, free_memory
+from memscale.recovery.shortage import (
+    add_note,
+    explain,
+    free_memory,
+    heavier_plans,
+    log_recovery,
+    planned_forward,
+)
+from memscale.units import format_bytes
 
-__all__ = ["CaughtBackward", "executor_for"]
+__all__ = ["guarded_backward"]
 
 Backward = Callable[..., None]
 
-_calls: weakref.WeakKeyDictionary[Call, weakref.ref[Executor]] = weakref.WeakKeyDictionary()
+_FREED = (
+    "Trying to backward through a graph a second time whose first backward pass ran out of memory and was repeated by "
+    "MemScale with another graph. Specify retain_graph=True if you need to backward through it again."
+)
 
 
-def executor_for(call: Call, executor: Executor) -> None:
-    """Note whose call this is."""
-    _calls[call] = weakref.ref(executor)
+class GuardedModel(Protocol):
+    """A model whose backward passes are guarded."""
+
+    @property
+    def calls(self) -> Collection[ModelCall]:
+        """Its calls whose graphs are alive."""
+
+    def executor(self) -> Executor | None:
+        """Return its executor, if its plan is attached."""
 
 
-# ---------------------------------------------------------------------- on and off
+def guarded_backward(
+    backward: Backward,
+    models: Sequence[GuardedModel],
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    def run() -> None:
+        backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
 
-
-class CaughtBackward:
-    """A model whose backward passes are looked after; `torch.autograd.backward` is ours as long as there is one."""
-
-    def __init__(self) -> None:
-        _begin(self)
-
-    def undo(self) -> None:
-        _looked_after.discard(self)
-        _put_back_if_unused()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        _begin(self)
-
-
-_looked_after: weakref.WeakSet[CaughtBackward] = weakref.WeakSet()
-_exchanged: list[tuple[Backward, Backward]] = []
-
-
-def _begin(one: CaughtBackward) -> None:
-    _looked_after.add(one)
-    weakref.finalize(one, _put_back_if_unused).atexit = False
-    before = torch.autograd.backward
-    # Inside of whoever changes gradients on their way: a pass that is repeated must not go through that twice.
-    if not _exchanged and before.__module__ == torch.autograd.__name__:
-        ours = _caught(before)
-        _exchanged.append((before, ours))
-        torch.autograd.backward = ours
-
-
-def _put_back_if_unused() -> None:
-    if not any(True for _ in _looked_after):  # not by its length, which counts one that is just being dropped
-        while _exchanged:
-            before, ours = _exchanged.pop()
-            if torch.autograd.backward is ours:
-                torch.autograd.backward = before
-
-
-# ---------------------------------------------------------------------- a pass
-
-
-def _caught(backward: Backward) -> Backward:
-    def caught(
-        tensors: Any,
-        grad_tensors: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        grad_variables: Any = None,
-        inputs: Any = None,
-    ) -> None:
-        def as_asked() -> None:
-            backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
-
-        if graph_task_id() != OUTSIDE_BACKWARD:
-            return as_asked()
-        roots = _roots(tensors)
-        one = _Pass(roots, keeps=bool(retain_graph or create_graph), inputs=inputs is not None)
-        if not one.calls:
-            return as_asked()
-        try:
-            as_asked()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = error
-        else:
-            one.end()
-            return None
-        one.repeat(roots, failure, backward)
-        return None
-
-    return caught
-
-
-def _roots(tensors: Any) -> list[torch.Tensor]:
+    if in_backward():
+        return run()
     given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    return [each for each in given if isinstance(each, torch.Tensor)]
+    roots = [each for each in given if isinstance(each, torch.Tensor)]
+    is_special = bool(retain_graph or create_graph) or inputs is not None
+    guarded = _Pass(roots, models, is_special=is_special)
+    if not guarded.calls:
+        return run()
+    try:
+        run()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = error
+    else:
+        guarded.finish()
+        return None
+    # Not in the `except` above: as long as that runs, the frames that failed hold their tensors.
+    guarded.repeat(failure, backward)
+    return None
 
 
 class _Pass:
-    """One backward pass, and the calls of wrapped models that it comes to. See Note [Backward again]."""
+    """One backward pass, and the calls of wrapped models that it reaches. See Note [Backward again]."""
 
-    def __init__(self, roots: Sequence[torch.Tensor], *, keeps: bool, inputs: bool) -> None:
-        self._keeps = keeps
-        self._inputs = inputs
-        self.calls, outside = _reached(roots)
+    def __init__(
+        self, roots: Sequence[torch.Tensor], models: Sequence[GuardedModel], *, is_special: bool
+    ) -> None:
+        self._roots = roots
+        self._is_special = is_special  # it keeps its graph, or brings gradients to some tensors only
+        self._reached, outside = reached_outputs(roots)
+        self.calls = list({id(each.call): each.call for each in self._reached}.values())
         for call in self.calls:
             call.gradients = {}  # of an earlier pass, over a graph that was kept
-        self._outside = [id(leaf) for leaf in outside]
-        leaves = [*outside, *(leaf for call in self.calls for leaf in _leaves_inside(call))]
+        self._executors: dict[ModelCall, Executor] = {}
+        for model in models:
+            executor = model.executor()
+            if executor is not None:
+                self._executors.update((call, executor) for call in self.calls if call in model.calls)
+        self._outside = {id(leaf) for leaf in outside}
+        leaves = [*outside, *(leaf for call in self.calls for leaf in _leaves_of_call(call))]
         self._leaves = {id(leaf): leaf for leaf in leaves}
         self._before = self._gradients()
         self._arrived: set[int] = set()
 
-    def end(self) -> None:
-        if not self._keeps:
+    def finish(self) -> None:
+        if not self._is_special:
             for call in self.calls:
                 call.release()
 
-    def repeat(self, roots: list[torch.Tensor], failure: Exception, backward: Backward) -> None:
-        executors = self._executors()
-        why = self._objection(executors, roots)
+    def repeat(self, failure: Exception, backward: Backward) -> None:
+        """Bring the missing gradients under a heavier plan, or raise the error with an explanation."""
+        executors = list({id(each): each for each in self._executors.values()}.values())
+        if not executors:
+            raise failure
+        objection = self._objection()
         tried: list[Plan] = []
-        came_from = ""
-        if not why:
-            self._note_arrived()
-            _let_go(roots, [tensor for call in self.calls for tensor in call.sample.tensors()])
-            roots.clear()
-            came_from = "".join([free_memory(executor.device, failure) for executor in executors])
-            if self._repeated(executors, tried, backward):
-                for executor in executors:
-                    executor.batches.ceiling = executor.plan.predicted_peak_bytes or None
-                    say_recovered(executor, "backward", failure)
-                self.end()
-                return
-        for executor in executors[:1]:
-            sample = self.calls[0].sample
-            add_note(failure, explain(executor, "backward", sample, tried, why), came_from)
+        self._note_arrived()
+        if not self._is_special:
+            release_saved_tensors(self._roots, _FREED)
+        origin = "".join([free_memory(each.device, failure) for each in executors])
+        if not objection and self._repeated(executors, tried, backward):
+            for executor in executors:
+                executor.batches.ceiling = executor.plan.predicted_peak_bytes or None
+                log_recovery(executor, "backward", failure)
+            self.finish()
+            return
+        consequence = self._prepare_next_step(executors) if objection else ""
+        sample = self.calls[0].sample
+        note = explain(executors[0], "backward", sample, tried, objection, consequence)
+        self.finish()
+        add_note(failure, note, origin)
         raise failure
 
-    def _executors(self) -> list[Executor]:
-        found: dict[int, Executor] = {}
-        for call in self.calls:
-            reference = _calls.get(call)
-            executor = None if reference is None else reference()
-            if executor is not None and executor.attached:
-                found[id(executor)] = executor
-        return list(found.values())
-
-    def _objection(self, executors: Sequence[Executor], roots: Sequence[torch.Tensor]) -> str:
-        if self._keeps or self._inputs:
+    def _objection(self) -> str:
+        """Return why the pass must not be repeated, or nothing."""
+        if self._is_special:
             return "it was called with retain_graph, create_graph or inputs"
-        if any(_calls.get(call) is None for call in self.calls) or not executors:
+        if len(self._executors) < len(self.calls):
             return "the model was detached since its forward"
-        if any(number not in call.gradients for call, number in _outputs_used(roots) if call in self.calls):
+        if not all(each.indices for each in self._reached):
+            return "the loss was computed outside of the model from its tiled logits, and cannot be computed again"
+        if any(index not in each.call.gradients for each in self._reached for index in each.indices):
             return "it failed before it came to the model, in the loss or in what is around the model"
-        if any(call.has_computed_parameters for call in self.calls):
-            return "the model was called with computed weights (torch.func.functional_call), which it goes on through"
-        now = self._changed()
-        if any(leaf not in now for leaf in self._outside):
+        if _are_nested(self._reached):
+            return "the loss uses several outputs of the model of which one was computed from another"
+        if any(call.conditions.flags.any_was_computed for call in self.calls):
+            return "the model was called with computed weights (torch.func.functional_call)"
+        if any(tensor.grad_fn is not None for call in self.calls for tensor in call.sample.tensors()):
+            return "the model's inputs were computed from something that has gradients, too"
+        if not self._outside <= self._changed():
             return "it has gradients to bring around the model, which have not arrived"
         try:
             for call in self.calls:
-                call.check_parameters()
+                call.conditions.flags.check_parameters()
         except RecomputeError as error:
             return str(error)
         return ""
@@ -223,120 +196,90 @@ class _Pass:
             for executor in executors:
                 free_memory(executor.device, failure)
 
-    def _sample_of(self, executor: Executor) -> Any:
-        samples = [call.sample for call in self.calls if _calls[call]() is executor]
-        return max(samples, key=lambda sample: sum(tensor.numel() for tensor in sample.tensors()))
-
     def _bring_missing(self, backward: Backward) -> None:
         self._before = self._gradients()  # after the plan was changed, which may have moved them
         outputs: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
-        for call in self.calls:
-            executor = _calls[call]()
-            if executor is None:  # see `_objection`
-                continue
-            with call.as_it_was():
+        for call, executor in self._executors.items():
+            with call.replay():
                 output = planned_forward(executor.model)(*call.sample.args, **call.sample.kwargs)
-            tensors = call.outputs_of(output)
-            for number, gradient in call.gradients.items():
+            for index, tensor in enumerate(call.outputs_of(output)):
+                gradient = call.gradients.get(index)
                 if gradient is not None:
-                    outputs.append(tensors[number])
+                    outputs.append(tensor)
                     gradients.append(gradient)
-            del output, tensors
+            del output
         missing = [leaf for leaf in leaves_of(outputs) if id(leaf) not in self._arrived]
         if missing:
             backward(outputs, gradients, inputs=missing)
 
-    # Which gradients are there.
+    def _prepare_next_step(self, executors: Sequence[Executor]) -> str:
+        """Attach a heavier plan; return what to know of it."""
+        peaks = []
+        for call in self.calls:
+            call.awaits_backward = (
+                self._is_special
+            )  # a graph that is kept needs its parameters where they are
+        for executor in executors:
+            failed = executor.plan
+            plan = next(heavier_plans(executor, self._sample_of(executor)), failed)
+            if plan is failed:
+                continue
+            try:
+                executor.replan(plan)
+                executor.homes.settle_states()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                continue  # the error that is being handled matters more
+            executor.batches.ceiling = plan.predicted_peak_bytes or None
+            peaks.append(plan.predicted_peak_bytes)
+        if not peaks:
+            return "there is no heavier plan for the next step"
+        return f"the next step runs under a heavier plan, peak {', '.join(map(format_bytes, peaks))}"
+
+    def _sample_of(self, executor: Executor) -> Any:
+        samples = [call.sample for call, each in self._executors.items() if each is executor]
+        return max(samples, key=lambda sample: sum(tensor.numel() for tensor in sample.tensors()))
+
+    # Which gradients have arrived.
 
     def _gradients(self) -> dict[int, tuple[torch.Tensor | None, int]]:
         return {key: _gradient(leaf) for key, leaf in self._leaves.items()}
 
     def _changed(self) -> set[int]:
-        return {key for key, now in self._gradients().items() if _differs(now, self._before[key])}
+        now = self._gradients()
+        return {
+            key
+            for key, (gradient, version) in self._before.items()
+            if now[key][0] is not gradient or now[key][1] != version
+        }
 
     def _note_arrived(self) -> None:
         self._arrived |= self._changed()
 
 
 def _gradient(leaf: torch.Tensor) -> tuple[torch.Tensor | None, int]:
-    gradient = leaf.grad
-    return gradient, 0 if gradient is None else gradient._version
+    return leaf.grad, 0 if leaf.grad is None else leaf.grad._version
 
 
-def _differs(now: tuple[torch.Tensor | None, int], before: tuple[torch.Tensor | None, int]) -> bool:
-    return now[0] is not before[0] or now[1] != before[1]
+def _leaves_of_call(call: ModelCall) -> Iterable[torch.Tensor]:
+    """Yield what gets a gradient by a call: the model's parameters, and arguments that are leaves."""
+    for tensor in (*call.conditions.flags.parameters(), *call.sample.tensors()):
+        if tensor.requires_grad and tensor.is_leaf:
+            yield tensor
 
 
-def _leaves_inside(call: Call) -> Iterable[torch.Tensor]:
-    """What gets a gradient by a call: the model's parameters, and leaves below its arguments."""
-    yield from (each for each in call.parameters() if each.requires_grad)
-    yield from leaves_of(call.sample.tensors())
-
-
-def _reached(roots: Sequence[torch.Tensor]) -> tuple[list[Call], list[torch.Tensor]]:
-    """The calls whose boundaries a pass from these comes to first, and the leaves that it comes to around them."""
-    calls: dict[int, Call] = {}
-    leaves: dict[int, torch.Tensor] = {
-        id(each): each for each in roots if each.requires_grad and each.is_leaf
-    }
-    waiting = [each.grad_fn for each in roots if each.grad_fn is not None]
-    seen: set[Any] = set(waiting)
-    while waiting:
-        node: Any = waiting.pop()
-        found = call_of(node)
-        if found is not None:
-            calls[id(found[0])] = found[0]
-            continue
-        leaf = getattr(node, "variable", None)  # of the nodes that accumulate
-        if leaf is not None:
-            leaves[id(leaf)] = leaf
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return list(calls.values()), list(leaves.values())
-
-
-def _outputs_used(roots: Sequence[torch.Tensor]) -> list[tuple[Call, int]]:
-    """The outputs of calls that a pass from these comes to, by way of other calls too."""
-    return [found for found in map(call_of, _nodes_of(roots)) if found is not None]
-
-
-def _let_go(roots: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> None:
-    """Detach every tensor that has the failed graph behind it; what the models were called with stays."""
-    failed = _nodes_of(roots) - _nodes_of(arguments)
-    held = [
-        each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.grad_fn in failed
-    ]
-    views = [each for each in held if each._is_view()]
-    for each in held:
-        if not each._is_view():
-            each.detach_()
-    # A view refuses that, and is exchanged for one without history. What was made last comes first: if an operation
-    # after a view has saved it, that is gone by then. What is still saved is the graph's own, and goes with it.
-    failed.clear()
-    for each in sorted(views, key=_when_made, reverse=True):
-        if _use_count(each) == 1 and not weakref.getweakrefcount(each):
-            torch.utils.swap_tensors(each, each.detach())  # type: ignore[no-untyped-call]
-
-
-def _when_made(tensor: torch.Tensor) -> int:
-    node: Any = tensor.grad_fn
-    return int(node._sequence_nr())
-
-
-def _use_count(tensor: Any) -> int:
-    # Private in torch (tried on 2.13), which asks this itself before it exchanges tensors.
-    return int(tensor._use_count())
-
-
-def _nodes_of(tensors: Iterable[torch.Tensor]) -> set[Any]:
-    found = {each.grad_fn for each in tensors if each.grad_fn is not None}
-    waiting: list[Any] = list(found)
-    while waiting:
-        for node, _ in waiting.pop().next_functions:
-            if node is not None and node not in found:
-                found.add(node)
-                waiting.append(node)
-    return found
+def _are_nested(reached: Sequence[ReachedOutput]) -> bool:
+    """Return whether one output is behind another: then its gradient is not from outside alone."""
+    nodes = {each.node for each in reached}
+    pending: list[Any] = list(nodes)
+    seen: set[Any] = set()
+    while pending:
+        for node, _ in pending.pop().next_functions:
+            if node in nodes:
+                return True
+            if node is not None and node not in seen:
+                seen.add(node)
+                pending.append(node)
+    return False

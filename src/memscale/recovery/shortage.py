@@ -1,35 +1,58 @@
-"""Out-of-memory errors: what they hold on to, and what to say of them.
+"""What to do about an out-of-memory error: free what it holds, find heavier plans, and explain it if none helps.
 
 Note [What an error holds]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-An error has a traceback, and a traceback has the frames of the calls that failed, with the tensors in them. To clear
-the frames is not enough: a frame also has its function, and a function that was made inside another has what it shares
-with that in a closure. ``nn.Module.__call__`` is such a pair: as long as the traceback is there, the input of every
-module that was running is too, and with it the graph and all activations of the forward pass that failed. So the
-traceback itself has to go, before a heavier plan is tried. What it says is kept in words, for the case that the error
-is the user's in the end.
+An error has a traceback, and a traceback has the frames of the calls that failed, with the tensors in them. Clearing
+the frames is not enough: a frame also has its function, and a function that was made inside another shares variables
+with it in a closure. `nn.Module.__call__` is such a pair: as long as the traceback is there, the input of every module
+that was running is too, and with it the graph and all activations of the forward pass that failed. So the traceback is
+dropped before a heavier plan is tried. Its lines are kept as text, in case the error is raised in the end.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
+from torch import nn
 
-__all__ = ["add_note", "free_memory"]
+from memscale._torch import disable_current_modes
+from memscale.config import Config, OptimizationMode
+from memscale.errors import ProfileError, is_out_of_memory
+from memscale.execution_plan import Plan, Tier
+from memscale.executor import Executor
+from memscale.hardware import Hardware, detect
+from memscale.memory.record import Snapshot
+from memscale.observe.log import speaking
+from memscale.planner.make_plan import make_plan
+from memscale.profiler import Place, Sample
+from memscale.profiler.build import backward_targets, loss_of
+from memscale.recovery.dump import dump_out_of_memory
+from memscale.techniques.forward import Stage, override_of
+from memscale.units import format_bytes
+
+__all__ = ["add_note", "explain", "free_memory", "heavier_plans", "log_recovery", "planned_forward"]
+
+HEAVIER_SHARE = 0.75  # of the predicted peak of the plan that failed
+LARGEST_TENSORS = 5  # that an explanation names
+
+
+# Errors ----------------------------------------------------------------------------------------------
 
 
 def free_memory(device: torch.device, *errors: BaseException) -> str:
-    """Let go of all that failed calls hold: the tensors in their frames, cycles, and what the allocator caches.
+    """Free what failed calls hold: the tensors in their frames, cycles, and the allocator's cache.
 
     Returns:
-        Where the first error came from, in words: it has no traceback any more. See Note [What an error holds].
+        The traceback of the first error as text: it has none any more. See Note [What an error holds].
     """
-    words = [_words_of(error.__traceback__) for error in errors]
+    origins = [_traceback_text(error.__traceback__) for error in errors]
     for error in errors:
         for each in _chain(error):
             traceback.clear_frames(each.__traceback__)
@@ -39,37 +62,196 @@ def free_memory(device: torch.device, *errors: BaseException) -> str:
         empty_cache = getattr(torch.get_device_module(device), "empty_cache", None)
         if empty_cache is not None:
             empty_cache()
-    return words[0] if words else ""
+    return origins[0] if origins else ""
 
 
-def _words_of(raised: TracebackType | None) -> str:
-    """The lines of a traceback that are not of how torch and we call modules."""
-    calls = {Path(torch.nn.modules.module.__file__)}
-    ours = Path(__file__).parents[1]
+def _traceback_text(raised: TracebackType | None) -> str:
+    """Return the lines of a traceback, without those of how torch and MemScale call modules."""
+    module_calls = Path(torch.nn.modules.module.__file__)
+    package = Path(__file__).parents[1]
     lines = [
         line
         for frame, line in zip(traceback.extract_tb(raised), traceback.format_tb(raised), strict=True)
-        if Path(frame.filename) not in calls and ours not in Path(frame.filename).parents
+        if Path(frame.filename) != module_calls and package not in Path(frame.filename).parents
     ]
     return "".join(lines).rstrip()
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        each = waiting.pop()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        each = pending.pop()
         if each is not None and id(each) not in seen:
             seen.add(id(each))
             yield each
-            waiting += [each.__context__, each.__cause__]
+            pending += [each.__context__, each.__cause__]
 
 
-def add_note(error: BaseException, note: str, came_from: str = "") -> None:
-    """Say more under an error's message, and where it came from; before Python 3.11, in it."""
-    if came_from:
-        note = f"{note}\n  Where it came from:\n{came_from}"
+def add_note(error: BaseException, note: str, origin: str = "") -> None:
+    """Add a note, and the text of the error's traceback, to its message; before Python 3.11, in the message itself."""
+    if origin:
+        note = f"{note}\n  Where it came from:\n{origin}"
     if hasattr(error, "add_note"):
         error.add_note(note)
     else:
         error.args = (f"{error}\n{note}", *error.args[1:])
+
+
+# Heavier plans ---------------------------------------------------------------------------------------
+
+
+def heavier_plans(executor: Executor, sample: Sample) -> Iterator[Plan]:
+    """Yield plans that need less memory than the attached one: three quarters of it, then the least possible.
+
+    Precision, tiling and the optimizer's bits stay as they are: a repeated step must give the same numbers. If the
+    attached plan is the heaviest already, yield it once more: what was in the way may have been freed.
+
+    While the graph of an earlier call waits for its backward, parameters stay where they are: that graph refers to
+    them, and brings their gradients there.
+    """
+    config = executor.config or Config()
+    placement = _placement(executor.plan) if executor.awaits_backward else None
+    if placement == {}:
+        config = config.replace(enable_offloading=False)
+    hardware = detect(executor.device, offload_dir=config.offload_dir)
+    same_numbers = config.replace(
+        use_mixed_precision=config.use_mixed_precision,
+        use_8bit_optimizer=config.use_8bit_optimizer,
+        enable_tiling=config.enable_tiling,
+    )
+    least = same_numbers.replace(mode=OptimizationMode.AGGRESSIVE, memory_budget=None)
+    first = executor.plan
+    tried = [first]
+    budget = int(HEAVIER_SHARE * first.predicted_peak_bytes)
+    for settings in (*((same_numbers.replace(memory_budget=budget),) if budget else ()), least):
+        plan = _plan(executor, sample, settings, hardware)
+        if plan is None or plan.predicted_peak_bytes >= (first.predicted_peak_bytes or math.inf):
+            continue
+        if placement is not None and _placement(plan) != placement:
+            continue
+        if _numerics(plan) == _numerics(first) and all(_actions(plan) != _actions(each) for each in tried):
+            tried.append(plan)
+            yield plan
+    if len(tried) == 1:
+        yield first
+
+
+def planned_forward(model: nn.Module) -> Callable[..., Any]:
+    """Return a model's forward with all techniques of its plan, inside of the stage that recovers."""
+    override = override_of(model)
+    return model.forward if override is None else override.inside_of(Stage.RECOVER)
+
+
+def _plan(executor: Executor, sample: Sample, config: Config, hardware: Hardware) -> Plan | None:
+    try:
+        with executor.meter.planning(), executor.suspended() as model:
+            return make_plan(model, sample, config, hardware, optimizer=executor.optimizer)
+    except ProfileError:
+        return None  # it ran once, and out of memory: there is nothing to plan by
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
+def _placement(plan: Plan) -> dict[str, Tier]:
+    """Return the layers whose parameters are not on the device, each with its tier."""
+    offloaded = (layer for layer in plan.layers if "offloading" in layer.techniques)
+    tiers = {layer.name: "host" if layer.offloading is None else layer.offloading.to for layer in offloaded}
+    return {name: tier for name, tier in tiers.items() if tier != "device"}
+
+
+def _numerics(plan: Plan) -> tuple[object, ...]:
+    """Return what decides about the numbers of a step. A plan may lack what the Config asks for."""
+    return plan.precision and plan.precision.dtype, plan.optimizer is not None and plan.optimizer.eight_bit
+
+
+def _actions(plan: Plan) -> tuple[object, ...]:
+    """Return what a plan does, without the reasons and figures."""
+    layers = tuple(
+        (layer.name, layer.techniques, layer.checkpointing, layer.offloading, layer.tiling)
+        for layer in plan.layers
+    )
+    return layers, plan.precision, plan.optimizer, plan.loss
+
+
+# What is said ----------------------------------------------------------------------------------------
+
+
+def log_recovery(executor: Executor, where: str, error: BaseException) -> None:
+    """Log in one line what happened, and by which plan the step was repeated."""
+    plan = executor.plan
+    with speaking(executor.config or Config()) as log:
+        log.warning(
+            "out of memory in %s (%s): the step was repeated with a heavier plan, peak %s, step time × %.2f (%s)",
+            where,
+            (str(error).strip().splitlines() or [type(error).__name__])[0][:120],
+            format_bytes(plan.predicted_peak_bytes),
+            plan.predicted_time_ratio,
+            plan.prediction_source,
+        )
+
+
+def explain(
+    executor: Executor,
+    where: str,
+    sample: Sample | None,
+    tried: Sequence[Plan],
+    objection: str = "",
+    consequence: str = "",
+) -> str:
+    """Return what to know of an out-of-memory error that is raised in the end.
+
+    Args:
+        executor: The executor of the model, with the plan that is attached now.
+        where: The part of the step.
+        sample: What the model was called with.
+        tried: The plans that the step was repeated with.
+        objection: Why it was not repeated.
+        consequence: What was done about it.
+    """
+    plan = executor.plan
+    lines = [
+        f"MemScale: out of memory in {where}" + (f"; it was not repeated: {objection}" if objection else ""),
+        f"  the plan: {plan}",
+        f"  its predicted peak: {format_bytes(plan.predicted_peak_bytes)} ({plan.prediction_source}), "
+        f"for {plan.batch or 'an unknown batch'} on {plan.device or 'an unknown device'}",
+    ]
+    if consequence:
+        lines.insert(1, f"  {consequence}")
+    if tried:
+        peaks = ", ".join(format_bytes(each.predicted_peak_bytes) for each in tried)
+        lines.append(f"  plans tried in this step, by predicted peak: {peaks}")
+    peak = None if sample is None else _simulated_peak(executor, sample)
+    if peak is not None:
+        parts = ", ".join(f"{category} {format_bytes(size)}" for category, size in peak.by_category)
+        lines.append(f"  at its peak forward and backward hold (simulated): {parts}")
+        for top in peak.top:
+            lines.append(f"    {format_bytes(top.nbytes)} {top.category}: {top.description}")
+    lines.append(f"  {dump_out_of_memory(executor, where, tried, objection, peak)}")
+    lines.append(
+        "  What helps: a smaller batch, a shorter sequence, another mode; see memscale.plan(model, batch)."
+    )
+    return "\n".join(lines)
+
+
+def _simulated_peak(executor: Executor, sample: Sample) -> Snapshot | None:
+    config = (executor.config or Config()).replace(enable_logging=False)
+    try:
+        hardware = detect(executor.device, offload_dir=config.offload_dir)
+        with (
+            executor.suspended() as model,
+            disable_current_modes(),
+            Place.of(hardware.device).simulate() as simulation,
+        ):
+            twin = simulation.copy_of(model).train(model.training)
+            Executor(twin, executor.plan, config).attach()
+            simulation.tracker.reset_peak()
+            batch = Sample(simulation.batch_of(sample.args), simulation.batch_of(sample.kwargs))
+            targets = backward_targets(twin(*batch.args, **batch.kwargs))
+            if targets:
+                torch.autograd.backward(loss_of(targets))
+            return simulation.tracker.at_peak(simulation.device, top=LARGEST_TENSORS)
+    except Exception:
+        return None  # a model that cannot be simulated: the error that is being explained matters more

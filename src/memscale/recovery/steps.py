@@ -36,8 +36,7 @@ from memscale.observe.log import speaking
 from memscale.optimizer.groups import Member, SplitStep, members_of
 from memscale.optimizer.interceptor import StepOrder, StepSubscriber
 from memscale.optimizer.kinds import why_whole
-from memscale.recovery.plans import explain
-from memscale.recovery.shortage import add_note, free_memory
+from memscale.recovery.shortage import add_note, explain, free_memory
 from memscale.techniques.forward import WeakModule
 
 __all__ = ["CaughtSteps"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ class ModelSite:
         config: The user's settings; None if the plan was attached without any.
         homes: Where the model's tensors are, and the disk tier.
         meter: Counts what a technique does.
+        state: What techniques keep from one plan of the model to the next, by names of their choice.
     """
 
     model: nn.Module
@@ -41,6 +42,7 @@ class ModelSite:
     config: Config | None
     homes: Homes
     meter: Meter
+    state: dict[str, Any]
 
     @property
     def logs(self) -> bool:
@@ -59,6 +61,10 @@ class LayerSite(ModelSite):
 
     layer: LayerPlan
     modules: tuple[nn.Module, ...]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of its modules."""
+        return [parameter for module in self.modules for parameter in module.parameters()]
 
 
 class LayerTechnique(Protocol):

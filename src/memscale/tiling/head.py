@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from memscale._torch import backward_keeps_graph
-from memscale.checkpointing.conditions import Conditions, ModuleFlags
-from memscale.checkpointing.inputs import version_of
+from memscale.checkpointing.state import Conditions, ModuleFlags, version_of
 from memscale.errors import RecomputeError
 from memscale.tiling.tiles import first_order_only, sum_dtype, tiles_of, without_saved_tensor_hooks
 

@@ -36,7 +36,7 @@ from memscale._torch import (
     tree_map,
     without_torch_function,
 )
-from memscale.checkpointing.inputs import version_of
+from memscale.checkpointing.state import version_of
 from memscale.errors import RecomputeError
 from memscale.tiling.head import Head, LogitsStep, Reduction, TiledHead, compute_tiled
 from memscale.tiling.tiles import first_order_only, without_saved_tensor_hooks

@@ -29,9 +29,7 @@ from torch import nn
 
 from memscale._torch import backward_keeps_graph, graph_task_id, hooks_are_allowed, surrounding_hooks
 from memscale._util.trees import Tree
-from memscale.checkpointing.chain import no_links
-from memscale.checkpointing.conditions import Conditions, ModuleFlags, submodules
-from memscale.checkpointing.inputs import Inputs
+from memscale.checkpointing.state import FREED, Conditions, Inputs, ModuleFlags, submodules
 from memscale.tiling.tiles import first_order_only, sum_dtype, tiles_of, without_saved_tensor_hooks
 
 __all__ = ["run_in_tiles"]
@@ -66,7 +64,7 @@ def run_in_tiles(function: Layer, x: torch.Tensor, rows: int, modules: Sequence[
             function,
             rows,
             slots,
-            Inputs(Tree.of(((flat,), {})), no_links, surrounding_hooks()),
+            Inputs(Tree.of(((flat,), {})), surrounding_hooks()),
             Conditions(ModuleFlags(submodules(modules)), [x.device.type]),
             x.device,
             [each.dtype for each in tensors],
@@ -106,17 +104,21 @@ class _ParameterSlots:
                 module._parameters[name] = tensor  # type: ignore[assignment]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _LayerCall:
-    """One call of a layer in tiles, for as long as its graph lives."""
+    """One call of a layer in tiles, for as long as its graph lives; without inputs, once backward is through."""
 
     function: Layer
     rows: int
     slots: _ParameterSlots
-    inputs: Inputs
+    inputs: Inputs | None
     conditions: Conditions
     device: torch.device
     dtypes: list[torch.dtype]
+
+    def release(self) -> None:
+        """Free the input, which would live as long as the loss."""
+        self.inputs = None
 
 
 def _run_tiles(function: Layer, flat: torch.Tensor, rows: int) -> torch.Tensor:
@@ -136,7 +138,7 @@ class _TiledLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _LayerCall, flat: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.call = call
+        ctx.call, ctx.memscale_release = call, call.release
         # Without history, or autocast would cache casts of them that have none.
         with call.slots.holding([each.detach() for each in tensors]):
             return _run_tiles(call.function, flat, call.rows)
@@ -144,16 +146,14 @@ class _TiledLayer(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: _LayerCall | None = ctx.call
-        if call is None:
-            raise RuntimeError(
-                "Trying to backward through the graph a second time: the input of a tiled layer has been freed. "
-                "Specify retain_graph=True if you need to backward through the graph a second time."
-            )
+        call: _LayerCall = ctx.call
+        inputs = call.inputs
+        if inputs is None:
+            raise RuntimeError(FREED)
         if not backward_keeps_graph():
-            ctx.call = None  # or the input would live as long as the loss
-        call.conditions.check_parameters()
-        ((flat,), _) = call.inputs.rebuild(graph_task_id())
+            call.release()
+        call.conditions.flags.check_parameters()
+        ((flat,), _) = inputs.rebuild(graph_task_id())
         with call.conditions.replay():
             parameters = call.slots.tensors()
         leaves = [
@@ -167,8 +167,8 @@ class _TiledLayer(torch.autograd.Function):
             for tile in tiles_of(flat, 1, call.rows):
                 part = flat[:, tile].detach().requires_grad_(of_input is not None)
                 out = call.function(part)
-                inputs = trained if of_input is None else [*trained, part]
-                found = torch.autograd.grad(out, inputs, gradient[:, tile], allow_unused=True)
+                wanted = trained if of_input is None else [*trained, part]
+                found = torch.autograd.grad(out, wanted, gradient[:, tile], allow_unused=True)
                 del out
                 with torch.no_grad():
                     if of_input is not None:

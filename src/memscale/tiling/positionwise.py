@@ -29,7 +29,7 @@ from torch import nn
 
 from memscale._torch import LightDispatchMode, disable_current_modes, tree_leaves
 from memscale._util.rng import HostRngState
-from memscale.checkpointing.conditions import submodules
+from memscale.checkpointing.state import submodules
 
 __all__ = ["NotPositionWise", "PositionWise", "show_position_wise"]
 

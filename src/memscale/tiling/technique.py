@@ -1,15 +1,22 @@
-"""Activation tiling: the wide layers inside a block are computed some positions at a time.
+"""The techniques of this package: wide layers in tiles, eager attention by SDPA, head and loss in tiles.
 
-The mechanism is `memscale.tiling`; here the layers that it is right for are found in a block, and get a forward:
-those shown to be position-wise (Note [Position-wise]) with something inside that is wider than what goes in and comes
-out. Mostly that is one, the MLP. Some blocks have it in a method of their own instead, which is replaced alike.
+*Wide layers.* Inside a block, those modules are tiled that are shown to be position-wise (Note [Position-wise]) and
+have something inside that is wider than their input and output. Mostly that is one, the MLP. Some blocks have it in a
+method of their own instead, which is overridden alike.
 
-Attention that makes all scores is handed to torch's own, where a model has that choice. It is one for the whole
-model: the first block that is tiled makes it. Attention that a model has no such choice for is left alone.
+*Attention.* Models of Hugging Face have their attention in two forms and a setting that chooses. `"eager"` computes all
+scores, queries × keys, and keeps two or three tensors of that size for backward; `"sdpa"` is torch's
+`scaled_dot_product_attention`, whose kernels never have them whole. Where a plan has tiles, models that ask for the
+first get the second, if it computes the same; other attention is left alone.
+
+*Head and loss.* The head returns lazy logits (Note [Lazy logits]). Its parameters are copied to the device when the
+loss is computed, for as long as that takes, and not before.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,51 +24,62 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from memscale._torch import hooks_are_allowed
+from memscale.checkpointing.state import parameter_behind
 from memscale.execution_plan import Tiling
+from memscale.offload.mapped import MappedParameters
+from memscale.profiler.blocks import find_head
 from memscale.profiler.profile import BlockProfile
-from memscale.techniques.base import LayerSite
+from memscale.techniques.base import LayerSite, ModelSite
 from memscale.techniques.cost import BlockOption, CostTerms
-from memscale.techniques.forward import ForwardStage, Stage
-from memscale.tiling import run_in_tiles
+from memscale.techniques.forward import ForwardOverride, ForwardStage, Stage
+from memscale.tiling.head import Head
+from memscale.tiling.lazy import LazyLogits, lazy_logits
+from memscale.tiling.positions import run_in_tiles
 from memscale.tiling.positionwise import NotPositionWise, show_position_wise
-from memscale.tiling.sdpa import AttentionHandedOver, eager_attention
 
 if TYPE_CHECKING:
     from memscale.techniques.undo_log import UndoLog
 
-__all__ = ["ActivationTiling", "Place", "TileStage", "find_places"]
+__all__ = ["ActivationTiling", "SdpaAttention", "TiledLoss", "TiledMethod", "find_wide_layers"]
+
+logger = logging.getLogger("memscale")
 
 # Methods of a block that are an MLP: of Hugging Face's encoders, and of torch's own transformer layers.
-METHODS = ("feed_forward_chunk", "ff_chunk", "_ff_block")
+MLP_METHODS = ("feed_forward_chunk", "ff_chunk", "_ff_block")
 
-MOST_WIDTHS = 4
+MAX_WIDTHS_TRIED = 4
 DEFAULT_ROWS = 1024
 
 
+# Wide layers -----------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Place:
-    """A position-wise layer inside a block.
+class TiledMethod:
+    """A position-wise method of a module inside a block.
 
     Attributes:
-        name: The name of its module inside the block.
-        attribute: `"forward"`, or another method of the module.
+        name: The module's name inside the block.
+        method: `"forward"`, or another method.
         uses: The names of the module's children that it uses.
     """
 
     name: str
-    attribute: str
+    method: str
     uses: tuple[str, ...]
 
 
 class ActivationTiling:
-    """The technique `"tiling"`."""
+    """The technique `"tiling"` of a layer."""
 
     name = "tiling"
 
     def __init__(self) -> None:
-        # What `unsupported_reason` has found, for `attach`, which comes next.
-        self._found: weakref.WeakKeyDictionary[nn.Module, list[Place]] = weakref.WeakKeyDictionary()
+        # From `unsupported_reason` to `attach`, which follows at once: tracing a layer takes milliseconds.
+        self._found: weakref.WeakKeyDictionary[nn.Module, list[TiledMethod]] = weakref.WeakKeyDictionary()
 
     def options(self, block: BlockProfile, terms: CostTerms) -> Iterable[BlockOption]:
         return ()  # the planner chooses it for the model as a whole, as a `Setting`
@@ -69,73 +87,79 @@ class ActivationTiling:
     def unsupported_reason(self, site: LayerSite) -> str | None:
         if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):
             return "it is a scripted module, whose forward cannot be replaced"
-        for module in site.modules:
-            self._found[module] = find_places(module)
-        if not any(self._found[module] for module in site.modules) and not eager_attention(site.model):
+        self._found.update((module, find_wide_layers(module)) for module in site.modules)
+        if not any(self._found[module] for module in site.modules):
             return "no wide layer inside is known to be position-wise"
         return None
 
     def attach(self, site: LayerSite, log: UndoLog) -> None:
         rows = (site.layer.tiling or Tiling(DEFAULT_ROWS)).rows
         for member, module in zip(site.layer.members, site.modules, strict=True):
-            places = self._found.pop(module, None) or find_places(module)
-            for place in places:
-                owner = module.get_submodule(place.name)
-                name = ".".join(filter(None, (member, place.name)))
-                log.add_stage(owner, TileStage(rows, place), method=place.attribute, name=name)
-        configs = eager_attention(site.model)
-        if configs:
-            handed_over = AttentionHandedOver(configs)
-            log.add(handed_over)
-            log.add_forward_pre_hook(site.model, _AttentionsAsked(handed_over))
+            for tiled in self._found.pop(module, None) or find_wide_layers(module):
+                name = ".".join(filter(None, (member, tiled.name)))
+                owner = module.get_submodule(tiled.name)
+                log.add_stage(owner, TileStage(rows, tiled), method=tiled.method, name=name)
 
 
-class _AttentionsAsked:
-    """Before a call that asks for attention weights, which torch's attention does not have, all is as it was."""
+class TileStage(ForwardStage):
+    """Runs a position-wise method of a module some positions at a time. See Note [Tiles of positions]."""
 
-    def __init__(self, handed_over: AttentionHandedOver) -> None:
-        self._handed_over = handed_over
+    order = Stage.TILE
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        if kwargs is not None and kwargs.get("output_attentions"):
-            self._handed_over.undo()
+    def __init__(self, rows: int, tiled: TiledMethod) -> None:
+        self._rows = rows
+        self._tiled = tiled
+
+    def run(
+        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(x, torch.Tensor) or x.dim() != 3 or x.shape[0] * x.shape[1] <= self._rows:
+            return call_next(*args, **kwargs)
+        if self._tiled.method == "forward":
+            modules = [module]
+        else:
+            modules = [module.get_submodule(name) for name in self._tiled.uses]
+        return run_in_tiles(call_next, x, self._rows, modules)
 
 
-def find_places(block: nn.Module) -> list[Place]:
-    """The position-wise layers inside a block, none inside another.
+def find_wide_layers(block: nn.Module) -> list[TiledMethod]:
+    """Return the wide position-wise layers inside a block, none inside another.
 
     Example:
         >>> block = nn.Module()
         >>> block.norm = nn.LayerNorm(4)
         >>> block.mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
-        >>> find_places(block)
-        [Place(name='mlp', attribute='forward', uses=('0', '1', '2'))]
+        >>> find_wide_layers(block)
+        [TiledMethod(name='mlp', method='forward', uses=('0', '1', '2'))]
     """
-    return list(_places("", block))
+    return list(_wide_layers("", block))
 
 
-def _places(name: str, module: nn.Module) -> Iterator[Place]:
-    for method in METHODS:
-        uses = _shown(module, method) if hasattr(type(module), method) else None
+def _wide_layers(name: str, module: nn.Module) -> Iterator[TiledMethod]:
+    for method in MLP_METHODS:
+        uses = _children_used(module, method) if hasattr(type(module), method) else None
         if uses is not None:
-            yield Place(name, method, uses)
+            yield TiledMethod(name, method, uses)
             return
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
-        uses = _shown(child, "forward") if "forward" not in vars(child) else None
+        uses = _children_used(child, "forward") if "forward" not in vars(child) else None
         if uses is not None:
-            yield Place(path, "forward", uses)
+            yield TiledMethod(path, "forward", uses)
         else:
-            yield from _places(path, child)
+            yield from _wide_layers(path, child)
 
 
-def _shown(module: nn.Module, attribute: str) -> tuple[str, ...] | None:
-    """What a method of a module uses, if it is shown to be position-wise and has something wide inside."""
+def _children_used(module: nn.Module, method: str) -> tuple[str, ...] | None:
+    """Return what a method of a module uses, if it is position-wise and has something wide inside."""
     matrices = [each for each in module.parameters() if each.dim() == 2]
     if len(matrices) < 2 or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return None
-    function = getattr(type(module), attribute).__get__(module)
-    for width in _widths(matrices):
+    function = getattr(type(module), method).__get__(module)
+    # The input's width is that of a matrix on one of its sides.
+    widths = list(dict.fromkeys(side for matrix in matrices for side in reversed(matrix.shape)))
+    for width in widths[:MAX_WIDTHS_TRIED]:
         try:
             shown = show_position_wise(function, module, width, matrices[0].dtype)
         except NotPositionWise:
@@ -144,32 +168,176 @@ def _shown(module: nn.Module, attribute: str) -> tuple[str, ...] | None:
     return None
 
 
-def _widths(matrices: Sequence[torch.Tensor]) -> list[int]:
-    """What the input's width may be: it is that of a matrix on one of its sides."""
-    sides = dict.fromkeys(side for matrix in matrices for side in reversed(matrix.shape))
-    return list(sides)[:MOST_WIDTHS]
+# Attention -------------------------------------------------------------------------------------------
+
+_ATTENTION_SETTING = "_attn_implementation_internal"
+
+# Settings of models by which eager attention computes something else than torch's.
+_OTHER_ATTENTION = ("attn_logit_softcapping", "reorder_and_upcast_attn", "output_attentions")
 
 
-class TileStage(ForwardStage):
-    """Calls a position-wise method of a module some positions at a time. See Note [Tiles of positions].
+class SdpaAttention:
+    """Hands eager attention to torch's `scaled_dot_product_attention` where a plan has tiles."""
+
+    def attach(self, site: ModelSite, log: UndoLog) -> None:
+        if not any("tiling" in layer.techniques for layer in site.plan.layers):
+            return
+        configs, reasons = _eager_configs(site.model)
+        if reasons and site.logs:
+            logger.warning("Attention stays eager: %s.", "; ".join(reasons))
+        if configs:
+            change = _SdpaChosen(configs)
+            log.add(change)
+            log.add_forward_pre_hook(site.model, _EagerOnRequest(change))
+
+
+def _eager_configs(model: nn.Module) -> tuple[list[Any], list[str]]:
+    """Return the configurations inside a model that may go from eager attention to SDPA, and why others may not.
+
+    By structure: no class of Hugging Face's library is imported.
+    """
+    found: dict[int, Any] = {}
+    reasons: dict[int, str] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        is_model = hasattr(type(module), "_supports_sdpa")  # a layer has the configuration of its model
+        if not is_model or getattr(config, "__dict__", {}).get(_ATTENTION_SETTING) != "eager":
+            continue
+        found[id(config)] = config
+        can_choose = getattr(type(module), "_can_set_attn_implementation", None)
+        others = [name for name in _OTHER_ATTENTION if getattr(config, name, None)]
+        if others:
+            reasons[id(config)] = f"{type(module).__name__} has {', '.join(others)} set"
+        elif (
+            getattr(module, "_supports_sdpa", False) is not True
+            or not callable(can_choose)
+            or not can_choose()
+        ):
+            reasons[id(config)] = f"{type(module).__name__} does not support SDPA"
+    return [each for key, each in found.items() if key not in reasons], list(dict.fromkeys(reasons.values()))
+
+
+class _SdpaChosen:
+    """A change of configurations. In a copy of the model it is about the copy's, which are copied with it."""
+
+    def __init__(self, configs: list[Any]) -> None:
+        self._configs = configs
+        for config in configs:
+            vars(config)[_ATTENTION_SETTING] = "sdpa"
+
+    def undo(self) -> None:
+        for config in self._configs:
+            if vars(config).get(_ATTENTION_SETTING) == "sdpa":
+                vars(config)[_ATTENTION_SETTING] = "eager"
+        self._configs = []
+
+
+class _EagerOnRequest:
+    """Undoes the change before a call that asks for attention weights, which SDPA does not have."""
+
+    def __init__(self, change: _SdpaChosen) -> None:
+        self._change = change
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        if kwargs is not None and kwargs.get("output_attentions"):
+            self._change.undo()
+
+
+# Head and loss ---------------------------------------------------------------------------------------
+
+
+class TiledLoss:
+    """Tiles head and loss as `Plan.loss` says."""
+
+    def attach(self, site: ModelSite, log: UndoLog) -> None:
+        settings = site.plan.loss
+        if settings is None:
+            return
+        name, head, reason = find_head(site.model)
+        foreign = None if head is None else _foreign_forward(head)
+        if foreign is not None:
+            head, reason = None, f"{name} has a forward of its own ({foreign}), put there by others"
+        if head is None:
+            if site.logs:
+                logger.warning("Head and loss are not tiled: %s.", reason)
+            return
+        device = site.device if site.homes.device is not None else None
+        log.add_stage(head, TileHeadStage(settings.rows, device, site.homes.mapped), name=name)
+
+
+def _foreign_forward(head: nn.Module) -> str | None:
+    """Return the class of a forward that others have put on the head; None if there is none."""
+    forward = vars(head).get("forward")
+    if isinstance(forward, ForwardOverride):  # a tiled head does without its other stages
+        forward = forward.inner
+    return None if forward is None else type(forward).__name__
+
+
+class TileHeadStage(ForwardStage):
+    """Makes a head's logits lazy. See Note [Lazy logits].
 
     Args:
-        rows: How many positions make a tile.
-        place: Which method it is, and what it uses.
+        rows: Tokens per tile.
+        device: Where it computes, if its parameters may be elsewhere.
+        mapped: The parameters of the model that are on disk.
     """
 
-    order = Stage.TILE
+    order = Stage.TILE_HEAD
 
-    def __init__(self, rows: int, place: Place) -> None:
+    def __init__(self, rows: int, device: torch.device | None, mapped: MappedParameters) -> None:
         self._rows = rows
-        self._attribute = place.attribute
-        self._uses = place.uses
+        self._device = device
+        self._mapped = mapped
 
     def run(
         self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        x = args[0] if len(args) == 1 and not kwargs else None
-        if not isinstance(x, torch.Tensor) or x.dim() != 3 or x.shape[0] * x.shape[1] <= self._rows:
+        hidden = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(hidden, torch.Tensor) or isinstance(hidden, LazyLogits):
             return call_next(*args, **kwargs)
-        modules = [module] if self._attribute == "forward" else [module._modules[name] for name in self._uses]
-        return run_in_tiles(call_next, x, self._rows, [each for each in modules if each is not None])
+        if not hooks_are_allowed() or _in_static_graph():
+            return call_next(*args, **kwargs)
+        if self._device is not None and hidden.device.type == "cpu":
+            hidden = hidden.to(self._device, non_blocking=True)
+        # Inside an offloaded block the module has copies on the device, which must not be held on to.
+        weight, bias = (
+            None if each is None else parameter_behind(each)
+            for each in (module._parameters["weight"], module._parameters["bias"])
+        )
+        if not isinstance(weight, nn.Parameter) or not isinstance(bias, (nn.Parameter, type(None))):
+            return call_next(*args, **kwargs)  # other weights, by torch.func.functional_call
+        dtype = _logits_dtype(hidden, weight)
+        tensors = [each for each in (hidden, weight, bias) if each is not None]
+        if dtype is None or hidden.dim() < 2 or not any(each.requires_grad for each in tensors):
+            return call_next(*args, **kwargs)
+        return lazy_logits(hidden, Head(weight, bias, dtype, self._rows, self._borrow))
+
+    @contextlib.contextmanager
+    def _borrow(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+        own = [each for each in parameters if isinstance(each, nn.Parameter)]
+        self._mapped.begin(own)
+        try:
+            yield
+        finally:
+            self._mapped.end(own)
+
+
+def _in_static_graph() -> bool:
+    """Return whether the model runs inside `DistributedDataParallel(static_graph=True)`.
+
+    That puts a node of its own on every tensor that the model returns, to learn from backward when all gradients are
+    there. Lazy logits are no such tensor: gradients would not be averaged.
+
+    Private torch API: `DistributedDataParallel._active_ddp_module` (tried on torch 2.13).
+    """
+    active = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    return active is not None and bool(active.static_graph)
+
+
+def _logits_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype | None:
+    """Return the type of the logits; None if the plain head would refuse."""
+    kind = hidden.device.type
+    is_cast = hidden.is_floating_point() and torch.float64 not in (hidden.dtype, weight.dtype)
+    if is_cast and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return weight.dtype if weight.dtype is hidden.dtype else None

@@ -1,0 +1,202 @@
+"""A call of a whole model in training, recorded so that it can be repeated, and the backward pass through it.
+
+Note [Gradients of a model's outputs]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+To repeat the backward pass of a call, one needs the gradients that came to its outputs from outside. They are read by
+pre-hooks on the autograd nodes that made the outputs: the outputs themselves are the model's own, with nothing around
+them. A pass captures them only at the outputs that it reaches from outside (`reached_outputs`): a model may return its
+loss beside the logits that the loss was computed from, and the gradient that goes from one to the other inside is not
+to be kept. If a pass reaches both from outside, what arrives at the logits is a sum of both, and of no use.
+
+*Who owns whom.* graph → node → pre-hook → `GraphHandle`, which refers to the call weakly: a call knows the model, and
+the model may hold its output; through a node the garbage collector does not see such a cycle. So the call belongs to
+whoever wants to repeat it, for as long as the handle is alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+
+from memscale._torch import graph_task_id
+from memscale._util.trees import Tree
+from memscale.checkpointing.state import Buffers, Conditions, ModuleFlags, submodules
+from memscale.profiler.sample import Sample
+
+__all__ = ["GraphHandle", "ModelCall", "ReachedOutput", "reached_outputs"]
+
+_OUTPUTS = "memscale_outputs"  # the key in a node's metadata
+
+
+class GraphHandle:
+    """Is alive as long as the graph of a call is, and leads from there to the call."""
+
+    def __init__(self, call: ModelCall) -> None:
+        self._call = weakref.ref(call)
+
+    def call(self) -> ModelCall | None:
+        """Return the call, if somebody has kept it."""
+        return self._call()
+
+    def before_node(
+        self, outputs: Sequence[tuple[int, int]], gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Tell the call that a backward pass has come to a node; see `ModelCall.note_gradients`."""
+        call = self.call()
+        if call is not None:
+            call.note_gradients(outputs, gradients)
+
+
+class ModelCall:
+    """One call of a model, and the state that it started from.
+
+    Args:
+        model: The model.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        device: Where the model computes, if its parameters are elsewhere.
+
+    Attributes:
+        sample: The arguments.
+        gradients: Those of the captured outputs that have arrived, by the outputs' index.
+        awaits_backward: Whether it has a graph that no backward pass has come to.
+        on_backward: Called with the graph task id when a backward pass comes to it.
+    """
+
+    def __init__(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device | None
+    ) -> None:
+        inside = submodules([model])
+        self.sample = Sample(tuple(args), dict(kwargs))
+        self.gradients: dict[int, torch.Tensor | None] = {}
+        self._captured: set[int] = set()
+        self.awaits_backward = False
+        self.on_backward: Callable[[int], None] | None = None
+        types = {tensor.device.type for tensor in self.sample.tensors()}
+        if device is not None:
+            types.add(device.type)
+        self.conditions = Conditions(ModuleFlags(inside), types)
+        self._buffers = Buffers(inside, copy_all=False)
+
+    def restore_state(self) -> None:
+        """Put random state and buffers back after a forward that failed."""
+        self.conditions.restore_random()
+        self._buffers.restore()
+
+    @contextlib.contextmanager
+    def replay(self) -> Iterator[None]:
+        """Restore inside the block what forward found: random state, flags, autocast, buffers."""
+        with self.conditions.replay(), self._buffers.put_back():
+            yield
+
+    def finish_forward(self, output: Any) -> GraphHandle:
+        """Note the model's output, and let backward passes report when they come to it."""
+        self.conditions.end_forward()
+        self._buffers.end_forward()
+        nodes: dict[Node, list[tuple[int, int]]] = {}
+        for index, tensor in enumerate(self.outputs_of(output)):
+            if tensor.grad_fn is not None:
+                nodes.setdefault(tensor.grad_fn, []).append((index, tensor.output_nr))
+        # A gradient of lazy logits arrives at the hidden states that they are computed from.
+        for tensor in Tree.of(output).tensors():
+            hidden = getattr(tensor, "hidden", None) if _is_lazy(tensor) else None
+            if isinstance(hidden, torch.Tensor) and hidden.grad_fn is not None:
+                nodes.setdefault(hidden.grad_fn, [])
+        self.awaits_backward = bool(nodes)
+        handle = GraphHandle(self)
+        for node, outputs in nodes.items():
+            cast(Any, node).metadata[_OUTPUTS] = (handle, outputs)
+            node.register_prehook(functools.partial(handle.before_node, outputs))
+        return handle
+
+    @staticmethod
+    def outputs_of(output: Any) -> list[torch.Tensor]:
+        """Return the tensors of an output that have gradients, in an order that is the same when it is repeated."""
+        tensors = Tree.of(output).tensors()
+        return list(
+            {id(each): each for each in tensors if each.requires_grad and not _is_lazy(each)}.values()
+        )
+
+    def capture(self, outputs: Sequence[int]) -> None:
+        """Keep the gradients of these outputs when the backward pass that begins now brings them."""
+        self._captured.update(outputs)
+
+    def note_gradients(
+        self, outputs: Sequence[tuple[int, int]], gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Note that a backward pass has come to a node that made outputs of this call.
+
+        Args:
+            outputs: The index of each, and its number among the results of the node.
+            gradients: Those of all results of the node.
+        """
+        self.awaits_backward = False
+        if self.on_backward is not None:
+            self.on_backward(graph_task_id())
+        if not torch.is_grad_enabled():  # else they are to be differentiated themselves
+            self.gradients.update((index, gradients[nr]) for index, nr in outputs if index in self._captured)
+
+    def release(self) -> None:
+        """Free what was kept for a repetition."""
+        self.gradients = {}
+        self._captured = set()
+        self.sample = Sample((), {})
+        self._buffers = Buffers(())
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    return bool(getattr(type(tensor), "is_computed_later", False))
+
+
+@dataclass(frozen=True)
+class ReachedOutput:
+    """A node through which a backward pass enters a call.
+
+    Attributes:
+        node: The node.
+        call: The call.
+        indices: The outputs of the call that the node made; none, if they are lazy.
+    """
+
+    node: Node
+    call: ModelCall
+    indices: tuple[int, ...]
+
+
+def reached_outputs(
+    roots: Sequence[torch.Tensor],
+) -> tuple[list[ReachedOutput], list[torch.Tensor]]:
+    """Find where a backward pass enters calls of models, and let these capture the gradients that arrive.
+
+    Returns:
+        The nodes where it does, and the leaves that it reaches without passing one.
+    """
+    reached: list[ReachedOutput] = []
+    leaves = {id(each): each for each in roots if each.requires_grad and each.is_leaf}
+    pending: list[Any] = [each.grad_fn for each in roots if each.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        handle, outputs = node.metadata.get(_OUTPUTS, (None, ()))
+        call = None if handle is None else handle.call()
+        if call is not None:
+            indices = tuple(index for index, _ in outputs)
+            call.capture(indices)
+            reached.append(ReachedOutput(node, call, indices))
+            continue
+        leaf = getattr(node, "variable", None)  # of the nodes that accumulate
+        if leaf is not None:
+            leaves[id(leaf)] = leaf
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return reached, list(leaves.values())

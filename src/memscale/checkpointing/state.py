@@ -1,0 +1,640 @@
+"""What a call depends on, so that it can be made again: its inputs, the state around it, and its modules' state.
+
+Note [Buffers of a region]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+A recomputation must start from the buffers as the forward pass found them, and must not change the real ones
+a second time. So buffers are copied before forward runs, and the recomputation runs on copies: each module's
+`_buffers` dictionary is exchanged while it runs, so that even a buffer that the function registers, replaces
+or deletes leaves no trace.
+
+A region copies every buffer: one that forward leaves alone a thousand times (an average that begins after a
+warm-up) may be changed the next time. Copies of buffers that have not changed are dropped when forward ends.
+Whether a module changes its buffers is learned, for training and evaluation apart:
+
+- The first call compares versions and values: batch norm writes its running statistics in a kernel that
+  raises no version. (Batch norm is known by its class too, as the first values could be equal.)
+- Later calls compare versions only: to compare values, the host would wait for the device.
+- A buffer that forward replaced by another tensor needs no copy: the old tensor is unchanged.
+
+The call of a whole model (`ModelCall`) copies large buffers only of modules that have been seen
+to change theirs, as it is needed when memory is short. If another one changes, that call cannot be repeated.
+
+A buffer that forward did not change must also stay unchanged until the recomputation: a new tensor under its
+name is exchanged for the old one, a change in place raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from memscale._torch import Hooks, same_version
+from memscale._util.attributes import Attributes
+from memscale._util.rng import HostRngState, TorchRngState
+from memscale._util.trees import Tree
+from memscale.errors import RecomputeError
+
+__all__ = [
+    "FREED",
+    "Buffers",
+    "Conditions",
+    "Inputs",
+    "KeptTensor",
+    "ModuleFlags",
+    "Slot",
+    "changed_parameter",
+    "mark_as_copy",
+    "parameter_behind",
+    "submodules",
+    "version_of",
+]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 for inference tensors, which do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def changed_parameter(parameter: torch.Tensor, version: int) -> RecomputeError:
+    """Return the error for a parameter that was changed since forward, where its version was `version`."""
+    return RecomputeError(
+        f"A parameter (shape {tuple(parameter.shape)}, {parameter.dtype}) of a checkpointed region was "
+        f"changed in place since its forward pass: version {version} then, {version_of(parameter)} now. The "
+        "region would be recomputed with other weights than forward had. Call backward before "
+        "optimizer.step(), or run forward again after it."
+    )
+
+
+FREED = (
+    "Trying to backward through the graph a second time: what it had saved has been freed. Specify retain_graph=True "
+    "if you need to backward through the graph a second time."
+)
+
+
+class KeptTensor:
+    """What a saved-tensor hook gives autograd for a tensor that stays as it is.
+
+    It has no history: a node that saves its own output would be in a cycle that nothing collects, if backward never
+    comes. And it can be freed before the graph is; see `memscale._torch.release_saved_tensors`.
+    """
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor: torch.Tensor | None = tensor if tensor.grad_fn is None else tensor.detach()
+
+    def get(self) -> torch.Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: It was freed.
+        """
+        if self._tensor is None:
+            raise RuntimeError(FREED)
+        return self._tensor
+
+    def memscale_release(self) -> None:
+        self._tensor = None
+
+
+# ---------------------------------------------------------------------- inputs
+
+
+class Slot(Protocol):
+    """One input tensor, kept in some way."""
+
+    def fetch(self, task: int) -> torch.Tensor:
+        """Return the tensor for a recomputation in this backward pass."""
+
+
+class Inputs:
+    """The arguments of a call, with each tensor in a slot.
+
+    The function must not be able to tell the second call from the first. So a tensor that was given twice is given
+    twice again, as one object (attention modules ask whether the query *is* the key), and parameters and constants
+    are the same objects. Only a tensor with a history is given as a leaf of its own, so that the graph of the
+    recomputation ends at the region's edge.
+
+    Args:
+        tree: The arguments.
+        hooks: The saved-tensor hooks around the call.
+        find_link: Finds a slot for an input that need not be kept; see Note [Chained regions].
+    """
+
+    __slots__ = ("_tree", "slots")
+
+    def __init__(
+        self, tree: Tree, hooks: Hooks | None, find_link: Callable[[torch.Tensor], Slot | None] | None = None
+    ) -> None:
+        indices: dict[int, _Index] = {}
+        self.slots: list[Slot] = []
+
+        def index_of(tensor: torch.Tensor) -> _Index:
+            if id(tensor) not in indices:
+                indices[id(tensor)] = _Index(len(self.slots))
+                link = None if find_link is None else find_link(tensor)
+                self.slots.append(link or _keep(tensor, len(self.slots), hooks))
+            return indices[id(tensor)]
+
+        self._tree = tree.map(torch.Tensor, index_of)
+
+    def rebuild(self, task: int) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return arguments and keyword arguments for calling the function again.
+
+        Raises:
+            RecomputeError: An input was changed in place since the first call.
+        """
+        tensors = [slot.fetch(task) for slot in self.slots]
+        args, kwargs = self._tree.map(_Index, lambda index: tensors[index]).build()
+        return args, kwargs
+
+
+class _Index(int):
+    """The number of a tensor's slot, in the place of the tensor; a type of its own among the user's integers."""
+
+
+def _keep(tensor: torch.Tensor, position: int, hooks: Hooks | None) -> Slot:
+    # Note [Inputs go through the surrounding hooks]
+    # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    # To whatever surrounds a region, its inputs are what it saves for backward, so they go through the
+    # saved-tensor hooks that surround it. If those are another region's, the input is not kept at all and the
+    # outer region recomputes it first. If they move tensors to the host (`torch.autograd.graph.save_on_cpu`),
+    # the inputs go there.
+    if hooks is None or isinstance(tensor, nn.Parameter):
+        return _HeldInput(tensor, position)
+    pack, unpack = hooks
+    with torch.no_grad():
+        return _PackedInput(pack(tensor), unpack, tensor.requires_grad)
+
+
+class _HeldInput:
+    """An input kept as it is."""
+
+    __slots__ = ("_needs_leaf", "_position", "_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor, position: int) -> None:
+        # With its history it would keep the graph before the region alive.
+        self._needs_leaf = not tensor.is_leaf
+        self._tensor = tensor.detach() if self._needs_leaf else tensor
+        self._version = version_of(tensor)
+        self._position = position
+
+    def fetch(self, task: int) -> torch.Tensor:
+        tensor = self._tensor
+        if version_of(tensor) != self._version:
+            raise RecomputeError(
+                f"Input tensor {self._position} of a checkpointed region (shape {tuple(tensor.shape)}, "
+                f"{tensor.dtype}, {tensor.device}) was changed in place after the region's forward pass: "
+                f"version {self._version} then, {version_of(tensor)} now. The region is recomputed from its "
+                "inputs, so they must stay as they are until backward. Use the out-of-place form of the "
+                "operation that changes it (x = x + y, not x += y), or give the region a clone."
+            )
+        return tensor.detach().requires_grad_() if self._needs_leaf else tensor
+
+
+class _PackedInput:
+    """An input kept by the hooks around the region. See Note [Inputs go through the surrounding hooks]."""
+
+    __slots__ = ("_packed", "_requires_grad", "_unpack")
+
+    def __init__(self, packed: object, unpack: Callable[[Any], torch.Tensor], requires_grad: bool) -> None:
+        self._packed = packed
+        self._unpack = unpack
+        self._requires_grad = requires_grad
+
+    def fetch(self, task: int) -> torch.Tensor:
+        return self._unpack(self._packed).detach().requires_grad_(self._requires_grad)
+
+
+# ---------------------------------------------------------------------- modules and global state
+
+
+def mark_as_copy(copy: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Note that a tensor stands in for a parameter of a module while that computes."""
+    copy._memscale_parameter = parameter  # type: ignore[attr-defined]
+
+
+def parameter_behind(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the parameter that a tensor stands in for; the tensor itself, if it stands in for none."""
+    parameter: torch.Tensor = getattr(tensor, "_memscale_parameter", tensor)
+    return parameter
+
+
+def submodules(roots: Sequence[nn.Module]) -> list[nn.Module]:
+    """Every module under some modules, each once: `nn.Module.modules()`, without making the names."""
+    found: dict[nn.Module, None] = {}
+    waiting = list(roots)
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found[module] = None
+            waiting.extend(child for child in module._modules.values() if child is not None)
+    return list(found)
+
+
+class ModuleFlags:
+    """`training` of some modules, their parameters, `requires_grad` of these and their versions.
+
+    The parameters are those that the modules have in forward: `torch.func.functional_call` puts other tensors in
+    their place as long as a call lasts, and a recomputation must use the very same. One that was computed (MAML's
+    weights after an inner step) is held without its history, and of a copy on the device the parameter behind it.
+    """
+
+    __slots__ = (
+        "_modules",
+        "_owned",
+        "_parameters",
+        "_versions",
+        "any_requires_grad",
+        "any_was_computed",
+        "device_types",
+    )
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = [(module, module.training) for module in modules]
+        self._owned: list[tuple[nn.Module, dict[str, torch.Tensor | None]]] = [
+            (module, dict(module._parameters)) for module in modules if "_parameters" in vars(module)
+        ]
+        self.any_was_computed = False
+        for _, own in self._owned:
+            for name, tensor in own.items():
+                if tensor is not None and not tensor.is_leaf:
+                    own[name] = self._without_history(parameter_behind(tensor))
+        self._parameters = [
+            (tensor, tensor.requires_grad)
+            for _, own in self._owned
+            for tensor in own.values()
+            if tensor is not None
+        ]
+        self.any_requires_grad = any(flag for _, flag in self._parameters)
+        self.device_types = {parameter.device.type for parameter, _ in self._parameters}
+        self._versions = [parameter._version for parameter, _ in self._parameters]
+
+    def _without_history(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_leaf:
+            return tensor
+        self.any_was_computed = True
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters; one that is shared, as often as it has owners."""
+        return [parameter for parameter, _ in self._parameters]
+
+    def check_parameters(self) -> None:
+        """Check, before the first recomputation of a backward pass, that no parameter was changed in place.
+
+        An optimizer that steps inside backward (`register_post_accumulate_grad_hook`) changes a parameter
+        when nothing that depends on it is left to recompute, so such parameters are not looked at.
+
+        Raises:
+            RecomputeError: A parameter was changed in place after the forward pass began.
+        """
+        for (parameter, _), version in zip(self._parameters, self._versions, strict=True):
+            if parameter._version != version and not _is_stepped_in_backward(parameter):
+                raise changed_parameter(parameter, version)
+
+    def parameters_moved(self) -> None:
+        """Count versions from here: the parameters have been moved, with their values."""
+        self._versions = [parameter._version for parameter, _ in self._parameters]
+
+    @contextlib.contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Set parameters and flags as they were, and leave them as they are now."""
+        owners = [
+            (module, module._parameters, own)
+            for module, own in self._owned
+            if not _are_same(own, module._parameters)
+        ]
+        modules = [(module, module.training) for module, flag in self._modules if module.training != flag]
+        parameters = [
+            (parameter, parameter.requires_grad)
+            for parameter, flag in self._parameters
+            if parameter.requires_grad != flag
+        ]
+        try:
+            for owner, _, own in owners:
+                vars(owner)["_parameters"] = dict(own)
+            for module, now in modules:
+                module.training = not now
+            for parameter, now in parameters:
+                parameter.requires_grad_(not now)
+            yield
+        finally:
+            for owner, real, _ in owners:
+                vars(owner)["_parameters"] = real
+            for module, now in modules:
+                module.training = now
+            for parameter, now in parameters:
+                parameter.requires_grad_(now)
+
+
+def _are_same(then: Mapping[str, object], now: Mapping[str, object]) -> bool:
+    return len(then) == len(now) and all(now.get(name) is each for name, each in then.items())
+
+
+def _is_stepped_in_backward(parameter: torch.Tensor) -> bool:
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(getattr(hook, "changes_parameter", True) for hook in hooks.values())
+
+
+class Conditions:
+    """State outside of a call's inputs and buffers: random generators, autocast, flags of modules.
+
+    Also the default device, and which attention kernels are allowed (`sdpa_kernel`). Grad mode is not in it: a region
+    exists only where gradients are on.
+    """
+
+    __slots__ = ("_attention", "_autocast", "_default_device", "_device_types", "_host_rng", "_rng", "flags")
+
+    def __init__(self, flags: ModuleFlags, device_types: Iterable[str]) -> None:
+        self._device_types = sorted({*device_types, *flags.device_types})
+        self.flags = flags
+        self._rng = TorchRngState(self._device_types)
+        self._host_rng: HostRngState | None = HostRngState()
+        self._autocast = _Autocast(self._device_types)
+        self._default_device = torch.get_default_device()
+        self._attention = _allowed_attention()
+
+    def end_forward(self) -> None:
+        """Forget the state of Python's and NumPy's generators if forward has not drawn from them."""
+        if self._host_rng is not None and not self._host_rng.has_moved():
+            self._host_rng = None
+
+    def restore_random(self) -> None:
+        """Set the random state as it was at forward."""
+        self._rng.restore()
+        if self._host_rng is not None:
+            self._host_rng.restore()
+
+    @contextlib.contextmanager
+    def replay(self) -> Iterator[None]:
+        """Run with gradients on and all else as it was at forward; afterwards all is as it is now."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.flags.put_back())
+            stack.enter_context(self._autocast.replay())
+            stack.enter_context(_attention_allowed(self._attention))
+            if torch.get_default_device() != self._default_device:
+                stack.enter_context(self._default_device)
+            stack.enter_context(torch.enable_grad())
+            stack.callback(TorchRngState(self._device_types).restore)
+            if self._host_rng is not None:
+                stack.callback(HostRngState().restore)
+            self.restore_random()
+            yield
+
+
+class _Autocast:
+    """Autocast as it stands, on the CPU, on the given devices, and on this machine's accelerator."""
+
+    __slots__ = ("_cache", "_states")
+
+    def __init__(self, device_types: Iterable[str]) -> None:
+        accelerator = torch.accelerator.current_accelerator()
+        names = {"cpu", *device_types} | ({accelerator.type} if accelerator is not None else set())
+        self._states = [
+            (name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name))
+            for name in sorted(names)
+            if torch.amp.is_autocast_available(name)
+        ]
+        self._cache = torch.is_autocast_cache_enabled()
+
+    @contextlib.contextmanager
+    def replay(self) -> Iterator[None]:
+        if not any(was or torch.is_autocast_enabled(name) for name, was, _ in self._states):
+            yield
+            return
+        # Casts of weights are cached as long as the outermost autocast lasts. If backward runs inside one,
+        # it would go on holding what is cast here, and this region would find what others have cast.
+        torch.clear_autocast_cache()
+        try:
+            with contextlib.ExitStack() as stack:
+                for name, enabled, dtype in self._states:
+                    stack.enter_context(
+                        torch.autocast(name, dtype=dtype, enabled=enabled, cache_enabled=self._cache)
+                    )
+                yield
+        finally:
+            torch.clear_autocast_cache()
+
+
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+
+
+def _allowed_attention() -> tuple[bool, ...]:
+    backends: Any = torch.backends.cuda  # of the CPU's kernels too, in spite of the name
+    return tuple(getattr(backends, f"{kind}_sdp_enabled")() for kind in _ATTENTION)
+
+
+@contextlib.contextmanager
+def _attention_allowed(wanted: tuple[bool, ...]) -> Iterator[None]:
+    backends: Any = torch.backends.cuda
+    states = zip(_ATTENTION, _allowed_attention(), wanted, strict=True)
+    changed = [(kind, now) for kind, now, then in states if now != then]
+    try:
+        for kind, now in changed:
+            getattr(backends, f"enable_{kind}_sdp")(not now)
+        yield
+    finally:
+        for kind, now in changed:
+            getattr(backends, f"enable_{kind}_sdp")(now)
+
+
+# ---------------------------------------------------------------------- buffers and attributes
+
+SMALL_BYTES = 64 * 1024
+"""A larger buffer is copied, in the call of a whole model, only if its module has been seen to change any."""
+
+# Of each module, and of each value of `training`: does forward change its buffers?
+_changes: weakref.WeakKeyDictionary[nn.Module, dict[bool, bool]] = weakref.WeakKeyDictionary()
+
+
+class Buffers:
+    """The buffers and Python attributes of some modules, before a forward pass and after it.
+
+    See Note [Buffers of a region] and Note [Attributes of a region].
+
+    Args:
+        modules: Whose buffers and attributes.
+        copy_all: Copy large buffers too that have not been seen to change.
+    """
+
+    __slots__ = ("_attributes", "_bare", "_owners")
+
+    def __init__(self, modules: Sequence[nn.Module], *, copy_all: bool = True) -> None:
+        self._attributes = Attributes(modules)
+        with torch.no_grad():
+            copies: dict[int, torch.Tensor] = {}  # a buffer shared by two modules has one copy
+            self._owners = [
+                _Owner(module, dict(module._buffers), copies, copy_all)
+                for module in modules
+                if _has_buffers(module)
+            ]
+        # Modules without a buffer may register one.
+        self._bare = [(module, dict(module._buffers)) for module in modules if not _has_buffers(module)]
+
+    def end_forward(self) -> None:
+        """Learn which modules changed their buffers in forward, and drop the other copies."""
+        self._attributes.settle()
+        for owner in self._owners:
+            owner.end_forward()
+        for module, before in self._bare:
+            if _has_buffers(module):
+                self._owners.append(_Owner(module, before, {}, copy_all=False))
+        self._bare = []
+
+    def restore(self) -> None:
+        """Set buffers and attributes as they were before a forward pass that failed.
+
+        Raises:
+            RecomputeError: A buffer's value at the beginning is not known any more.
+        """
+        self._attributes.take_back()
+        with torch.no_grad():
+            for owner in self._owners:
+                owner.restore()
+        for module, before in self._bare:
+            _set_buffers(module, before)
+
+    @contextlib.contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Run with copies of the buffers, and the attributes, as forward found them; then set the real ones again.
+
+        Raises:
+            RecomputeError: A buffer's value at forward is not known any more.
+        """
+        copies: dict[int, torch.Tensor] = {}
+        with torch.no_grad():
+            exchanged = [(owner.module, owner.at_forward(copies)) for owner in self._owners]
+        real = [(module, module._buffers) for module, buffers in exchanged if buffers is not None]
+        try:
+            for module, buffers in exchanged:
+                if buffers is not None:
+                    module.__dict__["_buffers"] = buffers
+            with self._attributes.put_back():
+                yield
+        finally:
+            for module, original in real:
+                module.__dict__["_buffers"] = original
+
+
+class _Owner:
+    """One module's own buffers."""
+
+    __slots__ = ("before", "changed", "copies", "lost", "module", "training", "versions")
+
+    def __init__(
+        self,
+        module: nn.Module,
+        before: dict[str, torch.Tensor | None],
+        copies: dict[int, torch.Tensor],
+        copy_all: bool,
+    ) -> None:
+        self.module = module
+        self.training = module.training
+        self.before = before
+        self.versions = _versions(self.before)
+        self.changed = True  # until `end_forward` has looked
+        self.lost: str | None = None
+        known = _changes.get(module, {}).get(self.training)
+        self.copies = {
+            name: _copy(buffer, copies)
+            for name, buffer in self.before.items()
+            if buffer is not None and (copy_all or known is not False or buffer.nbytes <= SMALL_BYTES)
+        }
+
+    def end_forward(self) -> None:
+        known = _changes.setdefault(self.module, {})
+        first_call = self.training not in known
+        in_place = [
+            name for name, version in _versions(self.before).items() if version != self.versions[name]
+        ]
+        if first_call and not in_place:
+            in_place = [name for name, copy in self.copies.items() if _differs(copy, self.before[name])]
+        known[self.training] = (
+            bool(in_place) or known.get(self.training, False) or _is_batch_norm(self.module)
+        )
+        self.changed = known[self.training] or not _same(self.before, self.module._buffers)
+        self.lost = next((name for name in in_place if name not in self.copies), None)
+        if not self.changed:
+            self.copies = {}
+
+    def restore(self) -> None:
+        for name, version in _versions(self.before).items():
+            if version != self.versions[name] and name not in self.copies:
+                raise RecomputeError(
+                    f"The buffer {name!r} of {type(self.module).__name__} was changed in place by a forward pass "
+                    "that failed, for the first time after passes that left it alone, so its value before that "
+                    "is not known. Set it again, for example from a checkpoint, before you go on."
+                )
+        for name, copy in self.copies.items():
+            buffer = self.before[name]
+            if buffer is not None:
+                # An earlier call's graph may have it: batch norm raises no version either.
+                with same_version(buffer):
+                    buffer.copy_(copy)
+        self.versions = _versions(self.before)
+        _set_buffers(self.module, self.before)
+
+    def at_forward(self, copies: dict[int, torch.Tensor]) -> dict[str, torch.Tensor | None] | None:
+        """Return `_buffers` as it was, for a recomputation to change; None if the real ones will do."""
+        if self.lost is not None:
+            raise RecomputeError(
+                f"The buffer {self.lost!r} of {type(self.module).__name__} was changed in place by a forward "
+                "pass, for the first time after passes that left it alone, so its value before that is not "
+                "known and the pass cannot be repeated. Run the step again: the buffer is copied from now on."
+            )
+        if self.changed:
+            return {
+                name: _copy(self.copies[name], copies) if name in self.copies else buffer
+                for name, buffer in self.before.items()
+            }
+        for name, version in _versions(self.before).items():
+            if version != self.versions[name]:
+                raise RecomputeError(
+                    f"The buffer {name!r} of {type(self.module).__name__} was changed in place between "
+                    "forward and backward, so the forward pass cannot be recomputed. Change it after "
+                    "backward, or assign a new tensor instead. (Under DistributedDataParallel, two forward "
+                    "passes before one backward do this: pass broadcast_buffers=False.)"
+                )
+        return None if _same(self.before, self.module._buffers) else dict(self.before)
+
+
+def _set_buffers(module: nn.Module, buffers: dict[str, torch.Tensor | None]) -> None:
+    if not _same(buffers, module._buffers):
+        module._buffers.clear()
+        module._buffers.update(buffers)
+
+
+def _has_buffers(module: nn.Module) -> bool:
+    buffers = module.__dict__.get("_buffers")  # a scripted module keeps its own elsewhere, out of reach
+    return bool(buffers) and any(buffer is not None for buffer in module._buffers.values())
+
+
+def _same(before: dict[str, torch.Tensor | None], now: dict[str, torch.Tensor | None]) -> bool:
+    return before.keys() == now.keys() and all(now[name] is buffer for name, buffer in before.items())
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, _NormBase) and module.training and module.track_running_stats
+
+
+def _versions(buffers: dict[str, torch.Tensor | None]) -> dict[str, int]:
+    return {name: version_of(buffer) for name, buffer in buffers.items() if buffer is not None}
+
+
+def _copy(buffer: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:
+    if id(buffer) not in copies:
+        copies[id(buffer)] = buffer.detach().clone()
+    return copies[id(buffer)]
+
+
+def _differs(copy: torch.Tensor, buffer: torch.Tensor | None) -> bool:
+    if type(buffer) is not torch.Tensor or buffer.is_meta:
+        return False  # a fake tensor has no values to look at
+    return copy.shape != buffer.shape or not torch.equal(copy, buffer)
