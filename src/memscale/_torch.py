@@ -54,7 +54,7 @@ _autograd: Any = _C._autograd
 
 
 def graph_task_id() -> int:
-    """A number that each backward pass has for itself, or `OUTSIDE_BACKWARD`.
+    """Return a number that each backward pass has for itself, or `OUTSIDE_BACKWARD`.
 
     Without it (torch before 2.1) nothing works: two backward passes could not be told apart.
     """
@@ -115,7 +115,7 @@ def backward_keeps_graph() -> bool:
 
 
 def surrounding_hooks() -> Hooks | None:
-    """The saved-tensor hooks that a tensor saved right here would go through.
+    """Return the saved-tensor hooks that a tensor saved right here would go through.
 
     Without it (torch before 2.8) a region inside a region holds its inputs itself: right, but dearer.
     """
@@ -124,7 +124,7 @@ def surrounding_hooks() -> Hooks | None:
 
 
 def hooks_are_allowed() -> bool:
-    """False where torch refuses saved-tensor hooks, as it does under `torch.func` transforms.
+    """Return False where torch refuses saved-tensor hooks, as it does under `torch.func` transforms.
 
     Without it a region raises there, instead of running plainly.
     """
@@ -133,7 +133,7 @@ def hooks_are_allowed() -> bool:
 
 
 def alias_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
-    """A second tensor over the same memory and the same version counter, with no history.
+    """Return a second tensor over the same memory and the same version counter, with no history.
 
     Inside a dispatch mode the key that passes version counters on to aliases is switched off, so a plain
     `detach()` there would not see later in-place changes. Without the guard nothing could safely be kept.
@@ -176,7 +176,7 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def running_node_name() -> str | None:
-    """The name of the backward node that is running, such as `AddmmBackward0`.
+    """Return the name of the backward node that is running, such as `AddmmBackward0`.
 
     Without it error messages do not name the operation.
     """
@@ -508,6 +508,20 @@ def takes_foreach(device_types: set[str], tensor_types: set[type]) -> bool:
     return device_types <= devices and tensor_types <= set(foreach_type_lists[0])
 
 
+FOREACH_MUL = (torch.ops.aten._foreach_mul_.Scalar, torch.ops.aten._foreach_mul_.ScalarList)
+
+
+def foreach_mul_(tensors: Sequence[torch.Tensor], factor: float | Sequence[float]) -> None:
+    """Multiply tensors by numbers in place with CUDA's rounding.
+
+    CUDA's `_foreach_mul_` keeps the number in 32 bits when the tensors have 16, as `mul_` does everywhere. That of the
+    CPU rounds the number first (tried on 2.13): 0.999 is 1 in bfloat16, and a second moment would never decay.
+    """
+    factors = factor if isinstance(factor, Sequence) else [factor] * len(tensors)
+    for tensor, each in zip(tensors, factors, strict=True):
+        tensor.mul_(each)
+
+
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 
 
@@ -523,6 +537,27 @@ if TYPE_CHECKING:
 else:  # without them (torch before 2.10) there is no second device on a machine without an accelerator
     PrivateDeviceGuard = _C._acc.DeviceGuard
     PrivateDeviceHooks = _C._acc.PrivateUse1Hooks
+
+
+def destroy_library(library: Any) -> None:
+    """Remove the operator implementations of a `torch.library.Library` now, not when it is collected."""
+    library._destroy()
+
+
+@contextlib.contextmanager
+def wrapped_engine(wrapper: Callable[..., Any]) -> Iterator[None]:
+    """Call `wrapper(run_backward, *args, **kwargs)` instead of autograd's engine inside the block."""
+    from torch.autograd import graph
+
+    run_backward: Any = graph._engine_run_backward
+    owners: list[Any] = [owner for owner in (graph, torch.autograd) if hasattr(owner, "_engine_run_backward")]
+    for owner in owners:
+        owner._engine_run_backward = functools.partial(wrapper, run_backward)
+    try:
+        yield
+    finally:
+        for owner in owners:
+            owner._engine_run_backward = run_backward
 
 
 def map_location_in_use() -> Any:

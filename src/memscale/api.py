@@ -17,7 +17,7 @@ from memscale.execution_plan import Plan
 from memscale.executor import EXECUTOR, Executor, disk_of, executor_of, refuse_nested
 from memscale.hardware import Hardware, detect, virtual_hardware
 from memscale.observe.counters import Meter
-from memscale.observe.log import logger, say_plan, speaking
+from memscale.observe.log import log_plan, logger, open_log
 from memscale.offload.homes import training_device
 from memscale.optimizer.needs import OptimizerNeeds, needs_of
 from memscale.planner.batch_size import BatchSizes, batch_sizes
@@ -269,8 +269,8 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any, optimizer:
         if sample_input is not None:
             executor.batches.add(named_shapes(model, sample_of(sample_input, model)))
         # The log comes first: if its file cannot be opened, the model stays as it is.
-        with speaking(config, strict=True) as log:
-            _attach(executor, lambda: say_plan(log, decided, hardware))
+        with open_log(config, strict=True) as log:
+            _attach(executor, lambda: log_plan(log, decided, hardware))
     except BaseException:
         disk.close()
         raise

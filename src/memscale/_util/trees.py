@@ -1,4 +1,4 @@
-"""Tensors inside arguments and results: in dicts, lists, tuples, dataclasses, and all that pytree knows."""
+"""Tensors in nested arguments and results: dicts, lists, tuples, dataclasses, and all that pytree knows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ __all__ = ["Tree"]
 
 
 class Tree:
-    """A nested value, taken apart so that its tensors can be replaced and the value built again.
+    """A nested value, flattened so that its tensors can be replaced and the value rebuilt.
 
-    Taking apart and building again make new containers; anything that is not a container is passed on as it
-    is. Hugging Face's outputs are registered with pytree. A dataclass that is not is opened here, field by
-    field.
+    Rebuilding creates new containers; anything else is passed on as it is. Hugging Face's outputs are registered with
+    pytree; a dataclass that is not is flattened here, field by field.
     """
 
     __slots__ = ("_leaves", "_spec")
@@ -33,7 +32,7 @@ class Tree:
         return cls([_Record.of(leaf) if _is_record(leaf) else leaf for leaf in leaves], spec)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors, in order, each as often as it occurs."""
+        """Yield the tensors in order, each as often as it occurs."""
         for leaf in self._leaves:
             if isinstance(leaf, torch.Tensor):
                 yield leaf
@@ -41,7 +40,7 @@ class Tree:
                 yield from leaf.fields.tensors()
 
     def map(self, of: type, change: Callable[[Any], object]) -> Tree:
-        """The same tree with every leaf of one type changed."""
+        """Return the tree with every leaf of one type changed."""
         leaves = [
             change(leaf)
             if isinstance(leaf, of)
@@ -58,7 +57,7 @@ class Tree:
 
 
 class _Record:
-    """A dataclass instance, taken apart."""
+    """A flattened dataclass instance."""
 
     __slots__ = ("cls", "fields", "rest")
 

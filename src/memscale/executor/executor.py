@@ -17,7 +17,7 @@ from memscale._util.interrupts import interrupts_deferred, raise_pending_interru
 from memscale.config import Config
 from memscale.errors import WrapError
 from memscale.execution_plan import LayerPlan, Offloading, Plan, Tier
-from memscale.executor.hooks import EXECUTOR, Placeholder, before_forward, inputs_to_device, no_cache_hooks
+from memscale.executor.hooks import Placeholder, before_forward, inputs_to_device, no_cache_hooks
 from memscale.executor.registry import LAYER_TECHNIQUES, MODEL_TECHNIQUES
 from memscale.observe.counters import Meter
 from memscale.observe.report import Report
@@ -25,7 +25,7 @@ from memscale.offload.homes import Homes, training_device
 from memscale.offload.loading import forget_pending
 from memscale.offload.materialise import Materialised, has_meta_tensors
 from memscale.profiler.sample import PlannedBatches
-from memscale.techniques.base import LayerSite, ModelSite
+from memscale.techniques.base import EXECUTOR, LayerSite, ModelSite
 from memscale.techniques.forward import CompileNotice, WeakModule
 from memscale.techniques.undo_log import UndoLog
 from memscale.tiers.store import DiskStore

@@ -35,15 +35,13 @@ from torch import nn
 from memscale._torch import outside_compiler
 from memscale.checkpointing.technique import is_cache
 from memscale.offload.fetch import bring_inputs
+from memscale.techniques.base import EXECUTOR
 from memscale.techniques.forward import ForwardStage, override_of
 
 if TYPE_CHECKING:
     from memscale.executor.executor import Executor
 
-__all__ = ["EXECUTOR", "NoCache", "Placeholder", "before_forward", "inputs_to_device", "no_cache_hooks"]
-
-EXECUTOR = "_memscale_executor"
-"""The attribute under which a wrapped model has its executor."""
+__all__ = ["NoCache", "Placeholder", "before_forward", "inputs_to_device", "no_cache_hooks"]
 
 logger = logging.getLogger("memscale")
 

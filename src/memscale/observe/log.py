@@ -13,7 +13,7 @@ from memscale.execution_plan import Plan
 from memscale.hardware import Hardware
 from memscale.units import format_bytes
 
-__all__ = ["logger", "say_plan", "speaking"]
+__all__ = ["log_plan", "logger", "open_log"]
 
 logger = logging.getLogger("memscale")
 
@@ -52,7 +52,7 @@ def _say_unwritable(path: str, error: OSError) -> None:
 
 
 @contextlib.contextmanager
-def speaking(config: Config, *, strict: bool = False) -> Iterator[logging.Logger]:
+def open_log(config: Config, *, strict: bool = False) -> Iterator[logging.Logger]:
     """Return the logger, with handlers for as long as the block runs; a silent one if the Config says so.
 
     Handlers are added for the block only: how logging is configured is the user's business.
@@ -100,7 +100,7 @@ _silent = logging.Logger("memscale.silent")
 _silent.addHandler(logging.NullHandler())
 
 
-def say_plan(log: logging.Logger, plan: Plan, hardware: Hardware, occasion: str = "planned") -> None:
+def log_plan(log: logging.Logger, plan: Plan, hardware: Hardware, occasion: str = "planned") -> None:
     """Log the hardware, the predicted peak before and after, the step-time ratio, and the plan as a table."""
     if not log.isEnabledFor(logging.INFO):
         return

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from memscale.errors import WeightsError, WrapTypeError, shown
+from memscale.techniques.base import EXECUTOR
 from memscale.tiers.store import DiskStore
 
 __all__ = [
@@ -117,9 +118,7 @@ def forget_pending(model: nn.Module) -> None:
 
 
 def _store_of(model: nn.Module) -> DiskStore | None:
-    from memscale.executor import executor_of  # the executor imports this module
-
-    executor = executor_of(model)
+    executor = vars(model).get(EXECUTOR)
     return None if executor is None else executor.homes.store
 
 
@@ -263,7 +262,7 @@ def tie_on_meta(model: nn.Module) -> None:
 
 
 def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a model's ``state_dict`` has; tied ones under each of their names."""
+    """Return what a model's ``state_dict`` has; tied ones under each of their names."""
     found: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own: dict[str, Any] = {**module._parameters, **module._buffers}

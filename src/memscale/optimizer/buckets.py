@@ -42,7 +42,7 @@ class Buckets:
         return not self._pending
 
     def take(self) -> list[Member]:
-        """The next bucket; one parameter at least, if there is one."""
+        """Return the next bucket; one parameter at least, if there is one."""
         self._learn()
         bucket: list[Member] = []
         total = 0

@@ -57,7 +57,7 @@ class _Reduce:
 
 
 def copy_with_state(optimizer: Optimizer, state: MovingState, keeper: object) -> None:
-    """Copies of this optimizer get their state out of the place; the optimizer keeps ``keeper`` alive."""
+    """Let copies of this optimizer get ordinary state; the optimizer keeps ``keeper`` alive."""
     attributes = vars(optimizer)
     attributes[_REDUCE] = _Reduce(optimizer, state, keeper, attributes.get(_REDUCE))
 

@@ -57,7 +57,7 @@ class Inside(Protocol):
     def as_left(
         self, optimizer: Optimizer, parameter: Tensor, name: str, like: Tensor
     ) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """What it makes of new state of this parameter: where it is then, and a tensor that is as large."""
+        """Yield what it makes of new state of this parameter: its key, and a tensor of that size."""
 
 
 INSIDE: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -67,7 +67,7 @@ INSIDE: weakref.WeakSet[Any] = weakref.WeakSet()
 def slices_of(
     optimizer: Optimizer, parameter: Tensor, state: MovingState, needed: int, limit: int
 ) -> SlicedParameter | None:
-    """The parameter cut so that no slice needs more than the limit; None for one that is stepped whole."""
+    """Return the parameter cut so that no slice needs more than the limit; None for one that is stepped whole."""
     inside: Iterable[Inside] = INSIDE
     if any(each.keeps(parameter) for each in inside):
         return None
@@ -78,7 +78,7 @@ def slices_of(
 def as_left(
     optimizer: Optimizer, parameter: Tensor, name: str, like: Tensor
 ) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """New state as whoever is further in leaves it: where it is in the parameter's state, and how large."""
+    """Yield new state as the inner steps leave it: its key in the parameter's state, and its size."""
     for each in INSIDE:
         if each.keeps(parameter):
             yield from each.as_left(optimizer, parameter, name, like)
@@ -87,7 +87,7 @@ def as_left(
 
 
 def length_of_slices(optimizer: Optimizer, parameter: Tensor, needed: int, limit: int) -> int | None:
-    """The elements of such a slice."""
+    """Return the elements of such a slice."""
     if arithmetic_of(type(optimizer)) not in ELEMENTWISE or needed <= limit or not _is_flat(parameter):
         return None
     gradient = parameter.grad
@@ -182,7 +182,7 @@ class SlicedParameter:
                 self._state.place.rest(flat)
 
     def _home_of(self, name: str, value: Tensor) -> Tensor:
-        """The whole tensor that this is a slice of."""
+        """Return the whole tensor that this is a slice of."""
         before = self._before.get(name)
         if (
             isinstance(before, Tensor)

@@ -39,15 +39,15 @@ class StatePlace(Protocol):
     """Where optimizer state waits between steps."""
 
     def down(self, tensor: Tensor) -> Tensor:
-        """An ordinary tensor of that place with the same values; the original may be freed afterwards."""
+        """Return an ordinary tensor of that place with the same values; the original may be freed afterwards."""
         ...
 
     def up(self, tensor: Tensor, parameter: Tensor) -> Tensor:
-        """The tensor for use in the parameter's step: itself if it can be used, else a copy on its device."""
+        """Return the tensor for use in the parameter's step: itself if it can be used, else a copy on its device."""
         ...
 
     def new(self, like: Tensor) -> Tensor:
-        """An ordinary tensor of that place, as large as this one (which has no values); its own are undefined."""
+        """Return an uninitialised ordinary tensor of that place, as large as this one."""
         ...
 
     def reserve(self, like: Tensor, parameter: Tensor) -> Tensor | None:
@@ -103,7 +103,7 @@ class MovingState:
                 self._reserved[id(parameter), path] = home
 
     def reserve_for(self, state: Any, parameter: Tensor) -> None:
-        """The same for state that is there, and has not gone down yet."""
+        """Do the same for state that exists and has not been offloaded yet."""
 
         def take(path: Path, tensor: Tensor) -> Tensor:
             if not self.is_home(tensor) and self._goes_down(tensor, parameter):
@@ -117,7 +117,7 @@ class MovingState:
         self._reserved.clear()
 
     def new_home(self, like: Tensor, parameter: Tensor, name: str) -> Tensor:
-        """A tensor for state that is made a slice at a time: in the place, or beside the parameter if small."""
+        """Return a tensor for state that is made a slice at a time: in the place, or beside the parameter if small."""
         if like.nbytes < self.least_bytes:
             return torch.empty_like(like, device=parameter.device)
         home = self._reserved.pop((id(parameter), (name,)), None)
@@ -228,7 +228,7 @@ class MovingState:
         return home
 
     def copied(self, state: Any, parameter: Tensor) -> Any:
-        """The state as it would be without the place; the original stays down."""
+        """Return the state as it would be without the place; the original stays down."""
         beside: dict[int, Tensor] = {}
         return tree_map_only(Tensor, lambda tensor: self._beside(tensor, parameter, beside), state)
 
@@ -280,7 +280,7 @@ def _fits(home: Tensor, tensor: Tensor) -> bool:
 
 
 def _storages(parameter: Tensor) -> set[int]:
-    """What belongs to the parameter itself."""
+    """Return what belongs to the parameter itself."""
     tensors = (parameter, parameter.grad)
     return {
         each.untyped_storage()._cdata

@@ -274,7 +274,7 @@ class StreamedSteps(StepSubscriber):
         self.buckets_run += len(sliced)
 
     def _run(self, optimizer: Optimizer, bucket: list[Member], call: Callable[[], Any]) -> None:
-        """The arithmetic of one bucket, its state up for that long."""
+        """Run the arithmetic of one bucket, with its state fetched for that long."""
         origins: list[Origins] = [{} for _ in bucket]
 
         def take_down() -> None:

@@ -15,7 +15,7 @@ from memscale.errors import ProfileError, is_out_of_memory
 from memscale.execution_plan import ALLOWANCES, Plan, Tier
 from memscale.executor import Executor
 from memscale.hardware import Hardware
-from memscale.observe.log import speaking
+from memscale.observe.log import open_log
 from memscale.optimizer.needs import OptimizerNeeds, needs_of, with_optimizer
 from memscale.planner.assembly import plain_point, plan_by_structure, unseen_bytes
 from memscale.planner.cache import PlanCache, plan_key
@@ -147,7 +147,7 @@ def simulated_plan(
             failure = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
             if not reason:
                 reason = f"a step with it raised ({failure})"
-                with speaking(config) as log:
+                with open_log(config) as log:
                     log.warning("A step with the plan raised (%s): planning with fewer techniques.", failure)
             continue
         if not _is_worse_than_plain(plan) or config.force_optimize:

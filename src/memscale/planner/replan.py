@@ -12,7 +12,7 @@ from memscale.errors import ProfileError
 from memscale.execution_plan import Plan
 from memscale.executor import Executor
 from memscale.hardware import Hardware, detect
-from memscale.observe.log import say_plan, speaking
+from memscale.observe.log import log_plan, open_log
 from memscale.planner.assembly import NOT_CALLED
 from memscale.planner.make_plan import fits, make_plan
 from memscale.profiler import Sample
@@ -25,7 +25,7 @@ __all__ = ["follow_batch"]
 def follow_batch(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Plan again if the batch is larger than what was planned for; called before each training forward.
 
-    See Note [Batches that were planned for]. A plan that was made for a larger batch is kept for smaller ones:
+    See Note [Covered batches]. A plan that was made for a larger batch is kept for smaller ones:
     moving tensors back and forth would cost more than it gains.
     """
     batches = executor.batches
@@ -52,7 +52,7 @@ def _replan(executor: Executor, sample: Sample) -> None:
     # The model may have moved since it was wrapped.
     hardware = detect(executor.device, offload_dir=config.offload_dir)
     is_first = not batches
-    with speaking(config) as log:
+    with open_log(config) as log:
         try:
             plan, planned = _plan_for(executor, sample, _with_ceiling(config, batches.ceiling), hardware)
         except ProfileError as error:
@@ -63,7 +63,7 @@ def _replan(executor: Executor, sample: Sample) -> None:
         batches.add(named_shapes(executor.model, planned))
         if is_first:
             executor.replan(plan)
-            say_plan(log, plan, hardware, "planned anew from the first training batch")
+            log_plan(log, plan, hardware, "planned anew from the first training batch")
         elif _is_for_more(plan, executor.plan):
             executor.replan(plan)
             _log_larger(log, plan, sample)
@@ -109,7 +109,7 @@ def _warn_full(executor: Executor, sample: Sample) -> None:
     if executor.batches.said_full:
         return
     executor.batches.said_full = True
-    with speaking(executor.config or Config()) as log:
+    with open_log(executor.config or Config()) as log:
         log.warning(
             "a batch of %s is larger than planned for; %d plans were made in this run, which is the most: the "
             "largest one stays. Give wrap the largest batch as sample_input to plan once.",

@@ -107,7 +107,7 @@ def _directory(executor: Executor) -> str:
 
 
 def _written(directory: str, text: str) -> str:
-    """A new file, for its owner alone: the directory may be everyone's, and no file that is there is touched."""
+    """Write a new file, for its owner alone: the directory may be everyone's, and no file there is touched."""
     stem = f"memscale-oom-{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}"
     numbers = itertools.count()
     path = os.path.join(directory, f"{stem}.json")

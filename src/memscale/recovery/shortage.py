@@ -29,7 +29,7 @@ from memscale.execution_plan import Plan, Tier
 from memscale.executor import Executor
 from memscale.hardware import Hardware, detect
 from memscale.memory.record import Snapshot
-from memscale.observe.log import speaking
+from memscale.observe.log import open_log
 from memscale.planner.make_plan import make_plan
 from memscale.profiler import Place, Sample
 from memscale.profiler.build import backward_targets, loss_of
@@ -182,7 +182,7 @@ def _actions(plan: Plan) -> tuple[object, ...]:
 def log_recovery(executor: Executor, where: str, error: BaseException) -> None:
     """Log in one line what happened, and by which plan the step was repeated."""
     plan = executor.plan
-    with speaking(executor.config or Config()) as log:
+    with open_log(executor.config or Config()) as log:
         log.warning(
             "out of memory in %s (%s): the step was repeated with a heavier plan, peak %s, step time × %.2f (%s)",
             where,

@@ -32,7 +32,7 @@ from memscale._torch import LightDispatchMode, a_dispatch_mode_is_active, pytree
 from memscale.config import Config
 from memscale.errors import is_out_of_memory
 from memscale.executor import executor_of
-from memscale.observe.log import speaking
+from memscale.observe.log import open_log
 from memscale.optimizer.groups import Member, SplitStep, members_of
 from memscale.optimizer.interceptor import StepOrder, StepSubscriber
 from memscale.optimizer.kinds import why_whole
@@ -181,7 +181,7 @@ class CaughtSteps(StepSubscriber):
         model = self._model()
         executor = None if model is None else executor_of(model)
         config = (executor.config if executor is not None else None) or Config()
-        with speaking(config) as log:
+        with open_log(config) as log:
             log.warning(
                 "out of memory in the optimizer's step (%s): it was repeated a few parameters at a time, as later "
                 "ones will be",
@@ -190,7 +190,7 @@ class CaughtSteps(StepSubscriber):
 
 
 def _attempt(call: Callable[[], Any]) -> Exception | None:
-    """The error, if memory ran out."""
+    """Return the error, if memory ran out."""
     try:
         call()
     except Exception as error:
@@ -333,7 +333,7 @@ def _free(optimizer: Optimizer, failure: Exception) -> str:
 
 
 def _free_bytes(device: torch.device, wanted: int) -> int:
-    """What a device can still give, what its allocator holds on to included; as much as wanted if it does not say."""
+    """Return what a device has free, its allocator's cache included; `wanted` if it does not say."""
     module: Any = torch.get_device_module(device)
     if not all(hasattr(module, name) for name in ("mem_get_info", "memory_reserved", "memory_allocated")):
         return wanted

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from memscale.techniques.cost import BlockOption, CostTerms
     from memscale.techniques.undo_log import UndoLog
 
-__all__ = ["LayerSite", "LayerTechnique", "ModelSite", "ModelTechnique"]
+__all__ = ["EXECUTOR", "LayerSite", "LayerTechnique", "ModelSite", "ModelTechnique"]
+
+EXECUTOR = "_memscale_executor"
+"""The attribute under which a wrapped model has its executor."""
 
 
 @dataclass(frozen=True)

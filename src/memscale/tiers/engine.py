@@ -22,8 +22,10 @@ page-locked memory; others are correct, and slower.
 from __future__ import annotations
 
 import enum
+import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, TypeVar
@@ -382,7 +384,8 @@ class PinnedBudget:
         self.limit = limit
         self.bytes_in_use = 0
         self._works = True  # until an allocation fails
-        self._lock: LateLock[int] = LateLock(self._add)
+        # Weakly: the lock is its own, and a cycle would wait for the garbage collector.
+        self._lock: LateLock[int] = LateLock(functools.partial(_add_bytes, weakref.ref(self)))
 
     def allocate(self, nbytes: int, limit: int | None = None) -> torch.Tensor | None:
         """Return so many page-locked bytes; None where the limit, or the system, does not allow it.
@@ -411,8 +414,11 @@ class PinnedBudget:
         """Return what an allocation takes."""
         return 1 << max(nbytes - 1, 0).bit_length()
 
-    def _add(self, nbytes: int) -> None:
-        self.bytes_in_use += nbytes
+
+def _add_bytes(budget: weakref.ref[PinnedBudget], nbytes: int) -> None:
+    found = budget()
+    if found is not None:
+        found.bytes_in_use += nbytes
 
 
 def _allocate_pinned(nbytes: int) -> torch.Tensor | None:

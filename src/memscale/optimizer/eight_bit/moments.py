@@ -20,7 +20,7 @@ LEAST = 4096
 
 
 def parameters_in_eight_bits(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a model whose moments are kept in 8 bits: see Note [Eight bits between steps].
+    """Return the parameters of a model whose moments are kept in 8 bits: see Note [Eight bits between steps].
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 64))
@@ -137,7 +137,7 @@ class EightBitMoments(MovingState):
                 return
 
     def part_up(self, moment: Moment, part: slice, beside: Tensor) -> Tensor:
-        """A part of a moment in 32 bits, flat."""
+        """Return a part of a moment in 32 bits, flat."""
         codes, scales = (each.to(beside.device) for each in moment.part(part))
         self.bytes_moved += codes.nbytes + scales.nbytes
         return self._quantizer.up(codes, scales, signed=moment.signed)
@@ -151,7 +151,7 @@ class EightBitMoments(MovingState):
             to.copy_(new)
 
     def settle(self, state: Any, parameter: Tensor) -> None:
-        """What was not stepped is left as it is."""
+        """Leave what was not stepped as it is."""
 
     def bring_back(self, state: Any, parameter: Tensor) -> None:
         """Moments in 32 bits, beside their parameter, as ordinary tensors."""
@@ -160,11 +160,11 @@ class EightBitMoments(MovingState):
                 state[name] = self._brought_up(value, parameter)
 
     def copied(self, state: Any, parameter: Tensor) -> Any:
-        """The state as it would be in 32 bits; the original stays as it is."""
+        """Return the state as it would be in 32 bits; the original stays as it is."""
         return self.ordinary(state, parameter, parameter.device)
 
     def ordinary(self, state: Any, parameter: Tensor, device: torch.device) -> Any:
-        """The same, with what was in 8 bits on another device, one after the other."""
+        """Return the same, with what was in 8 bits on another device, one after the other."""
         if not any(isinstance(value, Moment) for _, value in _items(state)):
             return state
         return {

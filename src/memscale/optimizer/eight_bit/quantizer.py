@@ -35,7 +35,7 @@ class Quantizer(Protocol):
         """Codes, one byte a number, and the scale of each block; of a flat tensor in 32 bits."""
 
     def up(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-        """The numbers in 32 bits."""
+        """Return the numbers in 32 bits."""
 
 
 class Bitsandbytes:
@@ -83,7 +83,7 @@ class Bitsandbytes:
             raise Unavailable(f"bitsandbytes computes wrong numbers on {device} (off by {error:.2g})")
 
     def _map(self, beside: Tensor, signed: bool) -> Tensor:
-        """What each code stands for: fine near zero, coarse near the largest."""
+        """Return what each code stands for: fine near zero, coarse near the largest."""
         key = (signed, beside.device)
         if key not in self._maps:
             self._maps[key] = self._functional.create_dynamic_map(signed=signed).to(beside.device)
@@ -155,7 +155,7 @@ def _check_version(version: str) -> None:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Importing it warns of kernels for 4-bit inference that are not installed, which nobody asked for here."""
+    """Silence the import's warning about kernels for 4-bit inference, which are not needed."""
     logger = logging.getLogger("bitsandbytes")
     level = logger.level
     logger.setLevel(logging.ERROR)

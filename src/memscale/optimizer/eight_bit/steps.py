@@ -96,7 +96,7 @@ class EightBitSteps(StreamedSteps):
     def as_left(
         self, optimizer: Optimizer, parameter: torch.Tensor, name: str, like: torch.Tensor
     ) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-        """New state of such a parameter after a step: of a moment its codes and their scales."""
+        """Yield new state of such a parameter after a step: of a moment its codes and their scales."""
         if name in MOMENTS and self._why_whole(optimizer) is None and not self._moments.has_failed:
             for part, value in Moment.like(like, signed=MOMENTS[name]).items():
                 yield (name, part), value
