@@ -34,12 +34,12 @@ from memscale.optimizer.kinds import (
 from memscale.optimizer.states import OptimizerStates
 from memscale.units import format_bytes
 
-__all__ = ["Placement", "PlacementSteps"]
+__all__ = ["PlacedModel", "PlacementSteps"]
 
 _HOST = torch.device("cpu")
 
 
-class Placement(Protocol):
+class PlacedModel(Protocol):
     """What of a model's parameter placement a step has to know."""
 
     @property
@@ -74,7 +74,7 @@ class PlacementSteps(StepSubscriber):
 
     order = StepOrder.PLACEMENT
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: PlacedModel) -> None:
         self._placement = weakref.ref(placement)
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
