@@ -308,7 +308,7 @@ def test_a_cycle_is_counted_until_the_garbage_collector_finds_it():
 
 
 def test_memory_freed_by_the_garbage_collector_in_the_middle_of_an_allocation():
-    """See Note [Deaths at any time]: the collector runs between two steps of the allocator's book-keeping."""
+    """See Note [Finalizers during allocation]: the collector runs between two steps of the allocator's book-keeping."""
 
     class Collecting(ExactAllocator):
         def allocate(self, nbytes):

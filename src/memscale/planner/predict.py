@@ -7,7 +7,7 @@ Note [The step that is predicted]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 The second step of training or a later one, with the optimizer that was given, else with AdamW: its state is there,
 libraries have taken their workspaces, no gradient is left over when forward begins, and the outputs are let go of
-before backward. The first step is run, and the allocator is asked for the same again (Note [Steps again and again] in
+before backward. The first step is run, and the allocator is asked for the same again (Note [Replaying a step] in
 `memory/ledger.py`).
 
 What `wrap` keeps to repeat a step from (`ModelCall`) is there too, until backward ends: copies of buffers
