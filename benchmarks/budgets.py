@@ -1,11 +1,11 @@
-"""`python -m benchmarks.budgets`: what the engine makes of a memory budget, against plans made by hand.
+"""`python -m benchmarks.budgets`: what the planner makes of a memory budget, against plans made by hand.
 
 Two tables, of GPT-2 Medium (4 × 512) on a simulated RTX 3090:
 
-- for each budget the engine's plan, and the fastest that one would find by hand: full checkpointing (every layer
+- for each budget the planner's plan, and the fastest that one would find by hand: full checkpointing (every layer
   recomputed whole) with the parameters of as many layers offloaded as it takes
   (`planner.options.checkpointing_candidates`);
-- at the memory of full checkpointing, the floating-point operations that the engine's plan recomputes. Nothing is
+- at the memory of full checkpointing, the floating-point operations that the planner's plan recomputes. Nothing is
   offloaded there. Operations are counted by torch's `FlopCounterMode` over a step of the executor on the simulator.
 
 Exits with 1 if a plan does not fit its budget, is slower than one by hand, or recomputes more than 75% of the
@@ -49,19 +49,19 @@ __all__ = ["BudgetRow", "Selective", "budget_row", "main", "selective"]
 
 _PROGRAM = "python -m benchmarks.budgets"
 BUDGETS = ("8GiB", "6GiB", "4GiB", "3GiB", "2GiB", "1.5GiB")
-WORTH_A_LOOK = 1.05  # of a budget: the engine reckons better than that
-FEWER = 0.25  # of the operations that full checkpointing recomputes, which the engine's plan must not
+SIMULATED_UP_TO = 1.05  # times a budget: estimates are better than that
+FEWER = 0.25  # of the operations that full checkpointing recomputes, which the planner's plan must not
 
 
 @dataclass(frozen=True)
 class BudgetRow:
-    """The engine's plan for a budget, and the fastest one by hand.
+    """The planner's plan for a budget, and the fastest one by hand.
 
     Attributes:
         budget_bytes: what a plan and its allowance may take.
-        peak_bytes: of the engine's plan, simulated.
-        allowance_bytes: of the engine's plan.
-        time_ratio: of the engine's plan: predicted step time over that of the plain step.
+        peak_bytes: of the planner's plan, simulated.
+        allowance_bytes: of the planner's plan.
+        time_ratio: of the planner's plan: predicted step time over that of the plain step.
         what: is done, in words.
         hand_peak_bytes: of the plan by hand, simulated; None if no such plan fits.
         hand_time_ratio: of that.
@@ -85,15 +85,15 @@ class BudgetRow:
 
 @dataclass(frozen=True)
 class Selective:
-    """The engine's plan at the memory of full checkpointing; nothing is offloaded.
+    """The planner's plan at the memory of full checkpointing; nothing is offloaded.
 
     Attributes:
         full_peak_bytes: of full checkpointing, simulated.
-        peak_bytes: of the engine's plan, simulated.
+        peak_bytes: of the planner's plan, simulated.
         plain_flops: of the plain step.
         full_flops: what full checkpointing computes besides.
-        flops: what the engine's plan computes besides.
-        what: the engine's plan does, in words.
+        flops: what the planner's plan computes besides.
+        what: the planner's plan does, in words.
     """
 
     full_peak_bytes: int
@@ -116,7 +116,7 @@ class Selective:
 def budget_row(
     model: nn.Module, inputs: dict[str, torch.Tensor], hardware: Hardware, budget: str
 ) -> BudgetRow:
-    """Plan for a budget, by the engine and by hand."""
+    """Plan for a budget, by the planner and by hand."""
     config = Config(memory_budget=budget, enable_logging=False)
     plan = make_plan(model, inputs, config, hardware)
     size = parse_bytes(budget, field="budget")
@@ -157,7 +157,7 @@ def _fastest_by_hand(
     for point in sorted(
         _by_hand(profiled, hardware, config), key=lambda point: (point.seconds, point.peak_bytes)
     ):
-        if point.peak_bytes <= WORTH_A_LOOK * room:
+        if point.peak_bytes <= SIMULATED_UP_TO * room:
             plan = _simulated(model, point, profiled, inputs, config, hardware)
             if fits(plan, hardware, config):
                 return plan
@@ -180,7 +180,7 @@ def _simulated(
 
 
 def selective(model: nn.Module, inputs: dict[str, torch.Tensor], hardware: Hardware) -> Selective:
-    """Compare full checkpointing with the engine's plan for the same memory."""
+    """Compare full checkpointing with the planner's plan for the same memory."""
     config = Config(mode="balanced", enable_offloading=False, enable_logging=False)
     profiled = _profiled(model, inputs, config, hardware)
     full = _simulated(model, _by_hand(profiled, hardware, config)[0], profiled, inputs, config, hardware)
@@ -227,7 +227,7 @@ def _what(plan: Plan) -> str:
         parts.append(text)
     home = sum(layer.offloading is not None for layer in layers)
     if home:
-        parts.append(f"{home} blocks at home" + (", fetched ahead" if plan.async_offload else ""))
+        parts.append(f"{home} blocks offloaded" + (", prefetched" if plan.async_offload else ""))
     if plan.loss is not None:
         parts.append("loss in tiles")
     return "; ".join(parts) or "as it is"
@@ -293,7 +293,7 @@ def _document(rows: Sequence[BudgetRow], kept: Selective, command: str) -> str:
 def budgets_table(rows: Sequence[BudgetRow], command: str) -> str:
     """Each budget with the two plans."""
     lines = [
-        "| budget | peak | step time | the engine's plan | by hand: peak | step time | plan |",
+        "| budget | peak | step time | the planner's plan | by hand: peak | step time | plan |",
         "|---|---:|---:|---|---:|---:|---|",
     ]
     for row in rows:
@@ -318,14 +318,14 @@ def budgets_table(rows: Sequence[BudgetRow], command: str) -> str:
 
 
 def selective_table(kept: Selective, command: str) -> str:
-    """Full checkpointing and the engine's plan, side by side."""
+    """Full checkpointing and the planner's plan, side by side."""
     lines = [
         "| plan | peak (simulated) | recomputed (counted) | of the plain step |",
         "|---|---:|---:|---:|",
     ]
     for name, peak, flops in (
         ("full checkpointing", kept.full_peak_bytes, kept.full_flops),
-        (f"the engine's: {kept.what}", kept.peak_bytes, kept.flops),
+        (f"the planner's: {kept.what}", kept.peak_bytes, kept.flops),
     ):
         share = flops / kept.plain_flops
         lines.append(f"| {name} | {format_bytes(peak)} | {flops / 1e12:.3f} TFLOP | {share:.1%} |")

@@ -502,6 +502,20 @@ def takes_foreach(device_types: set[str], tensor_types: set[type]) -> bool:
     return device_types <= devices and tensor_types <= set(foreach_type_lists[0])
 
 
+FOREACH_MUL = (torch.ops.aten._foreach_mul_.Scalar, torch.ops.aten._foreach_mul_.ScalarList)
+
+
+def foreach_mul_(tensors: Sequence[torch.Tensor], factor: float | Sequence[float]) -> None:
+    """Multiply tensors by numbers in place with CUDA's rounding.
+
+    CUDA's `_foreach_mul_` keeps the number in 32 bits when the tensors have 16, as `mul_` does everywhere. That of the
+    CPU rounds the number first (tried on 2.13): 0.999 is 1 in bfloat16, and a second moment would never decay.
+    """
+    factors = factor if isinstance(factor, Sequence) else [factor] * len(tensors)
+    for tensor, each in zip(tensors, factors, strict=True):
+        tensor.mul_(each)
+
+
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 
 
@@ -517,6 +531,27 @@ if TYPE_CHECKING:
 else:  # without them (torch before 2.10) there is no second device on a machine without an accelerator
     PrivateDeviceGuard = _C._acc.DeviceGuard
     PrivateDeviceHooks = _C._acc.PrivateUse1Hooks
+
+
+def destroy_library(library: Any) -> None:
+    """Remove the operator implementations of a `torch.library.Library` now, not when it is collected."""
+    library._destroy()
+
+
+@contextlib.contextmanager
+def wrapped_engine(wrapper: Callable[..., Any]) -> Iterator[None]:
+    """Call `wrapper(run_backward, *args, **kwargs)` instead of autograd's engine inside the block."""
+    from torch.autograd import graph
+
+    run_backward: Any = graph._engine_run_backward
+    owners: list[Any] = [owner for owner in (graph, torch.autograd) if hasattr(owner, "_engine_run_backward")]
+    for owner in owners:
+        owner._engine_run_backward = functools.partial(wrapper, run_backward)
+    try:
+        yield
+    finally:
+        for owner in owners:
+            owner._engine_run_backward = run_backward
 
 
 def map_location_in_use() -> Any:

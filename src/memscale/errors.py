@@ -44,7 +44,7 @@ class DoesNotFitError(MemScaleError, RuntimeError):
 
 
 class HardwareError(MemScaleError, ValueError):
-    """A device was named that is not known, or described in a way no device can be."""
+    """A device is unknown, or its description is impossible."""
 
 
 class SimulationError(MemScaleError, RuntimeError):
@@ -68,11 +68,11 @@ class TierError(MemScaleError, RuntimeError):
 
 
 class TierFullError(TierError):
-    """A tensor does not fit a tier any more: its cap is reached, or its disk is full. Nothing was stored."""
+    """A tensor does not fit in a tier: its cap is reached, or its disk is full. Nothing was stored."""
 
 
 class TransferError(TierError):
-    """Bytes could not be moved to or from a tier; the cause is chained."""
+    """A copy to or from a tier failed; the cause is chained."""
 
 
 class WeightsError(MemScaleError, RuntimeError):
@@ -80,7 +80,7 @@ class WeightsError(MemScaleError, RuntimeError):
 
 
 class WrapError(MemScaleError, RuntimeError):
-    """A plan could not be attached to a model, or not taken off it."""
+    """A plan could not be attached to a model, or not detached from it."""
 
 
 class WrapTypeError(MemScaleError, TypeError):
@@ -88,14 +88,14 @@ class WrapTypeError(MemScaleError, TypeError):
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """Return the value as a message shows it: its `repr` on one line, cut to `limit`, whatever the value is.
+    """Return the `repr` of a value on one line, cut to `limit`, for a message.
 
     >>> shown("6 parsecs"), shown([0] * 100, limit=12)
     ("'6 parsecs'", '[0, 0, 0, 0…')
     """
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # a message about a bad value must not die of it: 10**5000 has no repr
+    except Exception:  # 10**5000 has no repr
         text = f"<{type(value).__name__}>"
     return text if len(text) <= limit else text[: limit - 1] + "…"
 

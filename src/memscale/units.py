@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write them and as people read them."""
+"""Parse and format sizes in bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FACTORS = (
 )
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _SIZE = re.compile(r"(?P<sign>[+-]?)(?P<number>[0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*(?P<unit>[A-Za-z]*)")
-_LARGEST = 2**63 - 1  # what a size is in C, and so in every allocator
+_LARGEST = 2**63 - 1  # ssize_t
 _ALLOWED = 'a size such as "6GB" (6·10⁹ bytes), "6GiB" (6·2³⁰ bytes), "512 MiB", or a whole number of bytes'
 
 
@@ -41,7 +41,7 @@ def parse_bytes(value: int | str, *, field: str) -> int:
         >>> parse_bytes("6GB", field="memory_budget"), parse_bytes("1.5 GiB", field="memory_budget")
         (6000000000, 1610612736)
     """
-    # bool first: True is an int to Python, and one byte to nobody.
+    # bool first: True is an int in Python.
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ConfigTypeError(
             f"{field}={shown(value)} is a {type(value).__name__}, which is not a size: give {_ALLOWED}."
@@ -97,6 +97,6 @@ def format_bytes(n: int) -> str:
 
 
 def _in_hundredths(size: int, power: int) -> int:
-    """`size` in hundredths of 1024**power, rounded half up; in integers, to be the same everywhere."""
+    """Return `size` in hundredths of 1024**power, rounded half up, by integer arithmetic."""
     unit = 1 << (10 * power)
     return (size * 100 + unit // 2) // unit

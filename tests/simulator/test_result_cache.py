@@ -182,7 +182,7 @@ def test_gradients_flow() -> None:
 
 
 def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(result_cache, "_MOST", 10)
+    monkeypatch.setattr(result_cache, "_MAX_RECIPES", 10)
     with FakeMode():
         for size in range(1, 40):
             assert torch.ones(size).add(1).shape == (size,)

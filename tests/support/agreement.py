@@ -2,7 +2,7 @@
 
 This is data: the tests hold every entry, and the table in docs/simulator.md is written from it.
 
-    python tests/simulator/agreement.py        # prints the table
+    python tests/support/agreement.py        # prints the table
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Ctrl-C, held back while a model is between two states.
+"""Defer Ctrl-C while a model is between two states.
 
-Python raises `KeyboardInterrupt` between any two instructions of the main thread. Inside `interrupts_deferred` it
-is held back until the end of the block, or until the block itself asks by `raise_pending_interrupt`, where nothing
-is half done. A second Ctrl-C gets through at once: nobody is to be locked in by a block that hangs.
+Python raises `KeyboardInterrupt` between any two instructions of the main thread. Inside `interrupts_deferred` it is
+deferred to the end of the block, or to a call of `raise_pending_interrupt` where nothing is half done. A second Ctrl-C
+is raised at once, so that a block that hangs can be left.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["interrupts_deferred", "raise_pending_interrupt"]
 
 
 class _Deferral:
-    """What to call with an interrupt that was held back, and the one that came, if any."""
+    """The handler of SIGINT, and a pending interrupt, if any."""
 
     def __init__(self) -> None:
         self.handler = signal.getsignal(signal.SIGINT)
@@ -40,7 +40,7 @@ _active: list[_Deferral] = []  # at most one: signals are the main thread's
 
 @contextlib.contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Hold back Ctrl-C until the end of the block; a block inside another one waits for the end of that.
+    """Defer Ctrl-C to the end of the outermost such block.
 
     Example:
         >>> with interrupts_deferred():
@@ -62,6 +62,6 @@ def interrupts_deferred() -> Iterator[None]:
 
 
 def raise_pending_interrupt() -> None:
-    """Let go of an interrupt that is held back, if there is one: to be called where nothing is half done."""
+    """Raise a deferred interrupt, if there is one; to be called where nothing is half done."""
     if _active and threading.current_thread() is threading.main_thread():
         _active[0].deliver()

@@ -1,4 +1,4 @@
-"""The state of the global random generators: torch's on the CPU and on every device in use, Python's, NumPy's."""
+"""Snapshots of the global random generators: torch's on the CPU and on devices, Python's, NumPy's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["HostRngState", "RngState", "TorchRngState"]
 
 
 class TorchRngState:
-    """The random state of the CPU and of all devices of some types, to go back to.
+    """A snapshot of the random state of the CPU and of all devices of some types.
 
     A device that has not been initialised has no state yet, and asking must not initialise it.
     """
@@ -37,10 +37,10 @@ class TorchRngState:
 
 
 class HostRngState:
-    """The state of Python's `random` and, if `numpy.random` has been imported, of NumPy's global generator.
+    """A snapshot of Python's `random` and, if `numpy.random` was imported, of NumPy's global generator.
 
-    Generator objects (`random.Random`, `numpy.random.Generator`, `torch.Generator`) are not in it: nobody knows
-    which of them a function uses.
+    Generator objects (`random.Random`, `numpy.random.Generator`, `torch.Generator`) are not included: which of them a
+    function uses is unknown.
     """
 
     __slots__ = ("_numpy", "_python")
@@ -50,7 +50,7 @@ class HostRngState:
         self._numpy = _numpy_state()
 
     def has_moved(self) -> bool:
-        """Whether anyone has drawn a number since, or set a state."""
+        """Return whether a number was drawn or a state set since."""
         if random.getstate() != self._python:
             return True
         numpy = _numpy_state()
@@ -83,9 +83,9 @@ _latest_numpy: tuple[bytes, dict[str, Any]] | None = None
 def _numpy_state() -> dict[str, Any] | None:
     """Return the state of NumPy's global generator; the same object as the last time if it has not changed.
 
-    `get_state` takes 30 us, which every recomputed layer would pay. So the memory of the generator is compared
-    first. It is the whole state, but for the second of two normal numbers that are drawn at once: while one is
-    stored (`has_gauss`), the state is always asked for.
+    `get_state` takes 30 us for every recomputed layer, so the memory of the generator is compared first. It is
+    the whole state, except for the second of two normal numbers that are drawn at once: while one is stored
+    (`has_gauss`), the state is always read.
     """
     global _latest_numpy
     module = sys.modules.get("numpy.random")

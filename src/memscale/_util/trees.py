@@ -1,4 +1,4 @@
-"""Tensors inside arguments and results: in dicts, lists, tuples, dataclasses, and all that pytree knows."""
+"""Tensors in nested arguments and results: dicts, lists, tuples, dataclasses, and all that pytree knows."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ import torch
 
 from memscale._torch import pytree
 
-__all__ = ["Tree"]
+__all__ = ["Tree", "is_lazy"]
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is computed when it is asked for (lazy logits), and must not be asked by the way.
+
+    Its gradients arrive at the tensor `hidden` that it is computed from.
+    """
+    return bool(getattr(type(tensor), "is_computed_later", False))
 
 
 class Tree:
-    """A nested value, taken apart so that its tensors can be replaced and the value built again.
+    """A nested value, flattened so that its tensors can be replaced and the value rebuilt.
 
-    Taking apart and building again make new containers; anything that is not a container is passed on as it
-    is. Hugging Face's outputs are registered with pytree. A dataclass that is not is opened here, field by
-    field.
+    Rebuilding creates new containers; anything else is passed on as it is. Hugging Face's outputs are registered with
+    pytree; a dataclass that is not is flattened here, field by field.
     """
 
     __slots__ = ("_leaves", "_spec")
@@ -33,7 +40,7 @@ class Tree:
         return cls([_Record.of(leaf) if _is_record(leaf) else leaf for leaf in leaves], spec)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors, in order, each as often as it occurs."""
+        """Yield the tensors in order, each as often as it occurs."""
         for leaf in self._leaves:
             if isinstance(leaf, torch.Tensor):
                 yield leaf
@@ -41,7 +48,7 @@ class Tree:
                 yield from leaf.fields.tensors()
 
     def map(self, of: type, change: Callable[[Any], object]) -> Tree:
-        """Return the same tree with every leaf of one type changed."""
+        """Return the tree with every leaf of one type changed."""
         leaves = [
             change(leaf)
             if isinstance(leaf, of)
@@ -58,7 +65,7 @@ class Tree:
 
 
 class _Record:
-    """A dataclass instance, taken apart."""
+    """A flattened dataclass instance."""
 
     __slots__ = ("cls", "fields", "rest")
 

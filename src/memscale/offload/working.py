@@ -16,7 +16,8 @@ Two sums are not in the order of the plain model, and may differ in the last bit
 used several times in a call (a recurrent weight, or any weight in a loss that has a gradient in it, by
 ``create_graph=True``) by a layer that is called several times before one backward, which is added up by calls; and
 the norm of ``clip_grad_norm_``, which adds up the gradients of each device apart. Under autocast the plain model casts
-a weight once for all calls and adds up their gradients in 16 bits; here that is done at home.
+a parameter once for all of its uses and adds up their gradients in 16 bits; here that is so for the uses of a matrix
+in one call only, and all else is added up in the parameter's own type.
 """
 
 from __future__ import annotations

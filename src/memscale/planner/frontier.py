@@ -260,12 +260,12 @@ class _Rest(NamedTuple):
     Attributes:
         least: the least that it adds to each column of `_Plans.bytes`; to what is live, up to the end of forward.
         most: the most that it adds to them.
-        ahead: the least that it needs itself above what is live now, less what it adds to the maximum of backward.
+        least_peak: the least that it needs itself above what is live now, less what it adds to the maximum of backward.
     """
 
     least: Tensor
     most: Tensor
-    ahead: int
+    least_peak: int
 
     @property
     def is_known(self) -> bool:
@@ -290,7 +290,7 @@ def _rests(row: Row[What]) -> dict[State, _Rest]:
                 found[position, phase] = _Rest(
                     (adds + torch.stack([rest.least for _, rest in ways])).amin(dim=0),
                     (adds + torch.stack([rest.most for _, rest in ways])).amax(dim=0),
-                    min(max(way.backward, way.held + rest.ahead) - way.gradient for way, rest in ways),
+                    min(max(way.backward, way.held + rest.least_peak) - way.gradient for way, rest in ways),
                 )
     return found
 
@@ -384,7 +384,7 @@ class _Plans:
     def reduced(self, rest: _Rest, most: int, limit: int | None) -> _Plans:
         """Return the plans without those that exceed a limit or are dominated; about `most` of them."""
         live, forward, backward, stepping = self.bytes.unbind(1)
-        backward = torch.maximum(backward, live + rest.ahead)
+        backward = torch.maximum(backward, live + rest.least_peak)
         # Forward's maximum does not count where backward's is higher: the rest adds at least as much to that.
         forward = forward * (forward > backward)
         plans = _Plans(torch.stack((live, forward, backward, stepping), dim=1), self.seconds, self.trail)

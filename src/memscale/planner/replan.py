@@ -25,7 +25,7 @@ __all__ = ["follow_batch"]
 def follow_batch(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Plan again if the batch is larger than what was planned for; called before each training forward.
 
-    See Note [Batches that were planned for]. A plan that was made for a larger batch is kept for smaller ones:
+    See Note [Covered batches]. A plan that was made for a larger batch is kept for smaller ones:
     moving tensors back and forth would cost more than it gains.
     """
     batches = executor.batches

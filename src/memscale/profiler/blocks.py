@@ -1,7 +1,7 @@
-"""Find the blocks of a model: the repeated layers, and the odd ones beside them, by structure alone.
+"""Find the blocks of a model, the repeated layers and the others, by structure alone.
 
-A block is what a technique is put on: one module that is called as a whole, or a few neighbours in an
-`nn.Sequential`. No class of any model library is known here; what counts is how modules are nested.
+A block is what a technique is attached to: one module that is called as a whole, or a few neighbours in an
+`nn.Sequential`. No class of any model library is known here; only the nesting of modules counts.
 
 Note [Which level is the block]
     Runs of like modules nest: experts in a layer, layers in a stage, stages in a network. A block should be
@@ -45,7 +45,7 @@ _PLACE_NAMES = ("idx", "index", "layer_id", "layer_num", "layer_number")
 
 @dataclass(frozen=True)
 class Block:
-    """One unit of a model that techniques are put on.
+    """One unit of a model that techniques are attached to.
 
     Attributes:
         name: Dotted path of the module; for several neighbours in an `nn.Sequential`, a slice:
@@ -108,7 +108,7 @@ def find_blocks(model: nn.Module) -> tuple[Block, ...]:
 
 
 def leftover_parameters(model: nn.Module, blocks: Iterable[Block]) -> tuple[str, ...]:
-    """Names the parameters in no block.
+    """Name the parameters in no block.
 
     They are owned directly by modules that contain blocks (a position table beside a stack) or by modules
     that are never called (`nn.ParameterList`).
@@ -201,12 +201,12 @@ class _Found:
     role: Role = "other"
     # One of several slices of a Sequential.
     sliced: bool = False
-    # Repeated, but only as attributes side by side: see _settle_attributes.
+    # Repeated, but only as attributes side by side: see _group_attributes.
     guessed: bool = False
 
     @property
     def opens(self) -> bool:
-        """Whether the module around it is a mere container, because this is in it."""
+        """Whether the module around it is a mere container because of this."""
         return self.role == "repeated" or self.sliced
 
 
@@ -215,7 +215,7 @@ def _single(path: str, module: nn.Module) -> _Found:
 
 
 def _open(path: str, module: nn.Module) -> list[_Found]:
-    """Find the blocks of the model, which is a block itself only if there is nothing in it to find."""
+    """Find the blocks of the model, which is a block itself only if it contains none."""
     found = _split(path, module, _size(module))
     if any(item.opens for item in found):
         return found
@@ -264,7 +264,7 @@ def _split(path: str, module: nn.Module, around: int) -> list[_Found]:
                 groups.setdefault(_class_name(child), []).append((child_path, child))
     for group in groups.values():
         if not isinstance(module, _CONTAINERS):
-            _settle_attributes(group, results)
+            _group_attributes(group, results)
         elif not _is_called(group[0][1]):
             _align(path, group, results)
         elif _are_blocks(group, results, alone):
@@ -281,7 +281,7 @@ def _split(path: str, module: nn.Module, around: int) -> list[_Found]:
 
 
 def _are_blocks(group: _Children, results: dict[str, list[_Found]], alone: bool) -> bool:
-    """Whether members of one class in a list are blocks, rather than what was found inside them."""
+    """Return whether members of one class in a list are blocks, rather than what was found inside them."""
     modules = [module for _, module in group]
     nested = [_has_stack(results[path]) for path, _ in group]
     if len(group) == 1:
@@ -293,8 +293,8 @@ def _are_blocks(group: _Children, results: dict[str, list[_Found]], alone: bool)
     return 2 * sum(nested) <= len(nested)
 
 
-def _settle_attributes(group: _Children, results: dict[str, list[_Found]]) -> None:
-    """Take attributes such as down1, down2, down3 for blocks.
+def _group_attributes(group: _Children, results: dict[str, list[_Found]]) -> None:
+    """Treat attributes such as down1, down2, down3 as blocks.
 
     That is a guess: two of a class may be towers, so it takes three, each with two weights or more. It gives
     way to any stack inside, and is not one to the module around: q, k and v with adapters look like it too.
@@ -332,7 +332,7 @@ def _align(container: str, rows: _Children, results: dict[str, list[_Found]]) ->
 
 
 def _slices(path: str, children: _Children, run: list[int]) -> list[_Found]:
-    """Cuts neighbouring simple layers of a Sequential before each weight layer except the first."""
+    """Split neighbouring simple layers of a Sequential before each weight layer except the first."""
     heavy = [index for index in run if _matrices(children[index][1])]
     if not heavy:
         return [_single(*children[index]) for index in run if _has_parameters(children[index][1])]
@@ -351,7 +351,7 @@ def _slices(path: str, children: _Children, run: list[int]) -> list[_Found]:
 
 
 def _first_of_each(found: list[_Found]) -> list[_Found]:
-    """Drop what is only another name for modules that are in earlier blocks."""
+    """Drop what is only another name for modules of earlier blocks."""
     seen: set[int] = set()
     first = []
     for item in found:
@@ -363,7 +363,7 @@ def _first_of_each(found: list[_Found]) -> list[_Found]:
 
 
 def _with_roles(found: list[_Found]) -> list[_Found]:
-    """Tells the embeddings and the head from the other blocks."""
+    """Set the roles of the embeddings and the head."""
     found = [replace(item, role="embedding") if _mostly(item, _is_table) else item for item in found]
     tables = {id(p) for item in found if item.role == "embedding" for _, p in _owned(item)}
     for index, item in enumerate(found):
@@ -383,7 +383,7 @@ def _with_roles(found: list[_Found]) -> list[_Found]:
 
 
 def _breaks_pattern(found: list[_Found]) -> bool:
-    """Whether the last block is a slice unlike the one before: a last Linear without activation."""
+    """Return whether the last block is a slice unlike the one before: a last Linear without activation."""
     if len(found) < 2 or not found[-1].sliced:
         return False
     before, last = ([type(module) for module in item.modules] for item in found[-2:])
@@ -398,7 +398,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _ancestors(name: str) -> Iterator[str]:
-    """Paths of the modules around a parameter, from its owner up to the model."""
+    """Yield the paths of the modules around a parameter, from its owner up to the model."""
     while name:
         name = name.rpartition(".")[0]
         yield name
@@ -422,7 +422,7 @@ def _is_called(module: nn.Module) -> bool:
 
 
 def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Named children, a shared one under each of its names; parametrizations are part of the module."""
+    """Return named children, a shared one under each of its names; parametrizations are part of the module."""
     hidden = "parametrizations" if is_parametrized(module) else None
     return [(name, m) for name, m in module._modules.items() if m is not None and name != hidden]
 
@@ -458,7 +458,7 @@ def _own_matrices(module: nn.Module) -> int:
 
 
 def _matrices(module: nn.Module) -> int:
-    """Count weights of two or more dimensions: what tells a layer that computes from a norm."""
+    """Count weights of two or more dimensions, which tell a layer that computes from a norm."""
     return sum(map(_own_matrices, module.modules()))
 
 
@@ -467,7 +467,7 @@ def _is_table(module: nn.Module) -> bool:
 
 
 def _is_projection(module: nn.Module) -> bool:
-    """Whether a module is like Linear or Conv: one weight matrix, by that name."""
+    """Return whether a module is like Linear or Conv: one weight matrix, by that name."""
     return "weight" in module._parameters and _own_matrices(module) == 1 and not _is_table(module)
 
 
@@ -480,13 +480,13 @@ def _owned(item: _Found) -> Iterator[tuple[nn.Module, nn.Parameter]]:
 
 
 def _mostly(item: _Found, test: Callable[[nn.Module], bool]) -> bool:
-    """Whether most of a block's parameters are in modules that pass a test."""
+    """Return whether most of a block's parameters are in modules that pass a test."""
     sizes = [(test(module), _numel(parameter)) for module, parameter in _owned(item)]
     return 2 * sum(size for passed, size in sizes if passed) > sum(size for _, size in sizes)
 
 
 def _has_stack(found: list[_Found]) -> bool:
-    """Whether a stack is among these. See Note [Which level is the block]."""
+    """Return whether a stack is among these. See Note [Which level is the block]."""
     runs: dict[str, list[bool]] = {}
     for item in found:
         if item.role == "repeated" and not item.guessed:
@@ -495,7 +495,7 @@ def _has_stack(found: list[_Found]) -> bool:
 
 
 def _are_alike(modules: list[nn.Module]) -> bool:
-    """Whether modules have the same shapes for the most part; one layer in two may be of another kind."""
+    """Return whether modules have the same shapes for the most part; one layer in two may be of another kind."""
     counts = Counter(_digest(module, settings=False) for module in modules)
     return 2 * len(counts) <= len(modules) or 2 * max(counts.values()) > len(modules)
 
@@ -514,7 +514,7 @@ def _signature(modules: Iterable[nn.Module], training: bool) -> str:
 
 
 def _digest(module: nn.Module, *, settings: bool) -> str:
-    """Digests the structure of a module, with or without its plain attributes."""
+    """Digest the structure of a module, with or without its plain attributes."""
     lines = [_class_name(module)]
     if settings:
         lines += [f"{name} = {_setting(value)}" for name, value in sorted(_attributes(module))]
@@ -540,7 +540,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
 
 
 def _setting(value: object, depth: int = 3) -> str:
-    """Write an attribute down, the same in every process; of an unknown object only its class."""
+    """Describe an attribute, the same in every process; an unknown object only by its class."""
     if isinstance(value, Enum):
         return f"{_class_name(value)}.{value.name}"
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype):

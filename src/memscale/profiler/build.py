@@ -1,4 +1,4 @@
-"""From a recorded step to a profile."""
+"""Run a step under the recorder, and build a profile from its record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from memscale.profiler.sample import Sample
 def run_step(
     model: nn.Module, batch: Sample, recorder: Recorder, backward: Callable[[torch.Tensor], object]
 ) -> None:
-    """One recorded forward and backward; ``backward`` is given the loss."""
+    """Run one recorded forward and backward; `backward` is called with the loss."""
     recorder.forward_begins()
     output = model(*batch.args, **batch.kwargs)
     recorder.forward_returns()
@@ -34,7 +34,7 @@ def run_step(
 
 
 def backward_targets(output: Any) -> list[torch.Tensor]:
-    """Where backward starts: the model's own loss or, if it has none, all outputs that can be differentiated."""
+    """Return where backward starts: the model's own loss, else all outputs that can be differentiated."""
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, dict):
         loss = output.get("loss")
@@ -43,14 +43,14 @@ def backward_targets(output: Any) -> list[torch.Tensor]:
     found = {id(tensor): tensor for tensor in Tree.of(output).tensors() if tensor.requires_grad}
     targets = list(found.values())
     if isinstance(output, (tuple, list)) and targets and targets[0].dim() == 0:
-        return targets[:1]  # (loss, logits, ...), as models that return tuples have it
-    return _that_can_be_differentiated(targets) if len(targets) > 1 else targets
+        return targets[:1]  # (loss, logits, ...)
+    return _differentiable(targets) if len(targets) > 1 else targets
 
 
-def _that_can_be_differentiated(targets: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the targets without those whose backward raises: what it needs was changed in place after they were made.
+def _differentiable(targets: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the targets whose backward does not raise because saved tensors were changed in place; all if none.
 
-    The model trains all the same, if its loss does not use them. If that leaves none, all are returned.
+    A model with such outputs trains if its loss does not use them.
     """
     found = []
     good: set[Any] = {None}  # nodes of the outputs that can be differentiated
@@ -76,11 +76,10 @@ def _that_can_be_differentiated(targets: list[torch.Tensor]) -> list[torch.Tenso
 
 
 def loss_of(targets: list[torch.Tensor]) -> torch.Tensor:
-    """Return the model's loss, or a stand-in for a loss outside of the model, which is not known.
+    """Return the model's loss, or a stand-in for an unknown loss outside of the model.
 
-    A stand-in needs what cross-entropy needs, in tiles where that is computed in tiles: it keeps one tensor of the
-    output's size for backward, and makes two more there. The targets are let go of, as by
-    ``loss = criterion(model(x), y)``.
+    The stand-in is cross-entropy (tiled, if that is): it saves one tensor of the output's size for backward and creates
+    two more there. `targets` is emptied, as the outputs are released by `loss = criterion(model(x), y)`.
     """
     losses = [target.sum() if target.dim() else target for target in targets if target.numel() == 1]
     losses += [_stand_in(target) for target in targets if target.numel() > 1]
@@ -98,15 +97,14 @@ def _stand_in(target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(rows, classes)
 
 
-CONVOLUTION_WORKSPACES = (
-    3  # times what the largest convolution reads and writes: cuDNN may take as much for itself
-)
-RECURRENT_SHARE = 0.15  # of the peak: cuDNN's recurrent layers keep what is not taken apart as here
-BRANCH_SHARE = 0.15  # of the peak: another branch may hold more
+# Bounds on what a simulation does not show.
+CONVOLUTION_WORKSPACES = 3  # times what the largest convolution reads and writes: cuDNN's workspaces
+RECURRENT_SHARE = 0.15  # of the peak: cuDNN's recurrent layers
+BRANCH_SHARE = 0.15  # of the peak: another branch of the model's code
 
 
 def _unseen(model: nn.Module, step: StepRecord, *, on_cpu: bool) -> tuple[Unseen, ...]:
-    """Return what a step may need that its recorded one did not show."""
+    """Return what a step may need that the recorded one did not show."""
     found = []
     if step.guesses:
         what = "forward asks for values of tensors (a branch, .item()), which were guessed: training may do other work"
@@ -133,11 +131,20 @@ def build_profile(
     at_home: bool = False,
     resident: Mapping[str, tuple[str, ...]] | None = None,
 ) -> ModelProfile:
-    """Build a profile from a record; blocks that did not run take the figures of their stand-ins.
+    """Build a profile from a record.
 
-    ``exact_bytes``: the device counts tensors at their own size, not in the allocator's blocks. ``at_home``: the
-    parameters were on the tier below, and their gradients went there. ``resident``: names of the parameters that
-    cannot go there, by block; those that the record shows to be read outside of their blocks if it is not given.
+    Args:
+        model: The model.
+        blocks: Its blocks.
+        step: The record.
+        stand_ins: The blocks that did not run, each with the block whose figures it gets.
+        source: How the record was made.
+        reason: Why that way.
+        batch: The batch, in words.
+        exact_bytes: Whether the device counts tensors at their own size, not in the allocator's blocks.
+        at_home: Whether parameters and gradients were offloaded to the tier below.
+        resident: Names of the parameters that cannot be offloaded, by block; by default those that were read outside of
+            their blocks.
     """
     if resident is None:
         resident = {} if exact_bytes else _read_outside(blocks, step, stand_ins)
@@ -200,7 +207,7 @@ def build_profile(
 
 @dataclass(frozen=True)
 class _Peaks:
-    """Peaks above what is held. See Note [What is held]."""
+    """Peaks above the held bytes. See Note [Held bytes] in `profile.py`."""
 
     other_saved: int
     loss: int
@@ -209,7 +216,7 @@ class _Peaks:
 
 
 def _peaks(step: StepRecord, gradients: dict[str, int]) -> _Peaks:
-    """Take what is held off the peaks of the blocks that ran."""
+    """Subtract the held bytes from the peaks of the blocks that ran."""
     ran = sorted((item for item in step.blocks.items() if item[1].calls), key=lambda item: item[1].order)
     other_saved = step.saved_total - sum(record.saved + record.output for _, record in ran)
     held = step.resident + other_saved
@@ -231,9 +238,9 @@ def _peaks(step: StepRecord, gradients: dict[str, int]) -> _Peaks:
 def _read_outside(
     blocks: Sequence[Block], step: StepRecord, stand_ins: dict[str, str]
 ) -> dict[str, tuple[str, ...]]:
-    """Names of the parameters that something reads while their block does not run; on an accelerator they stay there.
+    """Return the parameters that are read while their block does not run: they stay on an accelerator.
 
-    On a CPU nothing is copied: what reads a mapped parameter finds its values, whoever it is.
+    On a CPU nothing is copied: a memory-mapped parameter has its values wherever it is read.
     """
     found: dict[str, tuple[str, ...]] = {}
     for block in blocks:
@@ -252,7 +259,7 @@ def _gradients(
     size_of: Callable[[int], int],
     staying: Collection[int],
 ) -> dict[str, int]:
-    """Bytes of the gradients that each block's backward makes: a tied one where it is made first."""
+    """Return the bytes of the gradients that each block's backward creates: a tied one in the first to do so."""
     made = dict.fromkeys((block.name for block in blocks), 0)
     seen: set[int] = set(staying)
     for block in sorted(blocks, key=lambda block: order.get(block.name, -1), reverse=True):
@@ -317,7 +324,7 @@ def _block_profile(
 
 
 def _call_order(blocks: Sequence[Block], step: StepRecord, stand_ins: dict[str, str]) -> dict[str, int]:
-    """Every block's place in the order of calls; a block that did not run comes right after its stand-in."""
+    """Return every block's position in the order of calls; one that did not run comes right after its stand-in."""
     called = [block for block in blocks if step.blocks[stand_ins.get(block.name, block.name)].calls]
     places = {block.name: index for index, block in enumerate(blocks)}
 
@@ -328,7 +335,7 @@ def _call_order(blocks: Sequence[Block], step: StepRecord, stand_ins: dict[str, 
 
 
 def _own_checkpointing(model: nn.Module) -> tuple[str, ...]:
-    """Modules that recompute by themselves: Hugging Face's switch, by its flag, and torch's wrapper."""
+    """Return the modules that are checkpointed by Hugging Face's flag or by torch's wrapper."""
     return tuple(
         name
         for name, module in model.named_modules()
@@ -340,10 +347,9 @@ def _own_checkpointing(model: nn.Module) -> tuple[str, ...]:
 def _resident_parameters(
     model: nn.Module, stand_ins: dict[str, str], blocks: Sequence[Block], size_of: Callable[[int], int]
 ) -> int:
-    """Bytes of the parameters that were there when the recorded forward began."""
+    """Return the bytes of the parameters that existed when the recorded forward began."""
     absent = {name for block in blocks if block.name in stand_ins for name in block.parameter_names}
-    # Dropped blocks are gone from the twin, but a tied parameter of theirs may live on elsewhere: its bytes are
-    # then counted as resident, which errs on the safe side.
+    # A tied parameter of a dropped block may exist in another: it is counted as resident, on the safe side.
     return sum(
         size_of(parameter.nbytes) for name, parameter in model.named_parameters() if name not in absent
     )

@@ -1,12 +1,12 @@
-"""What a model needs, block by block: the profile that the engine decides on.
+"""The profile of a model, block by block, which the planner decides on.
 
-Note [What is held]
-~~~~~~~~~~~~~~~~~~~
-The memory of a step is counted in two parts. What is *held* follows from the choices: parameters, optimizer state,
-what is resident, what forward leaves outside of blocks; in forward what the blocks so far have made and not freed;
-in backward that of the blocks to come, and the gradients of the blocks behind. *Peaks* are what is in use above that
-while a block runs: temporaries, the gradient that arrives, gradients that it makes. They may be below zero: what a
-loss saves is held from the start by this count, and is made at the end.
+Note [Held bytes]
+~~~~~~~~~~~~~~~~~
+The memory of a step is counted in two parts. *Held* bytes follow from the plan: parameters, optimizer state, resident
+tensors, what forward saves outside of blocks; in forward what the blocks so far have saved; in backward what the
+remaining blocks have saved, and the gradients of the finished ones. *Peaks* are bytes in use above that while a block
+runs: temporaries, the incoming gradient, the gradients it creates. They may be negative: what a loss saves counts as
+held from the start, and is allocated at the end.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ ProfileSource = Literal["static", "empirical", "hints"]
 
 @dataclass(frozen=True)
 class OpProfile:
-    """One operation of a block's forward that computes much (a product of matrices, attention, a convolution).
+    """An expensive operation of a block's forward: a matrix product, attention, a convolution.
 
     Attributes:
-        key: the overload and its number among the block's calls of it: ``"aten.addmm.default#3"``.
+        key: the overload and its number among the block's calls of it: "aten.addmm.default#3".
         flops: floating-point operations of one call.
         output_bytes: device memory of its result.
     """
@@ -36,7 +36,7 @@ class OpProfile:
 
 @dataclass(frozen=True)
 class BlockProfile:
-    """One block's needs in one training step; bytes are device memory as the allocator counts it.
+    """The needs of one block in one training step; bytes are device memory as the allocator counts it.
 
     Attributes:
         name: the block's name in the model.
@@ -45,29 +45,29 @@ class BlockProfile:
         role: a layer of a stack, or what else it is.
         signature: equal for blocks of equal structure.
         calls: how often forward calls it.
-        order: its place in the order of first calls; -1 if forward never calls it.
+        order: its position in the order of first calls; -1 if forward never calls it.
         parameter_bytes: its parameters.
-        gradient_bytes: the gradients that its backward makes; that of a tied parameter is made by the block
-            that is called last.
-        optimizer_bytes: the state that the optimizer keeps for its parameters; AdamW's if that is not known.
-        parameter_count: how many tensors its parameters are.
-        used_bytes: all parameters that it computes with, those included that belong to another block (ties).
-        saved_bytes: what its forward leaves for backward, all calls together, without its inputs and outputs.
+        gradient_bytes: the gradients that its backward creates; that of a tied parameter belongs to the block that is
+            called last.
+        optimizer_bytes: the optimizer state of its parameters; AdamW's if the optimizer is not known.
+        parameter_count: the number of its parameters (tensors).
+        used_bytes: all parameters that it computes with, including those of another block (ties).
+        saved_bytes: what its forward saves for backward, all calls together, without its inputs and outputs.
         boundary_bytes: its inputs that nothing else holds: the output of the block before it.
-        output_bytes: its outputs, as far as forward leaves them for backward.
-        passed_bytes: its outputs, as far as it does not.
-        forward_peak_bytes: the most in use in its forward, above what is held before it (Note [What is held]).
-        backward_peak_bytes: the most in use in its backward, above what is held before that.
+        output_bytes: its outputs that are saved for backward.
+        passed_bytes: its outputs that are not.
+        forward_peak_bytes: the most in use in its forward, above the held bytes (Note [Held bytes]).
+        backward_peak_bytes: the same for its backward.
         forward_flops: floating-point operations of forward.
         backward_flops: floating-point operations of backward.
         forward_traffic: bytes that forward's operations read and write.
         backward_traffic: bytes that backward's operations read and write.
-        has_own_checkpointing: the model recomputes this block by itself already.
-        ops: the operations worth keeping, if the block is recomputed.
-        dropped_bytes: what its forward makes that lives on until the model returns, and no longer (a cache).
+        has_own_checkpointing: whether the model itself recomputes this block.
+        ops: the operations whose results may be kept if the block is recomputed.
+        dropped_bytes: what its forward allocates that lives until the model returns, and no longer (a cache).
         resident: names of its parameters that cannot leave the device, since they are read while the block does not
-            run: by another module, by a hook, or by a checkpoint inside of it. The other figures are without them.
-        changes_input: its forward writes into its own inputs (an in-place activation first), so that it can't be
+            run: by another module, a hook, or a checkpoint inside it. The other figures are without them.
+        changes_input: whether its forward writes into its inputs (an in-place activation first), so that it can't be
             run again from them.
     """
 
@@ -102,12 +102,12 @@ class BlockProfile:
 
 @dataclass(frozen=True)
 class Unseen:
-    """Memory that a step may need and a simulation does not see.
+    """Memory that a step may need and a simulation does not show.
 
     Attributes:
         what: in words, for the user.
-        nbytes: a bound on it.
-        share: the same as a share of the plain step's peak, where no bound in bytes is known.
+        nbytes: an upper bound.
+        share: an upper bound as a share of the plain step's peak, where none in bytes is known.
     """
 
     what: str
@@ -117,7 +117,7 @@ class Unseen:
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """A model's needs in one training step.
+    """The needs of a model in one training step.
 
     Attributes:
         blocks: in model order.
@@ -128,19 +128,19 @@ class ModelProfile:
         gradient_bytes: all gradients.
         largest_gradient_bytes: the gradient of the largest parameter that is trained.
         optimizer_bytes: all of the optimizer's state.
-        resident_bytes: what is there all the time besides: buffers, inputs, workspaces.
-        other_saved_bytes: what forward leaves for backward outside of the blocks.
-        loss_peak_bytes: the most in use after the last block's forward to the end of the model's (head, loss),
-            above what is held then.
-        tail_peak_bytes: the most in use from there to a block's backward, above what is held then.
+        resident_bytes: what else is allocated all the time: buffers, inputs, workspaces.
+        other_saved_bytes: what forward saves for backward outside of the blocks.
+        loss_peak_bytes: the most in use from the end of the last block's forward to that of the model's (head, loss),
+            above the held bytes.
+        tail_peak_bytes: the most in use from there to the first backward of a block, above the held bytes.
         other_flops: floating-point operations of a step outside of the blocks.
         other_traffic: bytes read and written outside of the blocks.
-        peak_bytes: the step's peak, as the profile's own run saw it; 0 if the run was of a shortened model.
+        peak_bytes: the recorded peak of the step; 0 if the model was shortened.
         blocks_left_out: how many blocks did not run, and have the figures of an equal one.
-        at_home: parameters were on the tier below: peaks of blocks include their working copies.
+        at_home: parameters were offloaded: peaks of blocks include their working copies.
         unseen: what a step may need beyond that.
-        step_temporaries: bytes that the optimizer's step makes in between, for each byte of all parameters stepped at
-            once, and for each byte of the largest; None for AdamW's.
+        step_temporaries: bytes of temporaries of the optimizer's step, for each byte of all parameters stepped at once,
+            and for each byte of the largest; None for AdamW's.
     """
 
     blocks: tuple[BlockProfile, ...]
@@ -165,9 +165,9 @@ class ModelProfile:
 
     @property
     def calls_blocks(self) -> bool:
-        """Whether forward called any block; a model without blocks has none to call."""
+        """Whether forward called any block; True for a model without blocks."""
         return not self.blocks or any(block.calls for block in self.blocks)
 
     def block(self, name: str) -> BlockProfile:
-        """One block by name."""
+        """Return a block by name."""
         return next(block for block in self.blocks if block.name == name)

@@ -1,8 +1,7 @@
-"""One recorded training step: what each block holds, computes and moves.
+"""Record one training step: what each block allocates, computes and moves.
 
-The same recording works on fake tensors (static profile) and on real ones (empirical profile): it listens to the
-blocks' forward hooks, to every operation, and to the memory tracker, and knows in backward whose operation is
-running by autograd's sequence numbers.
+It works on fake tensors (static profile) and on real ones (empirical profile), by the blocks' forward hooks, a dispatch
+mode and the memory tracker. In backward, autograd's sequence numbers tell which block an operation belongs to.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,14 +25,14 @@ from memscale._torch import (
     pytree,
     running_sequence_number,
 )
-from memscale._util.trees import Tree
+from memscale._util.trees import Tree, is_lazy
 from memscale.memory.tracker import MemoryTracker, parts_of
 from memscale.profiler.profile import OpProfile
 
 
 @dataclass
 class BlockRecord:
-    """What was seen of one block; peaks are all that was in use, workspaces left out."""
+    """The record of one block; peaks are all bytes in use, without workspaces."""
 
     calls: int = 0
     order: int = -1
@@ -49,30 +49,30 @@ class BlockRecord:
     forward_traffic: int = 0
     backward_traffic: int = 0
     ops: list[OpProfile] = field(default_factory=list)
-    # Parameters, as (member, name in it), that were read while no block that has them was running: in forward by
-    # another module or by a hook, in backward by a checkpoint inside of the block, which runs a part of it again.
+    # Parameters, as (member, name in it), that were read while no block that has them was running: in forward
+    # by another module or a hook, in backward by a checkpoint inside the block, which runs a part of it again.
     read_outside: set[tuple[int, str]] = field(default_factory=set)
 
 
 @dataclass
 class StepRecord:
-    """What was seen of one step."""
+    """The record of one step."""
 
     blocks: dict[str, BlockRecord]
     resident: int = 0  # bytes in use when forward began
-    workspace: int = 0  # bytes that libraries took for themselves during the step, and keep
-    saved_total: int = 0  # bytes in use at the end of forward, above what was resident
+    workspace: int = 0  # bytes that libraries allocated during the step, and keep
+    saved_total: int = 0  # bytes in use at the end of forward, above `resident`
     loss_peak: int = 0  # after the last block's forward, to the end of the model's
     tail_peak: int = 0  # from there to the first operation of a block's backward
     other_flops: int = 0
     other_traffic: int = 0
     peak: int = 0
     largest_convolution: int = 0  # bytes of its operands and its result
-    guesses: int = 0  # numbers that Python asked for and nobody had computed
+    guesses: int = 0  # made-up numbers that Python code read
 
 
 class _OpMode(LightDispatchMode):
-    """Sees every operation after the tracker has accounted for it."""
+    """Record every operation after the tracker has counted it."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -87,19 +87,19 @@ class _OpMode(LightDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self._recorder.saw(func, args, kwargs, result)
+        self._recorder.record(func, args, kwargs, result)
         return result
 
 
 class Recorder:
-    """Listens to one forward and backward of a model."""
+    """Record one forward and backward of a model."""
 
     def __init__(self, tracker: MemoryTracker, device: torch.device) -> None:
         self.step = StepRecord({})
         self._tracker = tracker
         self._device = device
         self._running: list[str] = []
-        self._inside: list[str] = []  # blocks whose forward itself runs, without its hooks; in backward too
+        self._inside: list[str] = []  # blocks whose forward runs, without hooks; also recomputations
         # Parameters as (member, name in it): of each block, and, with the block, of each storage.
         self._parameters: dict[str, set[tuple[int, str]]] = {}
         self._owners: dict[int, list[tuple[str, int, str]]] = {}
@@ -110,16 +110,16 @@ class Recorder:
         self._inputs: list[list[tuple[weakref.ref[torch.Tensor], int]]] = []
         self._counts: list[dict[str, int]] = []
         self._spans: list[tuple[int, str | None]] = []
-        # Storages that a block has handed out; weakly, as the address of one that died is given to another.
+        # Storages that a block returned; weakly, as addresses are reused.
         self._outputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._between = 0  # the peak outside of blocks since the last one
+        self._between = 0  # the peak outside of blocks since the last block
         self._last_backward: BlockRecord | None = None
 
-    # ------------------------------------------------------------------ listening
+    # ------------------------------------------------------------------ the step
 
     @contextlib.contextmanager
-    def listening(self, blocks: Sequence[tuple[str, Sequence[nn.Module]]]) -> Iterator[None]:
-        """Record what runs inside; ``blocks`` are names and the modules of each, in call order."""
+    def recording(self, blocks: Sequence[tuple[str, Sequence[nn.Module]]]) -> Iterator[None]:
+        """Record what runs inside the block; `blocks` are names and the modules of each, in call order."""
         handles = []
         for name, modules in blocks:
             self.step.blocks[name] = BlockRecord()
@@ -129,16 +129,12 @@ class Recorder:
                     owners = self._owners.setdefault(parameter.untyped_storage()._cdata, [])
                     owners.append((name, member, path))
                     self._parameters[name].add((member, path))
-                # Inside of the other hooks: what those read, spectral norm for one, they read where it is.
-                handles.append(module.register_forward_pre_hook(_Begin(self._inside, name)))
-                handles.append(
-                    module.register_forward_hook(_End(self._inside), prepend=True, always_call=True)
-                )
-            first, last = modules[0], modules[-1]
-            handles.append(
-                first.register_forward_pre_hook(_Enter(self, name), with_kwargs=True, prepend=True)
-            )
-            handles.append(last.register_forward_hook(_Leave(self, name), with_kwargs=True, always_call=True))
+                # Innermost: what other hooks read (spectral norm), they read outside of the block.
+                handles.append(module.register_forward_pre_hook(partial(self._begin_module, name)))
+                handles.append(module.register_forward_hook(self._end_module, prepend=True, always_call=True))
+            enter, leave = partial(self._enter_block, name), partial(self._leave_block, name)
+            handles.append(modules[0].register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+            handles.append(modules[-1].register_forward_hook(leave, with_kwargs=True, always_call=True))
         try:
             with _OpMode(self):
                 yield
@@ -151,17 +147,17 @@ class Recorder:
         self.step.guesses = -self._tracker.guesses
 
     def forward_returns(self) -> None:
-        """Note that the model has returned, and its outputs are alive.
+        """Handle the model's return, while its outputs are alive.
 
-        A block's output that is not needed for backward is not: it was gone when the next block had taken it (in
-        16 bits, where that block saves a copy), and is in that block's peak.
+        A block's output that backward does not need is gone by then (in 16 bits, where the next block saves a
+        copy), and is in the next block's peak.
         """
         for name, entered, left, _ in self._calls:
             alive = self._tracker.alive_since(entered, self._device, left)
             self.step.blocks[name].dropped += sum(alive.values())
 
     def forward_ends(self) -> None:
-        """Note that outputs which are not needed any more have been released."""
+        """Handle the end of forward, after the outputs that are not needed any more were released."""
         self.step.saved_total = self._in_use() - self.step.resident
         self.step.loss_peak, self._between = self._between, 0
         for name, entered, left, outputs in self._calls:
@@ -181,9 +177,16 @@ class Recorder:
 
     # ------------------------------------------------------------------ blocks
 
-    def enter(self, name: str, inputs: Any) -> None:
+    def _begin_module(self, name: str, module: nn.Module, args: Any) -> None:
+        self._inside.append(name)
+
+    def _end_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside.pop()
+
+    def _enter_block(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        inputs = (args, kwargs)
         if in_backward():
-            return  # the model recomputes this block by itself
+            return  # the model recomputes this block itself
         record = self.step.blocks[name]
         if record.order < 0:
             record.order = sum(other.order >= 0 for other in self.step.blocks.values())
@@ -202,7 +205,7 @@ class Recorder:
         self._entered.append(self._tracker.clock)
         self._span()
 
-    def leave(self, name: str, output: Any) -> None:
+    def _leave_block(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if in_backward() or not self._running:
             return
         self._running.pop()
@@ -224,10 +227,10 @@ class Recorder:
 
     # ------------------------------------------------------------------ operations
 
-    def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         backward = in_backward()
         if not _is_view(func):
-            self._saw_reads(args, kwargs, backward)
+            self._record_reads(args, kwargs, backward)
         name = self._block_in_backward() if backward else (self._running[-1] if self._running else None)
         flops = _flops(func, args, kwargs, result)
         traffic = 0 if _is_view(func) else _bytes((args, kwargs)) + _bytes(result)
@@ -260,10 +263,10 @@ class Recorder:
             overload = str(func)
             self._counts[-1][overload] = self._counts[-1].get(overload, 0) + 1
 
-    def _saw_reads(self, args: tuple[Any, ...], kwargs: dict[str, Any], backward: bool) -> None:
-        """Note the parameters that an operation reads while no block that has them is running.
+    def _record_reads(self, args: tuple[Any, ...], kwargs: dict[str, Any], backward: bool) -> None:
+        """Record the parameters that an operation reads while no block that has them is running.
 
-        What backward reads with gradients off was saved by autograd; with gradients on, forward code runs again.
+        With gradients off, backward reads what autograd saved; with gradients on, forward code runs again.
         """
         if backward and not torch.is_grad_enabled():
             return
@@ -274,7 +277,7 @@ class Recorder:
             if any(name in self._inside for name, _, _ in owners):
                 continue
             for name, member, path in owners:
-                # A checkpoint stops as soon as it has what backward needs: which others it reads is not seen.
+                # A checkpoint stops as soon as it has what backward needs: the rest of its reads is not seen.
                 read = self._parameters[name] if backward else {(member, path)}
                 self.step.blocks[name].read_outside.update(read)
 
@@ -286,55 +289,12 @@ class Recorder:
         return self._spans[position - 1][1] if position else None
 
     def _in_use(self) -> int:
-        # Workspaces stay for good: in the first block that needs one they would look like its own memory.
+        # Workspaces are permanent: they would count as memory of the first block that needs one.
         return self._tracker.live_bytes(self._device) - self._tracker.workspace_bytes(self._device)
 
 
-class _Begin:
-    """A forward pre-hook for one module of a block, the last one."""
-
-    def __init__(self, inside: list[str], name: str) -> None:
-        self._inside, self._name = inside, name
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self._inside.append(self._name)
-
-
-class _End:
-    """A forward hook for one module of a block, the first one."""
-
-    def __init__(self, inside: list[str]) -> None:
-        self._inside = inside
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._inside.pop()
-
-
-class _Enter:
-    """A forward pre-hook for one block."""
-
-    def __init__(self, recorder: Recorder, name: str) -> None:
-        self._recorder, self._name = recorder, name
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._recorder.enter(self._name, (args, kwargs))
-
-
-class _Leave:
-    """A forward hook for one block."""
-
-    def __init__(self, recorder: Recorder, name: str) -> None:
-        self._recorder, self._name = recorder, name
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._recorder.leave(self._name, output)
-
-
 def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
-    # A tensor that is computed when it is asked for (tiling) has no bytes, and must not be asked here.
-    tensors = [
-        each for each in Tree.of(tree).tensors() if not getattr(type(each), "is_computed_later", False)
-    ]
+    tensors = [each for each in Tree.of(tree).tensors() if not is_lazy(each)]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return {storage._cdata: storage for storage in storages}
 
@@ -346,11 +306,11 @@ def _bytes(tree: Any) -> int:
 def _nbytes(tensor: torch.Tensor) -> int:
     if tensor.layout is torch.strided:
         return tensor.nbytes
-    return sum(part.nbytes for part in parts_of(tensor))  # a sparse one: its indices and values
+    return sum(part.nbytes for part in parts_of(tensor))  # sparse: indices and values
 
 
 def _is_view(func: Any) -> bool:
-    # A view's result shares memory with an argument and nothing is read or written.
+    # A view reads and writes nothing.
     return bool(func.is_view)
 
 

@@ -1,23 +1,19 @@
-"""Where a step is rehearsed: a device as the simulator knows it, with room for any step.
-
-A cache for generation has no place in a profile of training: while a plan is attached, it is off.
-
-The static profile: one step on fake tensors, with equal blocks run only twice.
+"""Profile one training step: on fake tensors, or where they fail by a guarded real run.
 
 Note [Shortened models]
 ~~~~~~~~~~~~~~~~~~~~~~~
-Forty-eight equal layers need the same: it is enough to run two of them (two, because the first may differ: its
-input may need no gradient). So the fake copy of the model is shortened before it runs: of each run of equal blocks
-in a ``ModuleList`` the first two stay. The cost grows with the number of distinct blocks, not with depth. Where a
-model does not run without its other blocks (a U-Net's skip connections), it is run whole.
+Forty-eight equal layers need the same: it is enough to run two of them (two, because the first may differ: its input
+may need no gradient). So the fake copy of the model is shortened: of each run of equal blocks in a `ModuleList` only
+the first two stay. The cost grows with the number of distinct blocks, not with depth. A model that does not run
+without its other blocks (a U-Net's skip connections) is run whole.
 
-The empirical profile: one real step, where fake tensors cannot follow (shapes that depend on data).
-
-The run is guarded: weights are not stepped, gradients are asked for instead of accumulated (so that hooks that wait
-for them, those of DistributedDataParallel or of an optimizer in backward, do not hear of it; reentrant checkpoints
-refuse that, and there they are accumulated and dropped), buffers are exchanged
-for copies (so that batch-norm statistics stay), random states, training flags and counters are put back. Forward hooks
-that the user has put on the model do run.
+Note [Guarded runs]
+~~~~~~~~~~~~~~~~~~~
+A real run serves where fake tensors fail (shapes that depend on data), and must leave the model as it was: weights are
+not stepped; gradients are returned instead of accumulated, so that hooks that wait for them (DistributedDataParallel's,
+or those of an optimizer in backward) do not run, except for reentrant checkpoints, which require accumulation, where
+they are dropped afterwards; buffers are replaced by copies (batch-norm statistics); random states, training flags and
+counters are restored. Forward hooks of the user do run.
 """
 
 from __future__ import annotations
@@ -45,17 +41,17 @@ from memscale.profiler.recorder import Recorder
 from memscale.profiler.sample import Sample
 from memscale.simulator import Simulation, simulate
 
-ROOM = 1 << 50  # a step that does not fit has a peak too: it is what the user is told
+UNLIMITED = 1 << 50  # bytes: the peak of a step that does not fit is wanted, too
 DEFAULT_CAPABILITY = (8, 6)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A device to rehearse for.
+    """The device of a simulated step.
 
     Attributes:
         kind: "cpu", with the CPU's kernels and exact bytes, or "vgpu", with CUDA's and its allocator.
-        capability: NVIDIA's compute capability, which decides about attention kernels and workspaces.
+        capability: NVIDIA's compute capability, which decides on attention kernels and workspaces.
     """
 
     kind: Literal["cpu", "vgpu"]
@@ -63,7 +59,7 @@ class Place:
 
     @classmethod
     def of(cls, device: DeviceSpec) -> Place:
-        """Return the stand-in for a device.
+        """Return the simulated counterpart of a device.
 
         >>> from memscale.hardware import virtual_hardware
         >>> Place.of(virtual_hardware("H100").device)
@@ -75,22 +71,23 @@ class Place:
 
     @property
     def counts_exactly(self) -> bool:
-        """Whether memory is counted to the byte, not in the allocator's units."""
+        """Whether memory is counted to the byte, not in the allocator's blocks."""
         return self.kind == "cpu"
 
     def simulate(self) -> AbstractContextManager[Simulation]:
-        gpu = replace(find_gpu("RTX 3090"), memory_bytes=ROOM, compute_capability=self.capability)
+        """Simulate this device with unlimited memory."""
+        gpu = replace(find_gpu("RTX 3090"), memory_bytes=UNLIMITED, compute_capability=self.capability)
         return simulate(gpu, device=self.kind)
 
 
 def uses_cache(model: nn.Module) -> bool:
-    """Whether a part of a Hugging Face model makes a cache unless it is told not to."""
+    """Return whether a part of a Hugging Face model creates a cache for generation by default."""
     return bool(_configs(model))
 
 
 @contextlib.contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
-    """``config.use_cache`` is off in every part of a Hugging Face model that has it, inside the block."""
+    """Set `config.use_cache` to False in every part of a Hugging Face model inside the block, as plans do."""
     switched_off = _configs(model)
     for config in switched_off:
         config.use_cache = False
@@ -125,10 +122,10 @@ def profile_static(
         model: the model; it is not changed.
         sample: how it is called.
         place: the device to account for.
-        with_cache: leave the cache for generation as the model has it; it is off while a plan is attached.
-        prepare: called with the fake copy, shortened, before it runs, to change what its step needs.
-        at_home: that sends its parameters to the tier below.
-        resident: names of the parameters that it does not send there, by block; found by the profile if not given.
+        with_cache: leave the cache for generation on if the model has it on; it is off while a plan is attached.
+        prepare: called with the shortened fake copy before it runs, to attach techniques.
+        at_home: whether `prepare` offloads the parameters to the tier below.
+        resident: names of the parameters that stay on the device, by block; found by the profile if not given.
 
     Raises:
         Exception: whatever the model raises on fake tensors; the caller falls back to a real run.
@@ -143,7 +140,7 @@ def profile_static(
         else:
             if resident is not None or not any(found.block(name).resident for name in short.values()):
                 return found
-            # Of the blocks that it stands in for, the model may read one only.
+            # The model may read only one of the blocks that it stands for.
             why = "as a block that stands in for others is read outside of its forward"
         whole = _profile(model, sample, place, blocks, {}, with_cache, prepare, at_home, resident)
         return replace(whole, reason=f"{whole.reason}, whole, {why}")
@@ -175,7 +172,7 @@ def _profile(
         batch = Sample(simulation.batch_of(sample.args), simulation.batch_of(sample.kwargs))
         recorder = Recorder(simulation.tracker, simulation.device)
         cache = contextlib.nullcontext() if with_cache else without_cache(twin)
-        with recorder.listening(list(named.items())), cache:
+        with recorder.recording(list(named.items())), cache:
             run_step(twin, batch, recorder, torch.autograd.backward)
     ran = sum(1 for block in blocks if block.name not in short)
     reason = f"{ran} of {len(blocks)} blocks run on fake tensors" if short else "run on fake tensors"
@@ -197,7 +194,7 @@ def _profile(
 
 
 def _shortening(model: nn.Module, blocks: Sequence[Block]) -> dict[str, str]:
-    """Blocks that need not run, each with the equal block that stands in for it."""
+    """Return the blocks that need not run, each with the equal block that stands for it."""
     short: dict[str, str] = {}
     for stack in stacks(blocks):
         if not isinstance(model.get_submodule(stack[0].container), nn.ModuleList):
@@ -222,7 +219,7 @@ def _shorten(twin: nn.Module, short: dict[str, str]) -> None:
 
 
 def profile_empirical(model: nn.Module, sample: Sample, *, reason: str) -> ModelProfile:
-    """Profile a real forward and backward on the model's own device; the model is as before afterwards."""
+    """Profile a real forward and backward on the model's device. See Note [Guarded runs]."""
     device = _device_of(model)
     blocks = find_blocks(model)
     allocators = {} if device.type == "cpu" else {device.type: CachingAllocator}
@@ -231,7 +228,7 @@ def profile_empirical(model: nn.Module, sample: Sample, *, reason: str) -> Model
         tracker = MemoryTracker(model, *batch.tensors(), allocators=allocators)
         recorder = Recorder(tracker, device)
         named = [(block.name, [model.get_submodule(path) for path in block.members]) for block in blocks]
-        with tracker, recorder.listening(named):
+        with tracker, recorder.recording(named):
             run_step(model, batch, recorder, gradients_of(model))
     return build_profile(
         model,
@@ -247,7 +244,7 @@ def profile_empirical(model: nn.Module, sample: Sample, *, reason: str) -> Model
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Leave gradients, buffers, plain attributes, random states and training flags as they were before the block."""
+    """Restore gradients, buffers, plain attributes, random states and training flags after the block."""
     attributes = Attributes(list(model.modules()))
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     flags = [(module, module.training) for module in model.modules()]
@@ -272,18 +269,18 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def gradients_of(model: nn.Module) -> Callable[[torch.Tensor], object]:
-    """Return a backward that makes every gradient and stores none, unless the graph allows no other way.
+    """Return a backward that computes every gradient and stores none, unless the graph requires it.
 
     Raises:
-        ProfileError: gradients must be stored, and hooks of the user's wait for that.
+        ProfileError: gradients must be stored, and hooks of the user wait for them.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    waited_for = any(parameter._post_accumulate_grad_hooks for parameter in trained)
+    has_hooks = any(parameter._post_accumulate_grad_hooks for parameter in trained)
 
     def backward(loss: torch.Tensor) -> object:
         if not is_reentrant(loss):
             return torch.autograd.grad(loss, trained, allow_unused=True)
-        if waited_for:
+        if has_hooks:
             raise ProfileError(
                 f"{type(model).__name__} can't be profiled by a real run: its torch.utils.checkpoint(use_reentrant="
                 "True) stores gradients in backward, and it has hooks that run when one is stored, which a profiling "
@@ -323,17 +320,17 @@ def _device_of(model: nn.Module) -> torch.device:
 def profile_model(
     model: nn.Module, sample: Sample, place: Place, *, static: bool = True, empirical: bool = True
 ) -> ModelProfile:
-    """Profile one training step: on fake tensors if possible, by a guarded real run if not.
+    """Profile one training step: on fake tensors if possible, else by a guarded real run.
 
-    A profile of a step that calls no block at all is of little use: where a copy of the model calls none (a forward
-    that someone has put on the model may refer to the original), a real run is tried too.
+    Where a copy of the model calls no block (an instance forward may refer to the original model), a real run is tried
+    too.
 
     Args:
         model: the model; it is not changed.
         sample: how it is called.
         place: the device to account for.
-        static: try fake tensors first (``Config.use_static_profiling``).
-        empirical: fall back to a real run (``Config.use_empirical_fallback``).
+        static: try fake tensors first (`Config.use_static_profiling`).
+        empirical: fall back to a real run (`Config.use_empirical_fallback`).
 
     Raises:
         ProfileError: neither way worked, with the reasons.

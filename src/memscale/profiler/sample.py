@@ -1,18 +1,15 @@
-"""The batch to plan for: what the user gave, or what the model itself hints at.
+"""The batch to plan for, given by the user or derived from the model, and the batches that plans cover.
 
-The batches that a plan is good for, by their shapes.
+Note [Covered batches]
+~~~~~~~~~~~~~~~~~~~~~~
+A batch is covered if it has the same tensors as one that was planned for, and none is larger: neither in its number of
+elements nor, since attention grows with the square of the length, in that number times the longest dimension but the
+first. Before each forward in training this is looked up by the shapes of the call.
 
-Note [Batches that were planned for]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A batch is covered if it has the same tensors as one that was planned for, and none of them is larger: in the number
-of its elements and, since attention grows with the square of the length, in that number times the longest dimension
-behind the first. Before each forward pass in training this is looked up by the shapes of the call, and nothing else.
-
-After `MOST_PLANS` plans no more are made: the one for the largest batch stays on.
-
-One that is not covered is planned for once, rounded up, so that the next few that grow are covered too: each
-dimension in which it differs from what was planned for goes up to the next power of two. Where that does not run
-(a limit on positions) or does not fit, it goes up to the next sixteenth of that power, and then not at all.
+A batch that is not covered is planned for once, rounded up, so that the next few that grow are covered too: each
+dimension in which it differs from what was planned for is rounded up to the next power of two. Where that does not run
+(a limit on positions) or does not fit, it is rounded up to the next sixteenth of that power, and then not at all. After
+`MOST_PLANS` plans no more are made: the one for the largest batch stays attached.
 """
 
 from __future__ import annotations
@@ -40,9 +37,9 @@ class Sample:
     """How the model is called in training.
 
     Attributes:
-        args: what it is called with.
-        kwargs: the same, by name.
-        beside: what else of a batch is there meanwhile, such as targets.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        beside: the rest of the batch, such as targets.
     """
 
     args: tuple[Any, ...]
@@ -50,7 +47,7 @@ class Sample:
     beside: tuple[Any, ...] = ()
 
     def describe(self) -> str:
-        """Return the shapes, in words.
+        """Return the shapes in words.
 
         >>> Sample((torch.zeros(2, 3),), {"labels": torch.zeros(2, dtype=torch.long)}).describe()
         'float32[2, 3], labels=int64[2]'
@@ -60,12 +57,12 @@ class Sample:
         return ", ".join(part for part in parts if part)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors of the batch."""
+        """Return the tensors of the call."""
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def on(self, device: torch.device) -> Sample:
-        """Return the same batch on a device, as the training loop will have it."""
+        """Return the batch on a device."""
 
         def moved(leaf: object) -> object:
             return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
@@ -73,11 +70,11 @@ class Sample:
         return self.mapped(lambda tree: pytree.tree_map(moved, tree))
 
     def mapped(self, change: Callable[[Any], Any]) -> Sample:
-        """Return the same call with other tensors."""
+        """Return the call with all parts changed by a function of a tree."""
         return Sample(change(self.args), change(self.kwargs), change(self.beside))
 
     def positions_and_tokens(self) -> tuple[int, int]:
-        """Return the positions of one sequence, and those of all: by token ids or labels, else by what is called with.
+        """Return the positions of one sequence and those of all, by token ids or labels, else by features.
 
         >>> Sample((), {"input_ids": torch.zeros(4, 512, dtype=torch.long)}).positions_and_tokens()
         (512, 2048)
@@ -94,7 +91,7 @@ class Sample:
         return 1, max((tensor.shape[0] for tensor in tensors), default=1)
 
     def shapes(self) -> tuple[Any, ...]:
-        """Return what two batches must share to be planned alike."""
+        """Return what two batches must share to have the same plan."""
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         return tuple(
             (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, torch.Tensor) else None
@@ -103,11 +100,11 @@ class Sample:
 
 
 def sample_of(sample_input: Any, model: nn.Module | None = None) -> Sample:
-    """Turn what a user passes as ``sample_input`` into a call.
+    """Convert what a user passes as `sample_input` to a call.
 
-    A tensor is the one argument, a tuple or list the positional ones, a mapping (a dict, Hugging Face's
-    ``BatchEncoding``) the keyword ones; a dataclass or an object with tensors as attributes is taken as keywords.
-    Of a loader's ``(inputs, targets)`` as many are taken as the model's forward has room for.
+    A tensor is the one argument, a tuple or list are positional arguments, a mapping (a dict, Hugging Face's
+    `BatchEncoding`), a dataclass or an object with tensors as attributes keyword arguments. Of a loader's
+    `(inputs, targets)` only as many are passed as the model's forward accepts.
     """
     if isinstance(sample_input, Sample):
         return sample_input
@@ -131,7 +128,7 @@ def sample_of(sample_input: Any, model: nn.Module | None = None) -> Sample:
 
 
 def hinted_sample(model: nn.Module) -> Sample | None:
-    """Return a batch of one from what the model says of itself, on the meta device; None if it says too little."""
+    """Return a batch of one derived from the model's config, on the meta device; None if that says too little."""
     config = getattr(model, "config", None)
     main_input = getattr(model, "main_input_name", None)
     if config is None or not isinstance(main_input, str):
@@ -144,7 +141,7 @@ def hinted_sample(model: nn.Module) -> Sample | None:
         ids = torch.zeros(HINT_BATCH, length, dtype=torch.long, device="meta")
         kwargs["input_ids"] = ids
         if "labels" in accepted and _predicts_tokens(model):
-            kwargs["labels"] = ids  # others have labels of another shape, for all that is known
+            kwargs["labels"] = ids  # other models may have labels of another shape
         if "labels" not in accepted and getattr(config, "is_encoder_decoder", False):
             kwargs["decoder_input_ids"] = ids
     elif main_input == "pixel_values" and hasattr(config, "image_size"):
@@ -158,13 +155,13 @@ def hinted_sample(model: nn.Module) -> Sample | None:
 
 
 def _predicts_tokens(model: nn.Module) -> bool:
-    """Whether a Hugging Face model has a head over its vocabulary, and so a label for each token."""
+    """Return whether a Hugging Face model has a head over its vocabulary, and so a label for each token."""
     embeddings = getattr(model, "get_output_embeddings", None)
     return callable(embeddings) and embeddings() is not None
 
 
 def _room(model: nn.Module | None) -> int | None:
-    """How many positional arguments the model's forward takes; None if any number."""
+    """Return how many positional arguments the model's forward accepts; None if any number."""
     if model is None:
         return None
     kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
@@ -203,7 +200,7 @@ def _shape(value: Any) -> str:
 
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = dict[str, Shape]
-"""The tensors of a call, by where they are in it."""
+"""Shapes of a call's tensors, by path."""
 
 MOST_KEYS = 4096
 MOST_PLANS = 5  # in one run
@@ -213,7 +210,7 @@ _PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
 def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the shapes of a call as they come, to look them up by: made at every step, and so not by pytree."""
+    """Return the shapes of a call as a key; at every step, so without pytree where possible."""
     key: list[Any] = [value.shape if isinstance(value, torch.Tensor) else _shapes_in(value) for value in args]
     for name, value in kwargs.items():
         key.append(name)
@@ -228,7 +225,7 @@ def _shapes_in(value: Any) -> tuple[Any, ...] | None:
 
 
 def named_shapes(model: nn.Module, sample: Sample) -> Shapes:
-    """Return the tensors of a call by the names of forward's arguments, however they were passed.
+    """Return the shapes of a call by the names of forward's arguments, passed by position or by name.
 
     Example:
         >>> layer, x = nn.Linear(2, 2), torch.ones(3, 2)
@@ -249,11 +246,11 @@ def named_tensors(model: nn.Module, sample: Sample) -> Iterator[tuple[str, torch
 
 
 class PlannedBatches:
-    """What a model's plans were made for so far. See Note [Batches that were planned for].
+    """The batches that a model's plans were made for. See Note [Covered batches].
 
     Attributes:
-        ceiling: what plans may need from now on: one that needed more ran out of memory.
-        said_full: the user was told that no more plans are made.
+        ceiling: the bytes that plans may need from now on: one that needed more ran out of memory.
+        said_full: whether the user was told that no more plans are made.
 
     Example:
         >>> batches = PlannedBatches()
@@ -275,21 +272,21 @@ class PlannedBatches:
         return bool(self._planned or self._given_up)
 
     def knows(self, key: tuple[Any, ...]) -> bool:
-        """Whether a call with this key was found to be covered."""
+        """Return whether a call with this key is known to be covered."""
         return key in self._keys
 
     def note(self, key: tuple[Any, ...]) -> None:
-        """Note that calls with this key are covered."""
+        """Record that a call with this key is covered."""
         if len(self._keys) >= MOST_KEYS:
             self._keys.clear()
         self._keys.add(key)
 
     def add(self, shapes: Shapes) -> None:
-        """Note that a plan was made for this batch."""
+        """Record that a plan was made for this batch."""
         self._planned.append(shapes)
 
     def give_up(self, shapes: Shapes) -> None:
-        """Batches with such tensors cannot be planned for, however large they are."""
+        """Record that batches with such tensors cannot be planned for."""
         self._given_up.add(_structure(shapes))
 
     @property
@@ -330,13 +327,13 @@ def _is_within(shapes: Shapes, planned: Shapes) -> bool:
 
 
 def _sizes(shape: Shape) -> tuple[int, int]:
-    """Return the elements of a tensor, and what attention over its longest dimension would make of them."""
+    """Return the elements of a tensor, and those times its longest dimension, as attention grows."""
     elements = math.prod(shape)
     return elements, elements * max(shape[1:], default=1)
 
 
 def roundings(shapes: Shapes, varying: dict[str, list[int]]) -> list[Shapes]:
-    """Return what to plan for instead of a batch, the largest first; at last the batch itself.
+    """Return what to plan for instead of a batch, the largest first, the batch itself last.
 
     >>> roundings({"x": (8, 600)}, {"x": [1]})
     [{'x': (8, 1024)}, {'x': (8, 640)}, {'x': (8, 600)}]
@@ -361,7 +358,7 @@ def _up(size: int, steps: int) -> int:
 
 
 def resized(model: nn.Module, sample: Sample, shapes: Shapes) -> Sample:
-    """Return the same call with tensors of other shapes, which have no values."""
+    """Return the call with tensors of other shapes, which have no values."""
     wanted = {id(tensor): shapes[name] for name, tensor in named_tensors(model, sample)}
 
     def change(leaf: object) -> object:

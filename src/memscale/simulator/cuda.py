@@ -1,24 +1,17 @@
-"""Attention as CUDA's fused kernels account it.
+"""Make the virtual device behave as CUDA does: attention kernels, autocast, fused kernels, and the name "cuda".
 
-On CUDA ``scaled_dot_product_attention`` picks a kernel that never builds the score matrix: flash for 16 bits
-without a mask, memory-efficient for the rest. Both are aten operations with shape rules and gradients of
-their own, so that calling them on fake tensors shows what they allocate and what they keep for backward.
+Attention. On CUDA `scaled_dot_product_attention` chooses a kernel that never builds the score matrix: flash for 16 bits
+without a mask, memory-efficient for the rest. Both are aten operations with shape rules and gradients of their own, so
+calling them on fake tensors shows what they allocate and save for backward.
 
-Autocast on the virtual device, with CUDA's lists of operations.
+Autocast. torch has autocast rules for the devices it ships; for a device registered from Python autocast would silently
+do nothing. The lists of operations are those of CUDA in torch 2.13 (`aten/src/ATen/autocast_mode.h`).
 
-torch has autocast rules for each device it ships; a device registered from Python has none, and autocast
-would silently do nothing. The lists are those of CUDA in torch 2.13 (`aten/src/ATen/autocast_mode.h`).
+Fused kernels. torch decomposes some operations on a device it has no kernel for, which needs temporaries that CUDA does
+not; a decomposed RMS norm also saves more for backward.
 
-Operations that CUDA does in one kernel, and that torch takes apart on a device it has no kernel for.
-
-Taken apart they need temporaries that CUDA does not, and RMS norm keeps more for backward. These are all
-that torch 2.13 lists with a kernel for CUDA and a composite one for other devices.
-
-``"cuda"`` in user code means the virtual device while a simulation runs.
-
-A training script says ``model.to("cuda")`` and ``torch.autocast("cuda")``. On a build of torch without CUDA
-those words are rewritten to the virtual device's name, and the few ``torch.cuda`` questions that scripts ask
-are answered by it. Tensors still say ``vgpu`` when asked for their device.
+Names. A training script says `model.to("cuda")` and `torch.autocast("cuda")`. On a build of torch without CUDA those
+names mean the virtual device, which also answers `torch.cuda`. Tensors report `vgpu` as their device.
 """
 
 from __future__ import annotations
@@ -36,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from memscale._torch import (
     DispatchKey,
     DispatchKeySet,
+    destroy_library,
     efficient_attention_is_enabled,
     exclude_dispatch_keys,
     flash_attention_is_enabled,
@@ -59,7 +53,7 @@ def choose_kernel(
     causal: bool,
     capability: tuple[int, int],
 ) -> str:
-    """Return the kernel that CUDA would take: "flash", "efficient" or "math"."""
+    """Return the kernel that CUDA would choose: "flash", "efficient" or "math"."""
     if query.dim() != 4:
         return "math"
     half, width = query.dtype in HALF, query.size(-1)
@@ -89,7 +83,7 @@ def choose_kernel(
 
 
 def _expand_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Align the rows of an additive mask to 16 elements, as the efficient kernel takes it."""
+    """Make an additive mask with rows aligned to 16 elements, as the efficient kernel requires."""
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
     length = mask.size(-1)
@@ -110,6 +104,7 @@ def fused_attention(
     enable_gqa: bool = False,
     capability: tuple[int, int] = AMPERE,
 ) -> torch.Tensor:
+    """Compute attention by the aten operations of CUDA's kernels."""
     kernel = choose_kernel(query, key, value, attn_mask, is_causal, capability)
     if kernel == "flash":
         width = query.size(-1)
@@ -138,33 +133,10 @@ def fused_attention(
 
 @contextlib.contextmanager
 def cuda_attention(capability: tuple[int, int], dispatch_key: str = "AutogradPrivateUse1") -> Iterator[None]:
-    """Inside the block the virtual device's attention takes CUDA's kernels."""
-
-    def kernel(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        return fused_attention(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            capability=capability,
-        )
+    """Let the virtual device's attention use CUDA's kernels inside the block."""
 
     with operators(dispatch_key) as implement:
-        implement("scaled_dot_product_attention", kernel)
+        implement("scaled_dot_product_attention", partial(fused_attention, capability=capability))
         yield
 
 
@@ -191,7 +163,7 @@ WIDEST_INPUT = """
 """
 
 
-class _Casts:
+class _AutocastCache:
     """The casts of one block, with autocast's cache of weights."""
 
     def __init__(self) -> None:
@@ -232,7 +204,7 @@ def _operator(name: str) -> Any | None:
     return getattr(packet, overload or "default", None) if packet is not None else None
 
 
-def _autocast_kernel(operator: Any, policy: str, casts: _Casts) -> Callable[..., Any]:
+def _autocast_kernel(operator: Any, policy: str, casts: _AutocastCache) -> Callable[..., Any]:
     takes_dtype = any(argument.name == "dtype" for argument in operator._schema.arguments)
     off = DispatchKeySet(getattr(DispatchKey, KEY))
 
@@ -257,8 +229,8 @@ def _autocast_kernel(operator: Any, policy: str, casts: _Casts) -> Callable[...,
 
 @contextlib.contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Inside the block ``torch.autocast("vgpu")`` does what ``torch.autocast("cuda")`` does."""
-    casts = _Casts()
+    """Let `torch.autocast("vgpu")` do what `torch.autocast("cuda")` does inside the block."""
+    casts = _AutocastCache()
     clear = torch.clear_autocast_cache
     rest = cast(Any, torch.library.Library)("_", "IMPL")
 
@@ -281,26 +253,27 @@ def cuda_autocast() -> Iterator[None]:
                 yield
     finally:
         casts.clear()
-        rest._destroy()
+        destroy_library(rest)
 
 
+# All operations for which torch 2.13 lists a kernel for CUDA and a composite one for other devices.
 FUSED = ("silu_backward", "mish_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
 
 
 def _never_called(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("the virtual device's operations are caught before they come to a kernel")
+    raise AssertionError("the virtual device's operations are intercepted before they reach a kernel")
 
 
 @contextlib.contextmanager
 def cuda_fused_kernels() -> Iterator[None]:
-    """Inside the block these operations stay in one piece on the virtual device."""
+    """Keep these operations from being decomposed on the virtual device inside the block."""
     with operators("PrivateUse1") as implement:
         for name in FUSED:
             implement(name, _never_called)
         yield
 
 
-# What ``torch.cuda`` is asked, and what ``torch.accelerator`` is asked under the same name.
+# Functions of `torch.cuda`, and those of `torch.accelerator` by the same name, that the virtual device answers.
 ANSWERED = """
     is_available is_initialized init device_count current_device set_device is_bf16_supported
     get_device_name get_device_capability get_device_properties
@@ -315,15 +288,15 @@ ANSWERED_BY_ACCELERATOR = """
 """
 
 
-class _Rewrite(TorchFunctionMode):
-    """Rewrites the device argument of torch functions and tensor methods."""
+class _RenameDevice(TorchFunctionMode):
+    """Replace "cuda" in the device argument of torch functions and tensor methods."""
 
     def __init__(self, target: torch.device) -> None:
         super().__init__()
         self._target = target
 
     def device(self, value: Any) -> Any:
-        """Return the device that is meant, if ``value`` names one."""
+        """Return the virtual device if `value` names a CUDA device, else `value`."""
         if isinstance(value, torch.device):
             return self._target if value.type == "cuda" else value
         if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
@@ -350,9 +323,9 @@ class _Rewrite(TorchFunctionMode):
 
 @contextlib.contextmanager
 def cuda_names(target: torch.device) -> Iterator[None]:
-    """Inside the block the word "cuda" stands for ``target``."""
+    """Let "cuda" mean `target` inside the block."""
     module = torch.get_device_module(target)
-    rewrite = _Rewrite(target)
+    rewrite = _RenameDevice(target)
     set_default_device = torch.set_default_device
     autocast = torch.amp.autocast_mode.autocast.__init__
     scaler = torch.amp.grad_scaler.GradScaler.__init__
@@ -369,13 +342,13 @@ def cuda_names(target: torch.device) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, names in ((torch.cuda, ANSWERED), (torch.accelerator, ANSWERED_BY_ACCELERATOR)):
             for name in filter(partial(hasattr, owner), names.split()):
-                # The compiler keeps books of functions and takes no one function under two names.
+                # The compiler refuses one function under two names.
                 answer = getattr(module, name) if owner is torch.cuda else partial(getattr(module, name))
                 stack.enter_context(attribute(owner, name, answer))
         stack.enter_context(attribute(torch.amp.autocast_mode.autocast, "__init__", autocast_init))
         stack.enter_context(attribute(torch.amp.grad_scaler.GradScaler, "__init__", scaler_init))
         stack.enter_context(attribute(torch.nn.Module, "cuda", to_target))
-        # Before torch 2.12 Adam asks the CUDA runtime itself, which raises where there is no driver.
+        # Before torch 2.12 Adam calls the CUDA runtime, which raises without a driver.
         stack.enter_context(attribute(torch.cuda, "is_current_stream_capturing", lambda: False))
         stack.enter_context(attribute(torch, "Generator", VirtualGenerator))
         stack.enter_context(

@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
-from torch.autograd import graph
 
 from memscale._torch import (
     PRIVATE_DEVICE_TYPE,
@@ -31,22 +30,22 @@ from memscale._torch import (
     PrivateDeviceHooks,
     private_device_name,
     set_up_private_device,
+    wrapped_engine,
 )
 from memscale.errors import SimulationError
 from memscale.memory.tracker import MemoryTracker
-from memscale.simulator.patches import attribute
 
 NAME = "vgpu"
 AMP_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 class VirtualDevice(Protocol):
-    """Who stands behind the name while a block runs."""
+    """What answers for the device while a block runs: a simulation, or the executing device."""
 
     capacity: int
     device_name: str
     compute_capability: tuple[int, int]
-    computes: bool  # true numbers, or shapes only
+    computes: bool  # True for real numbers, False for shapes only
 
     @property
     def tracker(self) -> MemoryTracker: ...
@@ -63,14 +62,14 @@ def _device() -> torch.device:
 
 
 class VirtualStream(torch.Stream):
-    """A stream on which everything is done at once."""
+    """A stream on which everything runs at once."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **options: Any) -> VirtualStream:
         return super().__new__(cls, device=_device())
 
 
 class VirtualEvent(torch.Event):
-    """An event that has happened."""
+    """An event that has completed."""
 
     def __new__(cls, *args: Any, **options: Any) -> VirtualEvent:
         return super().__new__(cls, device=_device())
@@ -83,56 +82,53 @@ class VirtualEvent(torch.Event):
 
 
 class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
-    """Every generator counts as one, also those made before the block began."""
+    """Make every generator an instance, also those created before the block began."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, Generator)
 
 
 class VirtualGenerator(torch.Generator, metaclass=_AnyGenerator):
-    """The host's generator, which the virtual device's operations take as well."""
+    """The host's generator, which the virtual device's operations use as well."""
 
     def __new__(cls, device: Any = "cpu") -> VirtualGenerator:
         here = torch.device(device).type in ("cuda", _device().type)
         return super().__new__(cls, "cpu" if here else device)  # type: ignore[call-arg]
 
 
-_DEVICE_TYPE = PRIVATE_DEVICE_TYPE
-_raise_what_is_set = ctypes.pythonapi.PyErr_Occurred
-_raise_what_is_set.restype = ctypes.c_void_p
-_put_aside: list[BaseException] = []
+_raise_pending_error = ctypes.pythonapi.PyErr_Occurred
+_raise_pending_error.restype = ctypes.c_void_p
+_stored_errors: list[BaseException] = []
 
 
 class Guard(PrivateDeviceGuard):
-    """The guard of a device that has nothing to guard."""
+    """A device guard that stores errors. See Note [Errors in backward]."""
 
     def type_(self) -> Any:
         try:
-            _raise_what_is_set()
-        except BaseException as error:  # even an interrupt: it is raised again a moment later
-            _put_aside.append(error)
-        return _DEVICE_TYPE
+            _raise_pending_error()
+        except BaseException as error:  # even an interrupt: it is raised again after backward
+            _stored_errors.append(error)
+        return PRIVATE_DEVICE_TYPE
 
 
 @contextlib.contextmanager
 def errors_after_backward() -> Iterator[None]:
-    """Raise what was put aside when backward returns to the user. See Note [Errors in backward]."""
-    run_backward = graph._engine_run_backward
+    """Raise stored errors when backward returns to the user. See Note [Errors in backward]."""
 
-    def run_and_raise(*args: Any, **kwargs: Any) -> Any:
+    def run_and_raise(run_backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return run_backward(*args, **kwargs)
         except SystemError:  # "returned NULL without setting an exception": the guard has it
-            if not _put_aside:
+            if not _stored_errors:
                 raise
-        raise _put_aside.pop()
+        raise _stored_errors.pop()
 
-    with contextlib.ExitStack() as stack:
-        for owner in (graph, torch.autograd):
-            if hasattr(owner, "_engine_run_backward"):
-                stack.enter_context(attribute(owner, "_engine_run_backward", run_and_raise))
-        stack.callback(_put_aside.clear)
-        yield
+    try:
+        with wrapped_engine(run_and_raise):
+            yield
+    finally:
+        _stored_errors.clear()
 
 
 _active: VirtualDevice | None = None
@@ -148,7 +144,7 @@ def _require_active() -> VirtualDevice:
 
 
 class _DeviceModule:
-    """What ``torch.vgpu`` answers; the names are those of ``torch.cuda``."""
+    """The module `torch.vgpu`, with the names of `torch.cuda`."""
 
     _initialized = True
 
@@ -243,7 +239,7 @@ class _DeviceModule:
     reset_max_memory_allocated = reset_peak_memory_stats
 
     def memory_stats(self, device: Any = None) -> dict[str, int]:
-        """Return the figures of ``torch.cuda.memory_stats`` that there are here."""
+        """Return the figures of `torch.cuda.memory_stats` that exist here."""
         return {
             "allocated_bytes.all.current": self.memory_allocated(),
             "allocated_bytes.all.peak": self.max_memory_allocated(),
@@ -294,7 +290,7 @@ _module: _DeviceModule | None = None
 
 
 def register() -> None:
-    """Give torch the device name, once per process."""
+    """Register the device name with torch, once per process."""
     global _module
     if _module is not None:
         return
@@ -310,12 +306,11 @@ def register() -> None:
 
 
 def virtual_device() -> torch.device:
-    """Return the label that simulated tensors carry.
+    """Return the device of simulated tensors.
 
-    On a machine with a real CUDA device it is ``cuda``: fake CUDA tensors work there as they are, and a device
-    registered in the PrivateUse1 slot would stand before the real one in everything that asks torch for "the
-    accelerator" (autograd's streams among it). Elsewhere it is ``vgpu``. (The first case has not been run: the
-    project has no such machine.)
+    On a machine with a CUDA device it is `cuda`: fake CUDA tensors work there as they are, and a device in the
+    PrivateUse1 slot would replace the real one wherever torch asks for "the accelerator" (autograd's streams, for
+    one). Elsewhere it is `vgpu`. (The first case has not been run: the project has no such machine.)
     """
     if torch.cuda.is_available() and not is_active():
         return torch.device("cuda", 0)
@@ -324,16 +319,15 @@ def virtual_device() -> torch.device:
 
 
 def is_active() -> bool:
-    """Whether a virtual device stands behind the name now."""
+    """Return whether a virtual device is active."""
     return _active is not None
 
 
 @contextlib.contextmanager
 def activate(device: VirtualDevice) -> Iterator[None]:
-    """Stand behind the name ``vgpu`` for the length of the block.
+    """Let `device` answer for `vgpu` inside the block.
 
-    One at a time, but for a simulation inside an executing device's block: a rehearsal of what is to run
-    there.
+    One at a time, except for a simulation inside an executing device's block, which predicts what is to run there.
     """
     global _active
     before = _active

@@ -1,4 +1,4 @@
-"""Changes to torch that hold for one block only, undone in reverse order."""
+"""Context managers that patch torch inside a block."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from memscale._torch import foreach_type_lists
+from memscale._torch import destroy_library, foreach_type_lists
 
 
 @contextlib.contextmanager
 def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """``owner.name`` is ``value`` inside the block."""
+    """Set `owner.name` to `value` inside the block."""
     inherited = name not in vars(owner)
-    before = None if inherited else vars(owner)[name]  # as it is: a staticmethod stays one
+    before = None if inherited else vars(owner)[name]  # not by getattr: a staticmethod stays one
     setattr(owner, name, value)
     try:
         yield
@@ -30,21 +30,17 @@ def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def operators(key: str) -> Iterator[Callable[[Any, Callable[..., Any]], None]]:
-    """Yield a function that implements an aten operator for a dispatch key inside the block.
-
-    Private torch API: ``Library._destroy`` (tried on torch 2.13). Without it an implementation would stay
-    until the garbage collector finds the library.
-    """
+    """Provide a function that implements an aten operator for a dispatch key inside the block."""
     library = cast(Any, torch.library.Library)("aten", "IMPL")
     try:
         yield lambda operator, kernel: library.impl(operator, kernel, key)
     finally:
-        library._destroy()
+        destroy_library(library)
 
 
 @contextlib.contextmanager
 def foreach_by_default(kind: type[torch.Tensor]) -> Iterator[None]:
-    """Optimizers take their ``foreach`` path for this kind of tensor, as they do for CUDA tensors."""
+    """Let optimizers use `foreach` for this class of tensors inside the block, as they do for CUDA tensors."""
     lists = foreach_type_lists
     for kinds in lists:
         kinds.append(kind)
@@ -57,9 +53,9 @@ def foreach_by_default(kind: type[torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def swap_on_conversion() -> Iterator[None]:
-    """``module.to(device)`` exchanges tensors as a whole: ours can't exchange only their data.
+    """Let `module.to(device)` swap whole tensors inside the block: the data of virtual ones can't be exchanged.
 
-    The hooks on a parameter's gradient stay with it, as they do on CUDA, where its data alone is exchanged.
+    The hooks on a parameter's gradient stay with it, as on CUDA, where only its data is exchanged.
     """
     before = torch.__future__.get_swap_module_params_on_conversion()
     swap: Any = torch.utils.swap_tensors
@@ -79,9 +75,9 @@ def swap_on_conversion() -> Iterator[None]:
 
 
 def transformers_masks() -> contextlib.AbstractContextManager[None]:
-    """Return transformers builds attention masks for a tracer that it would leave out on a real device.
+    """Keep transformers from building attention masks inside the block that a real step would not have.
 
-    A fake tensor looks like a tracer to it; the masks would cost memory that a real step does not need.
+    It takes fake tensors for a tracer's, for which it builds masks that it omits otherwise.
     """
     masking = sys.modules.get("transformers.masking_utils")
     if masking is None or not hasattr(masking, "is_tracing"):

@@ -1,21 +1,21 @@
-"""What operations make of fake tensors, remembered: the second time it is a lookup.
+"""A cache of what operations return for fake tensors.
 
-Note [Remembered results]
-~~~~~~~~~~~~~~~~~~~~~~~~~
-A step of a transformer runs the same few hundred operations on the same few shapes, layer by layer. torch's fake
-mode remembers their results too, but to make its key and its tensor takes over 100 microseconds; here it is some 20.
+Note [Cached results]
+~~~~~~~~~~~~~~~~~~~~~
+A step of a transformer runs the same few hundred operations on the same few shapes, layer by layer. torch's fake mode
+has a cache too, but its lookup takes over 100 microseconds; here it is some 20.
 
-A result is remembered only if it follows from what the key has: the operation, its arguments (tensors by their
-description, all else by type and value), and torch's defaults. So it is one of
+A result is cached only if it follows from the key: the operation, its arguments (tensors by their description, all else
+by type and value), and torch's defaults. So it is one of
 
 - an argument itself (an operation in place),
 - a view of the only tensor among the arguments,
 - a new tensor, with memory that no argument has,
-- nothing, or a number;
+- None, or a number;
 
-or several of them. What torch marks as depending on data, or as changing a tensor's shape in place, is asked for
-each time; so is everything that is not described below: constants, sparse tensors, generators. And a remembered
-tensor is made once on trial: it must have the same description, dispatch keys included, as the one that torch made.
+or several of them. What torch marks as depending on data, or as changing a tensor's shape in place, is never cached;
+neither is anything that is not described below: constants, sparse tensors, generators. And a cached tensor is created
+once on trial: it must have the same description, dispatch keys included, as the one that torch created.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ _BY_VALUE = frozenset(
     {int, float, bool, complex, str, type(None)}
     | {torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
-_ASKED_EACH_TIME = {
+_NEVER_CACHED = {
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
     torch.Tag.inplace_view,
 }
-_MOST = 2**14  # results, of some hundred bytes each
+_MAX_RECIPES = 2**14  # of some hundred bytes each
 
 
-class _Unknown(Exception):
-    """An argument that is not described by its value."""
+class _NotDescribed(Exception):
+    """An argument that has no description."""
 
 
-class _Tensor(NamedTuple):
-    """How to make a result: of the memory of an argument, or of new memory."""
+class _TensorRecipe(NamedTuple):
+    """How to create a tensor over the memory of an argument, or over new memory."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -78,24 +78,24 @@ class _Value(NamedTuple):
 
 class _Several(NamedTuple):
     kind: type  # tuple or list
-    parts: tuple[_Tensor | _Argument | _Value, ...]
+    parts: tuple[_TensorRecipe | _Argument | _Value, ...]
 
 
-_Recipe = _Tensor | _Argument | _Value | _Several
+_Recipe = _TensorRecipe | _Argument | _Value | _Several
 
-# By key; None for what is asked each time. They outlive a mode, and hold no tensors.
+# By key; None for what is never cached. They outlive a mode, and hold no tensors.
 _recipes: dict[Any, _Recipe | None] = {}
-_NEW = _Value(None)  # this very object: not looked at yet
+_NEW = _Value(None)  # this object: not seen yet
 
 
 class CachingFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
-    """Torch's fake mode, asked only once for each result. See Note [Remembered results]."""
+    """A fake mode that computes each result once. See Note [Cached results]."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        # Torch's own memory takes a fifth of the time of asking, and nobody asks twice.
+        # torch's own cache takes a fifth of the time and is never hit.
         self.cache_enabled = False
-        self._attributes: dict[torch.device, dict[str, Any]] = {}  # what every fake tensor on a device has
+        self._attributes: dict[torch.device, dict[str, Any]] = {}  # that every fake tensor on a device has
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -111,31 +111,31 @@ class CachingFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `
         kwargs = kwargs or {}
         try:
             key = self._key(func, args, kwargs)
-        except _Unknown:
+        except _NotDescribed:
             return self.dispatch(func, types, args, kwargs)
         recipe = _recipes.get(key, _NEW)
         if recipe is _NEW:
-            return self._ask(key, func, types, args, kwargs)
+            return self._compute(key, func, types, args, kwargs)
         if recipe is None:
             return self.dispatch(func, types, args, kwargs)
-        return self._follow(recipe, args)
+        return self._create(recipe, args)
 
     def cached_result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what an operation makes, if that is remembered, else `NOT_CACHED`; to be called while no mode is on.
+        """Return an operation's result if it is cached, else `NOT_CACHED`; to be called while no mode is on.
 
-        For a mode that stands before this one: to get here by torch's dispatcher takes as long as the rest.
+        For a mode above this one: going through torch's dispatcher takes as long as the rest.
         """
         try:
             recipe = _recipes.get(self._key(func, args, kwargs))
-        except _Unknown:
+        except _NotDescribed:
             return NOT_CACHED
-        return NOT_CACHED if recipe is None else self._follow(recipe, args)
+        return NOT_CACHED if recipe is None else self._create(recipe, args)
 
-    def _ask(
+    def _compute(
         self, key: Any, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         result = self.dispatch(func, types, args, kwargs)
-        if len(_recipes) >= _MOST:
+        if len(_recipes) >= _MAX_RECIPES:
             _recipes.clear()
         _recipes[key] = self._recipe(func, args, kwargs, result)
         return result
@@ -155,9 +155,9 @@ class CachingFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `
         kind = type(value)
         if kind is FakeTensor:
             if value.constant is not None or value.fake_mode is not self:
-                raise _Unknown
+                raise _NotDescribed
             if value.layout is not torch.strided:
-                raise _Unknown
+                raise _NotDescribed
             return (
                 value.shape,
                 value.stride(),
@@ -165,21 +165,21 @@ class CachingFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `
                 value.dtype,
                 value.fake_device,
                 value.requires_grad,
-                dispatch_keys_of(value).raw_repr(),  # conjugated, negated, made for inference ...
+                dispatch_keys_of(value).raw_repr(),  # conjugated, negated, created in inference mode ...
                 value.untyped_storage().nbytes(),
             )
         if kind in _BY_VALUE:
             return kind, value  # 1, 1.0 and True are equal, and promote differently
         if kind is list or kind is tuple or kind is torch.Size:
             return kind, tuple([self._described(each) for each in value])
-        raise _Unknown
+        raise _NotDescribed
 
-    # ------------------------------------------------------------------ remembering
+    # ------------------------------------------------------------------ storing
 
     def _recipe(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> _Recipe | None:
-        if getattr(func, "namespace", "") != "aten" or not _ASKED_EACH_TIME.isdisjoint(func.tags):
+        if getattr(func, "namespace", "") != "aten" or not _NEVER_CACHED.isdisjoint(func.tags):
             return None
         tensors = [each for each in _flat((*args, *kwargs.values())) if isinstance(each, torch.Tensor)]
         memory = {each.untyped_storage()._cdata for each in tensors}
@@ -190,14 +190,14 @@ class CachingFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `
             new = [each for each in made if each not in memory]
             if any(part is None for part in parts) or len(set(new)) < len(new):  # they share new memory
                 return None
-            # Some tuples have names here, which nobody sees from outside.
+            # A named tuple is a plain one outside.
             kind = list if isinstance(result, list) else tuple
             return _Several(kind, tuple(part for part in parts if part is not None))
         return self._part(result, args, memory, source)
 
     def _part(
         self, result: Any, args: Sequence[Any], memory: set[int], source: int | None
-    ) -> _Tensor | _Argument | _Value | None:
+    ) -> _TensorRecipe | _Argument | _Value | None:
         if result is None or type(result) in (int, float, bool):
             return _Value(result)
         if type(result) is not FakeTensor or result.layout is not torch.strided:
@@ -208,7 +208,7 @@ class CachingFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `
         is_view = result.untyped_storage()._cdata in memory
         if result.constant is not None or (is_view and source is None):
             return None
-        recipe = _Tensor(
+        recipe = _TensorRecipe(
             tuple(result.shape),
             result.stride(),
             int(result.storage_offset()),
@@ -217,22 +217,22 @@ class CachingFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `
             result.requires_grad,
             source if is_view else None,
         )
-        trial = self._make(recipe, args)
+        trial = self._create_tensor(recipe, args)
         return recipe if self._described(trial) == self._described(result) else None
 
-    # ------------------------------------------------------------------ following
+    # ------------------------------------------------------------------ creating
 
-    def _follow(self, recipe: _Recipe, args: Sequence[Any]) -> Any:
+    def _create(self, recipe: _Recipe, args: Sequence[Any]) -> Any:
         kind = type(recipe)
-        if kind is _Tensor:
-            return self._make(recipe, args)  # type: ignore[arg-type]
+        if kind is _TensorRecipe:
+            return self._create_tensor(recipe, args)  # type: ignore[arg-type]
         if kind is _Argument:
             return args[recipe.position]  # type: ignore[union-attr]
         if kind is _Several:
-            return recipe.kind([self._follow(each, args) for each in recipe.parts])  # type: ignore[union-attr]
+            return recipe.kind([self._create(each, args) for each in recipe.parts])  # type: ignore[union-attr]
         return recipe.value  # type: ignore[union-attr]
 
-    def _make(self, recipe: _Tensor, args: Sequence[Any]) -> FakeTensor:
+    def _create_tensor(self, recipe: _TensorRecipe, args: Sequence[Any]) -> FakeTensor:
         shape, stride, offset, dtype, device, requires_grad, view_of = recipe
         if view_of is None:
             elements = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
@@ -249,7 +249,7 @@ class CachingFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `
         attributes = self._attributes.get(device)
         if attributes is None:
             attributes = dict(vars(FakeTensor(self, elements, device)))
-            del attributes["fake_mode"]  # which would hold itself
+            del attributes["fake_mode"]  # a reference cycle
             self._attributes[device] = attributes
         vars(tensor).update(attributes)
         tensor.fake_mode = self

@@ -1,16 +1,13 @@
-"""``simulate``: run unchanged PyTorch training code on a device that is not there.
+"""Run unchanged PyTorch training code on a device that is not there.
 
 Note [The virtual GPU]
 ~~~~~~~~~~~~~~~~~~~~~~
-Inside the block every tensor is fake: it has a shape, a dtype, a device and a lifetime, but no data. The
-device is torch's PrivateUse1 slot under the name ``vgpu`` (``backend.py``), attention and autocast behave as
-on CUDA (``attention.py``, ``autocast.py``), and the memory tracker follows every storage through a model of
-CUDA's caching allocator. Nothing is computed, so GPT-2 XL takes seconds, and what was patched is put back at
-the end.
+Inside the block every tensor is fake: it has a shape, a dtype, a device and a lifetime, but no data. The device is
+torch's PrivateUse1 slot under the name `vgpu` (`device.py`), attention and autocast behave as on CUDA (`cuda.py`), and
+the memory tracker follows every storage through a model of CUDA's caching allocator (`tracking.py`). Nothing is
+computed, so GPT-2 XL takes seconds. All patches are undone at the end.
 
-``simulate(..., device="cpu")`` simulates the CPU itself: the same with the CPU's own kernels and exact bytes.
-
-A model without its data: the same modules, names, ties and flags, with parameters that take no memory.
+`simulate(..., device="cpu")` simulates the CPU: the same with the CPU's own kernels and exact bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ DEFAULT_CAPABILITY = (8, 6)
 
 
 class Simulation:
-    """A simulated device while its block runs, and what was seen there afterwards."""
+    """A simulated device, and its memory during and after the block."""
 
     computes = False
 
@@ -68,12 +65,12 @@ class Simulation:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory in use on the device at once (``max_memory_allocated``)."""
+        """The most memory in use on the device at once (`max_memory_allocated`)."""
         return self.tracker.peak_bytes(self.device)
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """The most memory the device's allocator held (``max_memory_reserved``)."""
+        """The most memory that the device's allocator held (`max_memory_reserved`)."""
         return self.tracker.peak_reserved_bytes(self.device)
 
     @property
@@ -82,19 +79,14 @@ class Simulation:
         return self.tracker.peak_bytes("cpu")
 
     def copy_of(self, model: ModuleT, without: Iterable[nn.Module] = ()) -> ModuleT:
-        """Return a copy of a real model for this device: same structure, no data; the model is not touched.
-
-        Args:
-            model: The model.
-            without: Modules of it in whose places the copy has empty ones.
-        """
+        """Return a copy of a real model on this device, without data; the modules in `without` are left empty."""
         return fake_copy(model, self.device, without)
 
     def batch_of(self, batch: Any) -> Any:
-        """Return a copy of a real batch (nested containers of tensors) for this device, without data."""
+        """Return a copy of a real batch (nested containers of tensors) on this device, without data."""
         return fake_tree(batch, self.device)
 
-    # Fake random numbers have no state, but code that saves and restores it must run.
+    # Fake random numbers have no state, but code that saves and restores one must run.
 
     def get_rng_state(self) -> torch.Tensor:
         return torch.zeros(16, dtype=torch.uint8)
@@ -107,7 +99,7 @@ class Simulation:
 
 
 def _resolve(on: str | int | GpuSpec) -> tuple[str, int, tuple[int, int]]:
-    """Name, capacity and compute capability of what the user asked for."""
+    """Return name, capacity and compute capability."""
     if isinstance(on, GpuSpec):
         return on.name, on.memory_bytes, on.compute_capability or DEFAULT_CAPABILITY
     if isinstance(on, str) and not on.strip()[:1].isdigit():
@@ -123,8 +115,8 @@ def simulate(on: str | int | GpuSpec = "RTX 3090", *, device: str = backend.NAME
     """Run the block on a simulated device.
 
     Args:
-        on: a GPU's name ("RTX 3090"), a size ("24GiB"), a number of bytes or a ``GpuSpec``.
-        device: ``"vgpu"``, or ``"cpu"`` to simulate a host of that much memory.
+        on: a GPU's name ("RTX 3090"), a size ("24GiB"), a number of bytes or a `GpuSpec`.
+        device: "vgpu", or "cpu" to simulate a host of that much memory.
 
     Raises:
         HardwareError: the name is unknown; the message lists the nearest ones.
@@ -150,7 +142,7 @@ def simulate(on: str | int | GpuSpec = "RTX 3090", *, device: str = backend.NAME
             target = backend.virtual_device()
         simulation = Simulation(name, capacity, capability, target)
         if target.type == backend.NAME and backend.is_active():
-            stack.enter_context(backend.activate(simulation))  # its kernels and names are installed already
+            stack.enter_context(backend.activate(simulation))  # kernels and names are installed
         elif target.type == backend.NAME:
             stack.enter_context(backend.activate(simulation))
             stack.enter_context(cuda_attention(capability))
@@ -164,7 +156,7 @@ def simulate(on: str | int | GpuSpec = "RTX 3090", *, device: str = backend.NAME
         stack.enter_context(patches.swap_on_conversion())
         stack.enter_context(patches.foreach_by_default(FakeTensor))
         stack.enter_context(patches.transformers_masks())
-        # Fake mode belongs to a thread, and autograd would run the device's backward in another one.
+        # A fake mode belongs to one thread, and autograd would run the device's backward in another.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeMode())
         stack.enter_context(errors_after_backward())
@@ -172,24 +164,19 @@ def simulate(on: str | int | GpuSpec = "RTX 3090", *, device: str = backend.NAME
         yield simulation
 
 
-# Attributes of modules that are no tensors, nor hold any but those that are looked at by themselves.
+# Attributes of modules that hold no tensors, or only those that are collected separately.
 _REGISTERED = {"_parameters", "_buffers", "_modules"}
 _ATOMS = {bool, int, float, str, type(None)}
 _CONTAINERS = {dict, OrderedDict, list, tuple, set}
 
-# Tensors that are nothing but memory; a tensor of another class may mean more than its shape says.
+# Classes of tensors that are nothing but memory; others may have more than a shape.
 PLAIN_KINDS: set[type] = {torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor}
 
 
 def fake_copy(model: ModuleT, device: torch.device, without: Iterable[nn.Module] = ()) -> ModuleT:
-    """Deep copy ``model`` with every tensor replaced by an empty one on ``device``.
+    """Deep copy `model`, inside a fake mode, with every tensor replaced by an empty one on `device`.
 
-    Must run inside a fake mode. Storage shared by several tensors (views, ties by ``.data``) stays shared.
-
-    Args:
-        model: The model.
-        device: Where its copy is.
-        without: Modules in whose places the copy has empty ones.
+    Storage shared by several tensors (views, ties by `.data`) stays shared. Modules in `without` are left empty.
     """
     storages: dict[int, torch.Tensor] = {}
     memo: dict[int, Any] = {id(module): nn.Module() for module in without}
@@ -204,7 +191,7 @@ def fake_copy(model: ModuleT, device: torch.device, without: Iterable[nn.Module]
 
 
 def fake_tree(tree: Any, device: torch.device) -> Any:
-    """Return the same nested containers with every tensor replaced by an empty one on ``device``."""
+    """Return the same nested containers with every tensor replaced by an empty one on `device`."""
     storages: dict[int, torch.Tensor] = {}
 
     def twin(leaf: Any) -> Any:
@@ -218,7 +205,7 @@ def fake_tree(tree: Any, device: torch.device) -> Any:
 
 
 def _tensors_of(model: nn.Module, without: Collection[int]) -> list[torch.Tensor]:
-    """Every tensor the model holds outside of some modules: parameters, buffers, and those kept as plain attributes."""
+    """Return the parameters, buffers and tensors in plain attributes of all modules but those in `without`."""
     found: dict[int, torch.Tensor] = {}
     for module in _modules_of(model, without):
         if isinstance(module, torch.jit.ScriptModule):
@@ -229,7 +216,7 @@ def _tensors_of(model: nn.Module, without: Collection[int]) -> list[torch.Tensor
         for name, value in vars(module).items():
             kind = type(value)
             if name in _REGISTERED or kind in _ATOMS or (kind in _CONTAINERS and not value):
-                continue  # nearly all: to look into each is felt in deep models
+                continue  # nearly all: flattening each is slow in deep models
             for leaf in pytree.tree_leaves(value):
                 if isinstance(leaf, torch.Tensor):
                     found[id(leaf)] = leaf
@@ -258,7 +245,7 @@ def _fake_twin(tensor: torch.Tensor, device: torch.device, storages: dict[int, t
         )
     storage = tensor.untyped_storage()
     if storage._cdata not in storages and tensor.nbytes == storage.nbytes() and tensor.is_contiguous():
-        # By far the most: tensors that are all of their storage. Each operation less is felt in deep models.
+        # Nearly all: a tensor that is all of its storage. Saving operations matters in deep models.
         twin = storages[storage._cdata] = torch.empty(tensor.size(), dtype=tensor.dtype, device=device)
     else:
         twin = _view(tensor, storage, device, storages)
@@ -273,7 +260,7 @@ def _view(
     device: torch.device,
     storages: dict[int, torch.Tensor],
 ) -> torch.Tensor:
-    """Return a fake tensor that shares the storage of others as ``tensor`` does."""
+    """Return a fake tensor that shares its storage with others as `tensor` does."""
     if storage._cdata not in storages:
         elements = storage.nbytes() // max(1, tensor.element_size())
         storages[storage._cdata] = torch.empty(elements, dtype=tensor.dtype, device=device)

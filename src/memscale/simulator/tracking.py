@@ -1,7 +1,4 @@
-"""The memory tracker of a virtual GPU: its tensors, the workspaces of cuBLAS, and temporaries inside of kernels.
-
-Memory that kernels and libraries take from the device, which no tensor of a step shows.
-"""
+"""The memory tracker of a virtual GPU: its tensors, the workspaces of cuBLAS, and temporaries of kernels."""
 
 from __future__ import annotations
 
@@ -15,11 +12,11 @@ from memscale.memory.tracker import MemoryTracker
 
 def op_name(func: Any) -> str:
     """Return the name without namespace and overload: "add" of aten::add.Tensor."""
-    return str(getattr(func, "_opname", ""))  # operators that take functions have no such name
+    return str(getattr(func, "_opname", ""))  # higher-order operators have no such name
 
 
 class DeviceTracker(MemoryTracker):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
-    """Follows the memory of one virtual device and the host beside it."""
+    """Track the memory of one virtual device and its host."""
 
     def __init__(self, *, workspace_bytes: int = 0, **options: Any) -> None:
         super().__init__(**options)
@@ -44,7 +41,7 @@ class DeviceTracker(MemoryTracker):  # type: ignore[no-untyped-call]  # its `__i
         return result
 
     def _allocate_temporaries(self, name: str, args: tuple[Any, ...]) -> None:
-        """Allocate what the kernel does beside its results, which are there already, and free it again."""
+        """Allocate and free what the kernel needs besides its results."""
         sizes = [size for size in TEMPORARIES[name](*args) if size]
         what = f"a temporary of {name}"
         self.temporary_bytes = sum(sizes)
@@ -52,8 +49,8 @@ class DeviceTracker(MemoryTracker):  # type: ignore[no-untyped-call]  # its `__i
             release()
 
     def _reserve_workspace(self, result: torch.Tensor) -> None:
-        # One workspace per handle, and a handle belongs to a thread: the training loop's, and the one that
-        # autograd runs the device's backward in. (Of a simulation inside this block nothing is followed.)
+        # One workspace per handle and one handle per thread: that of the training loop, and that of backward. (Tensors
+        # of a simulation inside this block are not tracked.)
         if self._in_backward in self._workspaces or result.device.type == "cpu":
             return
         if result.untyped_storage()._cdata in self._live:
@@ -69,12 +66,12 @@ MATMULS = {"mm", "addmm", "bmm", "baddbmm"}
 
 
 def workspace_bytes(capability: tuple[int, int]) -> int:
-    """Return what torch gives each cuBLAS handle on a card of this compute capability."""
+    """Return the workspace of a cuBLAS handle on a card of this compute capability."""
     return CUBLAS_WORKSPACE_HOPPER if capability >= HOPPER else CUBLAS_WORKSPACE
 
 
 def _softmax_backward(grad: torch.Tensor, output: torch.Tensor, *_: Any) -> tuple[int, ...]:
-    """Softmax multiplies gradient and output into a tensor of its own before its kernel runs."""
+    # The product of gradient and output is a tensor of its own.
     return (grad.nbytes, 0 if output.is_contiguous() else output.nbytes)
 
 
@@ -94,7 +91,7 @@ def _group_norm_backward(
     groups: int,
     *_: Any,
 ) -> tuple[int, ...]:
-    """Two sums for each sample and channel, the scale of each, and two numbers for each group."""
+    # Two sums for each sample and channel, the scale of each, and two numbers for each group.
     width = max(4, values.element_size())
     of_groups = (width * samples * groups,) * 2
     if pixels == 1:
@@ -102,7 +99,7 @@ def _group_norm_backward(
     return (width * samples * channels,) * (2 if weight is None else 3) + of_groups
 
 
-# By the operation: the bytes of what its CUDA kernel allocates beside its results, and frees before it returns
+# By operation: the bytes that its CUDA kernel allocates besides its results and frees before it returns
 # (aten/src/ATen/native/cuda/SoftMax.cu and group_norm_kernel.cu of torch 2.13).
 TEMPORARIES: dict[str, Callable[..., tuple[int, ...]]] = {
     "_softmax_backward_data": _softmax_backward,
@@ -112,9 +109,9 @@ TEMPORARIES: dict[str, Callable[..., tuple[int, ...]]] = {
 
 
 def lstm_workspace_bytes(steps: int, samples: int, inputs: int, hidden: int) -> int:
-    """Return the bytes that oneDNN's LSTM layer on the CPU keeps for backward: gates, states and their gradients.
+    """Return the bytes that oneDNN's LSTM layer saves for backward on the CPU: gates, states and their gradients.
 
-    As measured of torch 2.13 in 32 bits; each part takes whole pages.
+    As measured with torch 2.13 in 32 bits; each part is rounded up to whole pages.
     """
     states = 2 * (steps + 1) * samples
     parts = [steps * samples * _padded(4 * hidden), steps * samples * _padded(hidden)]
@@ -123,6 +120,6 @@ def lstm_workspace_bytes(steps: int, samples: int, inputs: int, hidden: int) -> 
 
 
 def _padded(width: int) -> int:
-    """Return a row's length in oneDNN's buffers: whole cache lines, one more where rows would collide."""
+    """Return the length of a row in oneDNN's buffers: whole cache lines, and one more where rows would collide."""
     padded = -(-width // 16) * 16
     return padded + 16 if padded % 256 == 0 else padded

@@ -1,9 +1,9 @@
-"""The executing virtual GPU: true numbers under a device label.
+"""The executing virtual GPU: CPU tensors under the label of a device.
 
-A tensor here is a wrapper that says ``vgpu:0`` over an ordinary CPU tensor. Operations run on the CPU
-tensors, random ones with the device's own generator; operands on two devices raise as they do on CUDA; memory
-goes through the same tracker and allocator as in the simulator, capacity included. It is slow and for tests:
-device code runs and can be compared, number by number, with the CPU, and byte by byte with the simulator.
+A tensor is a wrapper with the device `vgpu:0` around an ordinary CPU tensor. Operations run on the CPU tensors, random
+ones with the device's own generator; operands on two devices raise as on CUDA; memory goes through the same tracker and
+allocator as in the simulator, with a capacity. It is slow, but its numbers can be compared with the CPU's, and its
+bytes with the simulator's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from memscale.units import parse_bytes
 
 aten = torch.ops.aten
 
-# Operations that take operands on two devices, here as on CUDA.
+# Operations that accept operands on two devices, as on CUDA.
 CROSS_DEVICE = {
     "index",
     "_index_put_impl_",
@@ -111,7 +111,7 @@ class ExecutingTensor(torch.Tensor):
         return _execute(func, args, kwargs or {})
 
 
-PLAIN_KINDS.add(ExecutingTensor)  # the device may be simulated, too
+PLAIN_KINDS.add(ExecutingTensor)  # a model on this device can be simulated
 
 
 def _with_flags(tensor: torch.Tensor, parameter: bool, requires_grad: bool) -> torch.Tensor:
@@ -119,7 +119,7 @@ def _with_flags(tensor: torch.Tensor, parameter: bool, requires_grad: bool) -> t
 
 
 def _rebuild(host: torch.Tensor, parameter: bool, requires_grad: bool) -> torch.Tensor:
-    # torch.load keeps the place it was asked to load to (private, torch 2.13); elsewhere it is None.
+    # None outside of `torch.load`.
     to = map_location_in_use()
     if isinstance(to, (str, torch.device)) and torch.device(to).type == "cpu":
         return _with_flags(host, parameter, requires_grad)
@@ -127,7 +127,7 @@ def _rebuild(host: torch.Tensor, parameter: bool, requires_grad: bool) -> torch.
 
 
 class ExecutingTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
-    """The device's tracker; page-locked host memory is plain host memory here."""
+    """The device's tracker; page-locked host memory is ordinary host memory here."""
 
     _plain = DeviceTracker._plain | {ExecutingTensor}
 
@@ -180,7 +180,7 @@ def _execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "_to_copy" and device is not None:
         result = _copied(host_args[0], host_kwargs)
     else:
-        kernel = kernels.OWN.get(func, func)
+        kernel = kernels.CPU_KERNELS.get(func, func)
         with _device_random(func):
             result = kernel(*host_args, **host_kwargs)
     if to_host:
@@ -201,7 +201,7 @@ def _wrap(leaf: Any, wrappers: dict[int, ExecutingTensor], mutable: bool) -> Any
     if original is None or not mutable:
         return ExecutingTensor(leaf)
     if original.shape != leaf.shape or original.stride() != leaf.stride():
-        # resize_, t_ and the like: the wrapper's own metadata has to follow.
+        # resize_, t_ and the like also change the wrapper's metadata.
         torch.Tensor.data.__set__(original, ExecutingTensor(leaf))  # type: ignore[attr-defined]
         original.host = leaf
     return original
@@ -209,7 +209,7 @@ def _wrap(leaf: Any, wrappers: dict[int, ExecutingTensor], mutable: bool) -> Any
 
 @contextlib.contextmanager
 def _device_random(func: Any) -> Iterator[None]:
-    """Random operations draw from the device's generator, not the host's."""
+    """Let a random operation inside the block draw from the device's generator instead of the host's."""
     if torch.Tag.nondeterministic_seeded not in func.tags or _generator is None:
         yield
         return
@@ -226,7 +226,7 @@ _generator: torch.Generator | None = None
 
 
 class ExecutingDevice:
-    """The device while its block runs."""
+    """The executing device of a block, and its memory."""
 
     computes = True
 
@@ -285,7 +285,7 @@ def _empty_strided(
 
 
 def _copy_from(source: Any, target: Any, non_blocking: bool = False) -> Any:
-    # torch.tensor(..., device="vgpu") copies with Python dispatch switched off.
+    # torch.tensor(..., device="vgpu") copies with Python dispatch disabled.
     host = [each.host if isinstance(each, ExecutingTensor) else each for each in (source, target)]
     host[1].copy_(host[0])
     return target
@@ -305,6 +305,15 @@ def executing(
     capacity: int | str = "24GiB", *, capability: tuple[int, int] = (8, 6), seed: int = 0
 ) -> Iterator[ExecutingDevice]:
     """Run the block with a virtual GPU that computes.
+
+    Args:
+        capacity: its memory, in bytes or with a unit.
+        capability: the compute capability that it reports, which decides on attention kernels and workspaces.
+        seed: of its random generator.
+
+    Raises:
+        SimulationError: a virtual GPU is active already.
+        torch.OutOfMemoryError: inside the block, if it needs more than the capacity.
 
     Example:
         >>> with executing("64MiB") as gpu:

@@ -1,7 +1,7 @@
-"""CUDA-only operations, computed on the CPU for the executing device.
+"""CUDA-only operations, and those that round otherwise there, computed on the CPU for the executing device.
 
-Each returns tensors of exactly the shapes and layouts that the operation has on CUDA (asked of torch's own
-shape rules on meta tensors), so that the executing device and the simulator account for the same bytes.
+Each returns tensors of exactly the shapes and layouts of the CUDA operation (by torch's shape rules for meta tensors),
+so that the executing device and the simulator account for the same bytes.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memscale._torch import with_autograd_below_dispatch
+from memscale._torch import FOREACH_MUL, foreach_mul_, with_autograd_below_dispatch
 from memscale.simulator.fake import gru_cell, gru_cell_backward
 
 aten = torch.ops.aten
 
-# A dropout mask is drawn again in backward from the random state that forward began with. The operation hands
-# on only an 8-byte seed, so that the state itself waits here; old ones are dropped.
+# Backward draws a dropout mask again from the random state that forward began with. The operation only passes an 8-byte
+# seed, so the state is kept here under that number; old ones are dropped.
 _random_states: OrderedDict[int, torch.Tensor] = OrderedDict()
-_MOST_STATES = 4096
+_MAX_STATES = 4096
 _next_state = 0
 
 
@@ -34,13 +34,13 @@ def _remember_random_state() -> int:
     global _next_state
     _next_state += 1
     _random_states[_next_state] = torch.get_rng_state()
-    if len(_random_states) > _MOST_STATES:
+    if len(_random_states) > _MAX_STATES:
         _random_states.popitem(last=False)
     return _next_state
 
 
 def _like_cuda(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the operation's outputs as CUDA shapes them, uninitialised."""
+    """Return the operation's outputs with CUDA's shapes and strides, uninitialised."""
     meta = [each.to("meta") if isinstance(each, torch.Tensor) else each for each in args]
     shapes = func(*meta, **kwargs)
     return tuple(
@@ -60,8 +60,7 @@ def _attend(
     causal: bool,
     scale: float | None,
 ) -> torch.Tensor:
-    # The CPU's own attention, so that numbers are those of a CPU run; which kernels a user allows on the device
-    # does not concern it.
+    # The CPU's own attention, for the numbers of a CPU run, whichever kernels the user allows on the device.
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         return functional.scaled_dot_product_attention(query, key, value, bias, dropout, causal, scale=scale)
 
@@ -274,7 +273,7 @@ def rms_norm_backward(
     )
 
 
-OWN: dict[Any, Callable[..., Any]] = {
+CPU_KERNELS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_efficient_attention.default: efficient_attention,
     aten._scaled_dot_product_efficient_attention_backward.default: efficient_attention_backward,
     aten._scaled_dot_product_flash_attention.default: flash_attention,
@@ -284,4 +283,5 @@ OWN: dict[Any, Callable[..., Any]] = {
     aten._thnn_fused_gru_cell.default: gru_cell,
     aten._thnn_fused_gru_cell_backward.default: gru_cell_backward,
     aten._fused_rms_norm_backward.default: rms_norm_backward,
+    **dict.fromkeys(FOREACH_MUL, foreach_mul_),
 }
