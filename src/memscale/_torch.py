@@ -36,6 +36,7 @@ __all__ = [
     "TorchDispatchMode",
     "current_dispatch_modes",
     "disable_current_modes",
+    "is_fake",
     "is_traceable_wrapper_subclass",
     "outside_compiler",
     "pytree",
@@ -461,6 +462,11 @@ exclude_dispatch_keys = _C._ExcludeDispatchKeyGuard
 dispatch_keys_of = _C._dispatch_keys
 dispatch_stack_length = _C._len_torch_dispatch_stack
 FAKE_MODE = _C._TorchDispatchModeKey.FAKE
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has no data: it is simulated."""
+    return isinstance(tensor, FakeTensor)
 
 
 def current_fake_mode() -> FakeTensorMode | None:

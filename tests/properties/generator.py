@@ -491,7 +491,7 @@ SEVERAL_USES = {"recurrent", "cell", "twice", "normed"}
 def _one_sum(case: Case) -> Case:
     """Without calls of offloaded layers whose gradients are added up in another order than those of the plain model.
 
-    See Note [Home and working copy]: several uses of a parameter in one call, and several calls before one backward.
+    See Note [Master and working copy]: several uses of a parameter in one call, and several calls before one backward.
     """
     stacks = tuple(_used_once(stack) for stack in case.model.stacks)
     steps = case.loop.steps
