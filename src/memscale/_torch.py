@@ -36,6 +36,7 @@ __all__ = [
     "TorchDispatchMode",
     "current_dispatch_modes",
     "disable_current_modes",
+    "is_fake",
     "is_traceable_wrapper_subclass",
     "outside_compiler",
     "pytree",
@@ -463,6 +464,11 @@ dispatch_stack_length = _C._len_torch_dispatch_stack
 FAKE_MODE = _C._TorchDispatchModeKey.FAKE
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has no data: it is simulated."""
+    return isinstance(tensor, FakeTensor)
+
+
 def current_fake_mode() -> FakeTensorMode | None:
     """Return the fake mode that is on in this thread."""
     return cast("FakeTensorMode | None", _C._get_dispatch_mode(FAKE_MODE))
@@ -500,6 +506,20 @@ def takes_foreach(device_types: set[str], tensor_types: set[type]) -> bool:
     """Return whether an optimizer that is not told which takes its `foreach` implementation for such tensors."""
     devices = set(cast(Any, _foreach_utils)._get_foreach_kernels_supported_devices())
     return device_types <= devices and tensor_types <= set(foreach_type_lists[0])
+
+
+FOREACH_MUL = (torch.ops.aten._foreach_mul_.Scalar, torch.ops.aten._foreach_mul_.ScalarList)
+
+
+def foreach_mul_(tensors: Sequence[torch.Tensor], factor: float | Sequence[float]) -> None:
+    """Multiply tensors by numbers in place with CUDA's rounding.
+
+    CUDA's `_foreach_mul_` keeps the number in 32 bits when the tensors have 16, as `mul_` does everywhere. That of the
+    CPU rounds the number first (tried on 2.13): 0.999 is 1 in bfloat16, and a second moment would never decay.
+    """
+    factors = factor if isinstance(factor, Sequence) else [factor] * len(tensors)
+    for tensor, each in zip(tensors, factors, strict=True):
+        tensor.mul_(each)
 
 
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"

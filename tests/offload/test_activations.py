@@ -473,7 +473,7 @@ def test_at_the_cap_tensors_stay_on_the_device(caplog: pytest.LogCaptureFixture)
                 loss.backward()
             got = [each.grad.cpu() for each in model.parameters()]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
-    said = [record.message for record in caplog.records if "tier below is full" in record.message]
+    said = [record.message for record in caplog.records if "the tier is full" in record.message]
     assert len(said) == 1
     assert "max_cpu_offload_gb" in said[0]
 

@@ -22,7 +22,7 @@ from memscale import AsyncOffloadConfig, Config
 from memscale.errors import ConfigError, TransferError
 from memscale.execution_plan import Checkpointing, LayerPlan, Offloading, Plan
 from memscale.offload.activations import Activations
-from memscale.offload.arrival import Journey
+from memscale.offload.fetch import GradientTransfer
 from memscale.offload.prefetch import Prefetcher
 from memscale.simulator import simulate
 from memscale.testing import executing
@@ -108,7 +108,7 @@ def test_training_is_bit_equal_to_the_plain_run(
         plan = plan_of(model, to="host", activations=activations, recomputed=recomputed)
         with attached(model, plan, ASYNC) as executor:
             got = train(family, model, batch)
-            assert prefetcher_of(executor).bytes_ahead == 0
+            assert prefetcher_of(executor).bytes_prefetched == 0
             if activations:
                 assert activations_of(executor).bytes_sent > 0
                 assert activations_of(executor).bytes_below == 0
@@ -190,7 +190,7 @@ def test_so_many_layers_ahead_and_no_more() -> None:
     """While a layer computes, the copies of the next ones are there, and nobody else's."""
 
     def note(seen: list[int], prefetcher: Prefetcher, one: int, *_: Any) -> None:
-        seen.append(prefetcher.bytes_ahead // one)
+        seen.append(prefetcher.bytes_prefetched // one)
 
     with executing() as gpu:
         for depth in (1, 2, 3):
@@ -274,9 +274,9 @@ def test_nothing_is_fetched_across_an_optimizer_step() -> None:
             live = gpu.tracker.live_bytes(gpu.device)
             for _ in range(2):
                 loss = model(x).square().mean()
-                assert prefetcher_of(executor).bytes_ahead == 0
+                assert prefetcher_of(executor).bytes_prefetched == 0
                 loss.backward()
-                assert prefetcher_of(executor).bytes_ahead == 0
+                assert prefetcher_of(executor).bytes_prefetched == 0
             del loss
             assert gpu.tracker.live_bytes(gpu.device) == live + gpu.tracker.workspace_bytes(gpu.device)
 
@@ -380,7 +380,7 @@ def test_an_error_leaves_no_copies_on_the_device(where: str) -> None:
                 model.fails = False
                 with torch.no_grad():
                     model(x)
-            assert prefetcher_of(executor).bytes_ahead == 0
+            assert prefetcher_of(executor).bytes_prefetched == 0
             left = gpu.tracker.live_bytes(gpu.device) - live
             # After an error in backward the graph itself is still there, of a plain model too.
             assert left == 0 or (where == "backward" and left < model.layers[0].up.weight.nbytes)
@@ -433,7 +433,7 @@ def test_layers_that_are_skipped_are_dropped() -> None:
                     assert (ours.grad is None) == (theirs.grad is None)
                     if ours.grad is not None:
                         assert torch.equal(ours.grad, theirs.grad)
-                assert prefetcher_of(executor).bytes_ahead == 0
+                assert prefetcher_of(executor).bytes_prefetched == 0
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
@@ -533,10 +533,10 @@ def test_the_cap_on_disk_is_kept(tmp_path: Any) -> None:
 
 def test_a_gradient_goes_home_on_a_stream_of_its_own(cuda: Any) -> None:  # noqa: F811
     engine = Engine(AsyncOffloadConfig())
-    journey = Journey(engine, torch.device("cpu"))
+    transfer = GradientTransfer(engine, torch.device("cpu"))
     gradient = torch.arange(6.0).view(2, 3).t().as_subclass(Pretend)
     LOG.clear()
-    landing = journey.leave(gradient)
+    landing = transfer.start(gradient)
     assert LOG == [
         "compute: record event 1",
         "copy stream 1: wait for event 1",
@@ -545,7 +545,7 @@ def test_a_gradient_goes_home_on_a_stream_of_its_own(cuda: Any) -> None:  # noqa
     ]
     assert engine.gradients.bytes_in_use > 0
     LOG.clear()
-    home = journey.land(landing)
+    home = transfer.finish(landing)
     assert LOG == ["synchronize event 2"]
     assert engine.gradients.bytes_in_use == 0
     assert torch.equal(home, torch.arange(6.0).view(2, 3).t())

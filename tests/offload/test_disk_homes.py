@@ -17,7 +17,7 @@ from torch import nn
 from memscale import Config
 from memscale.execution_plan import LayerPlan, Offloading, Plan
 from memscale.executor import Executor
-from memscale.offload.mapped_parameters import MappedParameters
+from memscale.offload.mapped import MappedParameters
 from memscale.testing import executing
 from memscale.tiers.disk_file import PAGE
 from support.disk import QUIET, adamw, assert_same, disk_plan, on_disk, resident_bytes, train

@@ -39,10 +39,10 @@ CASES = [
 ]
 
 
-def train(kind, options, on_host):
+def train(kind, options, on_host, dtype=torch.float32):
     with executing("256MiB") as gpu:
         torch.manual_seed(0)
-        model = Stack(3, 16).to(gpu.device).train()
+        model = Stack(3, 16).to(gpu.device, dtype).train()
         executor = None
         if on_host != 0:
             plan = plan_of(model, to="host", activations=False)
@@ -55,7 +55,7 @@ def train(kind, options, on_host):
         groups = [{**group, "params": None} for group in optimizer.param_groups]
         for step in range(8):  # RAdam changes its formula after the fifth
             torch.manual_seed(step)
-            model(torch.randn(4, 16).to(gpu.device)).square().mean().backward()
+            model(torch.randn(4, 16).to(gpu.device, dtype)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         assert [{**group, "params": None} for group in optimizer.param_groups] == groups
@@ -77,6 +77,17 @@ def test_the_same_to_the_bit_as_on_the_device(kind, options, on_host):
     plain, ours = train(kind, options, 0), train(kind, options, on_host)
     for expected, got in zip(plain, ours, strict=True):
         assert len(expected) == len(got)
+        assert all(map(torch.equal, expected, got))
+
+
+@pytest.mark.parametrize("foreach", [None, True])
+@pytest.mark.parametrize("kind", [each for each in ONE_BY_ONE if each not in (optim.SparseAdam, optim.Muon)])
+def test_the_same_in_sixteen_bits(kind, foreach):
+    """On a CPU `_foreach_mul_` rounds its factor to 16 bits, on CUDA it does not."""
+    options = {**OPTIONS.get(kind, ({},))[-1], "foreach": foreach}
+    plain = train(kind, options, 0, torch.bfloat16)
+    ours = train(kind, options, None, torch.bfloat16)
+    for expected, got in zip(plain, ours, strict=True):
         assert all(map(torch.equal, expected, got))
 
 

@@ -51,7 +51,7 @@ def test_second_derivatives_are_right(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", ["host", "host, recomputed"])
 def test_an_offloaded_layer_that_is_called_twice_is_off_by_the_order_of_a_sum(name: str) -> None:
-    """The four uses of a weight are added up by calls: the bound in Note [Home and working copy]."""
+    """The four uses of a weight are added up by calls: the bound in Note [Master and working copy]."""
 
     def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
         loss = model[3](model[:3](model[:3](x))).square().mean()

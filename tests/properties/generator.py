@@ -474,6 +474,12 @@ def _sensible(case: Case) -> Case:
             for step in loop.steps
         )
         loop = replace(loop, steps=steps, schedule=False)
+    if any(stack.one_module for stack in model.stacks) or "shared" in case.kinds():
+        # Of a module that has several names, torch.func.functional_call does not put the parameters back.
+        steps = tuple(
+            replace(step, losses="one") if step.losses == "functional" else step for step in loop.steps
+        )
+        loop = replace(loop, steps=steps)
     case = replace(case, model=model, loop=loop)
     return case if case.device == "cpu" else _one_sum(case)
 
@@ -485,7 +491,7 @@ SEVERAL_USES = {"recurrent", "cell", "twice", "normed"}
 def _one_sum(case: Case) -> Case:
     """Without calls of offloaded layers whose gradients are added up in another order than those of the plain model.
 
-    See Note [Home and working copy]: several uses of a parameter in one call, and several calls before one backward.
+    See Note [Master and working copy]: several uses of a parameter in one call, and several calls before one backward.
     """
     stacks = tuple(_used_once(stack) for stack in case.model.stacks)
     steps = case.loop.steps
@@ -493,8 +499,8 @@ def _one_sum(case: Case) -> Case:
     if several_calls or case.model.head == "tied":
         # The penalty on a gradient uses each weight once more.
         steps = tuple(replace(step, losses="one") if step.losses == "penalty" else step for step in steps)
-    if several_calls:
-        # Autocast casts a weight once for all calls, and so adds up their gradients in 16 bits.
+    if several_calls or case.kinds() & SEVERAL_USES:
+        # Autocast casts a parameter once for all of its uses, and so adds up their gradients in 16 bits.
         steps = tuple(replace(step, autocast=False) for step in steps)
     if case.kinds() & SEVERAL_USES:
         stacks = tuple(replace(stack, calls=1, one_module=False) for stack in stacks)

@@ -69,9 +69,9 @@ def test_without_a_directory_of_the_users_it_goes_to_the_systems(
 def test_no_file_is_written_twice_and_there_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dump.time, "strftime", lambda form: "now")
     model = wrapped(tmp_path)
-    notes = [fail(model) for _ in range(dump.MOST + 2)]
+    notes = [fail(model) for _ in range(dump.MAX_FILES + 2)]
     files = sorted(tmp_path.glob("memscale-oom-*.json"))
-    assert len(files) == dump.MOST
+    assert len(files) == dump.MAX_FILES
     assert all(json.loads(file.read_text())["what"] == "out of memory" for file in files)
     assert all(str(file) in notes[-1] for file in files)
 

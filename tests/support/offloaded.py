@@ -13,10 +13,9 @@ from torch import nn
 from memscale import Config
 from memscale.execution_plan import Checkpointing, LayerPlan, Offloading, Plan, Tier
 from memscale.executor import Executor
-from memscale.offload.activations import Activations
+from memscale.offload.activations import Activations, OffloadActivationsStage
+from memscale.offload.fetch import FetchStage
 from memscale.offload.prefetch import Prefetcher
-from memscale.offload.technique import FetchStage
-from memscale.offload.transfers import OffloadActivationsStage
 from memscale.profiler import find_blocks
 from support.families import Batch, Family
 
@@ -76,7 +75,7 @@ def activations_of(executor: Executor) -> Activations:
 
 def prefetcher_of(executor: Executor) -> Prefetcher:
     found = {
-        id(stage._prefetcher): stage._prefetcher
+        id(stage.prefetcher): stage.prefetcher
         for _, stage in executor._techniques.stages()
         if isinstance(stage, FetchStage)
     }

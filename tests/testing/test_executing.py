@@ -300,6 +300,14 @@ def test_optimizers_step_as_on_the_cpu(gpu, optimizer, options):
     torch.testing.assert_close(train(gpu.device), train("cpu"), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("factor", [0.999, [0.999, 0.1]])
+def test_foreach_multiplies_sixteen_bits_by_a_number_in_full(gpu, factor):
+    tensors = [torch.linspace(1, 2, 100, device=gpu.device).bfloat16() for _ in range(2)]
+    expected = [each * (factor if isinstance(factor, float) else factor[i]) for i, each in enumerate(tensors)]
+    torch._foreach_mul_(tensors, factor)
+    assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(tensors, expected, strict=True))
+
+
 def test_views_share_and_operations_in_place_write_through(gpu):
     x = torch.zeros(4, 4, device=gpu.device)
     row = x[1]

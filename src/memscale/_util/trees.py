@@ -10,7 +10,15 @@ import torch
 
 from memscale._torch import pytree
 
-__all__ = ["Tree"]
+__all__ = ["Tree", "is_lazy"]
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is computed when it is asked for (lazy logits), and must not be asked by the way.
+
+    Its gradients arrive at the tensor `hidden` that it is computed from.
+    """
+    return bool(getattr(type(tensor), "is_computed_later", False))
 
 
 class Tree:

@@ -27,7 +27,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from memscale._torch import graph_task_id
-from memscale._util.trees import Tree
+from memscale._util.trees import Tree, is_lazy
 from memscale.checkpointing.state import Buffers, Conditions, ModuleFlags, submodules
 from memscale.profiler.sample import Sample
 
@@ -107,7 +107,7 @@ class ModelCall:
                 nodes.setdefault(tensor.grad_fn, []).append((index, tensor.output_nr))
         # A gradient of lazy logits arrives at the hidden states that they are computed from.
         for tensor in Tree.of(output).tensors():
-            hidden = getattr(tensor, "hidden", None) if _is_lazy(tensor) else None
+            hidden = getattr(tensor, "hidden", None) if is_lazy(tensor) else None
             if isinstance(hidden, torch.Tensor) and hidden.grad_fn is not None:
                 nodes.setdefault(hidden.grad_fn, [])
         self.awaits_backward = bool(nodes)
@@ -121,9 +121,7 @@ class ModelCall:
     def outputs_of(output: Any) -> list[torch.Tensor]:
         """Return the tensors of an output that have gradients, in an order that is the same when it is repeated."""
         tensors = Tree.of(output).tensors()
-        return list(
-            {id(each): each for each in tensors if each.requires_grad and not _is_lazy(each)}.values()
-        )
+        return list({id(each): each for each in tensors if each.requires_grad and not is_lazy(each)}.values())
 
     def capture(self, outputs: Sequence[int]) -> None:
         """Keep the gradients of these outputs when the backward pass that begins now brings them."""
@@ -150,10 +148,6 @@ class ModelCall:
         self._captured = set()
         self.sample = Sample((), {})
         self._buffers = Buffers(())
-
-
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    return bool(getattr(type(tensor), "is_computed_later", False))
 
 
 @dataclass(frozen=True)

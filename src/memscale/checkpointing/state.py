@@ -216,18 +216,18 @@ class _PackedInput:
 
 
 def mark_as_copy(copy: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Note that a tensor stands in for a parameter of a module while that computes."""
+    """Mark a tensor as the copy of a parameter that a module computes with."""
     copy._memscale_parameter = parameter  # type: ignore[attr-defined]
 
 
 def parameter_behind(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the parameter that a tensor stands in for; the tensor itself, if it stands in for none."""
+    """Return the parameter that a tensor is a copy of; the tensor itself, if it is none."""
     parameter: torch.Tensor = getattr(tensor, "_memscale_parameter", tensor)
     return parameter
 
 
 def submodules(roots: Sequence[nn.Module]) -> list[nn.Module]:
-    """Every module under some modules, each once: `nn.Module.modules()`, without making the names."""
+    """Return every module under some modules, each once; like `nn.Module.modules()`, without making the names."""
     found: dict[nn.Module, None] = {}
     waiting = list(roots)
     while waiting:
@@ -305,7 +305,7 @@ class ModuleFlags:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Set parameters and flags as they were, and leave them as they are now."""
+        """Run with parameters and flags as they were; afterwards they are as they are now."""
         owners = [
             (module, module._parameters, own)
             for module, own in self._owned

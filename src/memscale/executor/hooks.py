@@ -34,7 +34,7 @@ from torch import nn
 
 from memscale._torch import outside_compiler
 from memscale.checkpointing.technique import is_cache
-from memscale.offload.technique import bring_inputs
+from memscale.offload.fetch import bring_inputs
 from memscale.techniques.base import EXECUTOR
 from memscale.techniques.forward import ForwardStage, override_of
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from memscale.checkpointing.technique import GradientCheckpointing
 from memscale.offload.freed_memory import FreedMemory
-from memscale.offload.technique import Offloading
-from memscale.offload.transfers import Transfers
+from memscale.offload.technique import Offloading, Transfers
 from memscale.optimizer.eight_bit_technique import EightBitOptimizer
 from memscale.optimizer.state_technique import OptimizerState
 from memscale.precision.technique import MixedPrecision

@@ -1,18 +1,18 @@
-"""Activations on the tier below: what a layer leaves for backward goes down, and comes back when it is asked for.
+"""Offloaded activations: what a layer saves for backward goes to a tier, and comes back when backward asks for it.
 
-Note [Activations below]
-~~~~~~~~~~~~~~~~~~~~~~~~
+Note [Offloaded activations]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Saved-tensor hooks around a layer see each tensor that autograd keeps for backward; around a recomputed one these are
-its inputs (Note [Inputs go through the surrounding hooks]). It goes down when it is saved, so that nothing waits for
-the end of the layer, and what becomes of the tensor afterwards is of no consequence.
+its inputs (Note [Inputs go through the surrounding hooks]). It is stored when it is saved, so that nothing waits for
+the end of the layer, and what becomes of the tensor afterwards does not matter.
 
 *By storage.* What holds device memory is the storage, whichever view of it was saved. So the storage is stored, once,
 and the views of it (the input of three projections; queries, keys and values cut from one product; a mask that all
-layers share) are told by their geometry. Only of a storage that a view covers little of, the view alone is stored.
+layers share) are described by their geometry. Only of a storage that a view covers little of, the view alone is stored.
 
-*Backward.* The first view that is asked for brings the storage up; it stays until all of its views were asked for in
+*Backward.* The first view that is asked for loads the storage; it stays until all of its views were asked for in
 this backward pass, or the pass ends: what shared memory in forward shares it again. A second pass over a retained
-graph brings it up again.
+graph loads it again.
 
 *Who owns whom.* graph → `_Saved` → `_Stored` → the tier. So what was stored is freed with the graph: by backward, or
 with the output of a forward pass that is never followed by one. After `detach` a graph that is still there can be
@@ -34,23 +34,33 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id, is_traceable_wrapper_subclass
+from memscale._torch import (
+    OUTSIDE_BACKWARD,
+    at_end_of_backward,
+    graph_task_id,
+    hooks_are_allowed,
+    is_traceable_wrapper_subclass,
+    surrounding_hooks,
+)
 from memscale.checkpointing.state import KeptTensor
-from memscale.errors import TierFullError
+from memscale.errors import RecomputeError, TierFullError
 from memscale.observe.counters import Below, Meter
-from memscale.offload.working import Refetch
+from memscale.techniques.forward import ForwardStage, Stage
 from memscale.tiers.engine import Engine
 from memscale.tiers.store import DiskStore
 from memscale.tiers.tier import HostTier, Ticket, Tier
 
-__all__ = ["LEAST_BYTES", "Activations", "unpack"]
+__all__ = ["LEAST_BYTES", "Activations", "OffloadActivationsStage", "Refetch", "unpack"]
+
+if TYPE_CHECKING:
+    from memscale.offload.fetch import FetchStage
 
 logger = logging.getLogger("memscale")
 
@@ -58,7 +68,7 @@ LEAST_BYTES = 64 * 2**10
 """Smaller storages stay on the device. A transfer takes some ten microseconds however small it is, in which a link of
 10 GB/s moves a hundred kilobytes: below this, the time goes and hardly any memory is won."""
 
-_LITTLE = 4  # a view that covers less than a fourth of its storage is stored alone
+_MIN_COVERED = 4  # a view that covers less than a fourth of its storage is stored alone
 
 
 _Geometry = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -66,7 +76,7 @@ _Geometry = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 class Activations:
-    """Saved-tensor hooks that keep what is saved on a tier. See Note [Activations below].
+    """Saved-tensor hooks that keep what is saved on a tier. See Note [Offloaded activations].
 
     Args:
         engine: Who moves it.
@@ -108,16 +118,16 @@ class Activations:
         self._known: weakref.WeakValueDictionary[tuple[object, ...], _Stored] = weakref.WeakValueDictionary()
         self._calls = _Calls()
         self.bytes_sent = 0
-        """Bytes that went down so far."""
+        """Bytes that were stored so far."""
 
     @property
     def bytes_below(self) -> int:
-        """Bytes that are below now (of a disk that is shared: all that are)."""
+        """Bytes that are on the tier now (of a disk that is shared: all that are)."""
         return 0 if self._below is None else self._below.tier.bytes_used
 
     @contextlib.contextmanager
     def around(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Surround a call of a layer: what it saves is offloaded.
+        """Offload what is saved inside the block, which is one call of a layer.
 
         Args:
             modules: The layer's modules, whose parameters and buffers stay where they are.
@@ -148,7 +158,7 @@ class Activations:
             TierError: The directory of the disk can't be used.
         """
         call = self._calls.stack[-1]
-        if tensor.device.type != self._device.type or not _pays(tensor, call.resident):
+        if tensor.device.type != self._device.type or not _is_worth_storing(tensor, call.resident):
             return KeptTensor(tensor)
         home = _parameter_behind(tensor)
         if home is not None:
@@ -159,9 +169,7 @@ class Activations:
         except TierFullError as error:
             if self._logs:
                 self._logs = False
-                logger.warning(
-                    "Activations stay on the device from here on, as the tier below is full. %s", error
-                )
+                logger.warning("Activations stay on the device from here on, as the tier is full. %s", error)
             return KeptTensor(tensor)
         return _Saved(stored, call, view)
 
@@ -174,7 +182,7 @@ class Activations:
         # `unsafe_chunk` (the gates of a GRU) are no views: each has a part of the memory and its own version.
         owner = tensor._base if tensor._is_view() else tensor
         covers_storage = owner is not None and owner.nbytes >= storage.nbytes()
-        whole = not rest and covers_storage and _LITTLE * covered >= count
+        whole = not rest and covers_storage and _MIN_COVERED * covered >= count
         key = (
             storage._cdata,
             tensor.dtype,
@@ -213,15 +221,78 @@ class Activations:
         self.__init__(**state)  # type: ignore[misc]
 
 
+class OffloadActivationsStage(ForwardStage):
+    """Offloads what a block saves for backward. See Note [Offloaded activations].
+
+    Args:
+        activations: Where they go.
+    """
+
+    order = Stage.OFFLOAD_ACTIVATIONS
+
+    def __init__(self, activations: Activations) -> None:
+        self._activations = activations
+
+    def run(
+        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        # Whoever has hooks around this, such as a recomputed region, has it that nothing is kept, or where.
+        if not hooks_are_allowed() or surrounding_hooks() is not None:
+            return call_next(*args, **kwargs)
+        with self._activations.around([module]):
+            return call_next(*args, **kwargs)
+
+
 def unpack(saved: KeptTensor | _Saved | Refetch) -> torch.Tensor:
-    """Return what backward asks for."""
+    """Return the tensor that backward asks for."""
     if isinstance(saved, _Saved):
         return saved.load()
     return saved.fetch() if isinstance(saved, Refetch) else saved.get()
 
 
+class Refetch:
+    """A working copy, or a view of one, that backward will ask for again.
+
+    Args:
+        master: The parameter.
+        tensor: The copy, or the view of it, that autograd wanted to save.
+        layer: Who fetches it; None to copy it from the master without anybody's knowledge.
+    """
+
+    __slots__ = ("_device", "_dtype", "_layer", "_master", "_offset", "_shape", "_stride", "_version")
+
+    def __init__(self, master: nn.Parameter, tensor: torch.Tensor, layer: FetchStage | None) -> None:
+        self._master = master
+        self._layer = layer
+        self._version = master._version
+        self._device = tensor.device
+        self._dtype = tensor.dtype
+        self._shape = tensor.shape
+        self._stride = tensor.stride()
+        self._offset = tensor.storage_offset()
+
+    def fetch(self) -> torch.Tensor:
+        """Return the tensor again.
+
+        Raises:
+            RecomputeError: The parameter was changed in place meanwhile.
+        """
+        master = self._master
+        if master._version != self._version:
+            raise RecomputeError(
+                f"An offloaded parameter (shape {tuple(master.shape)}) was changed in place between forward "
+                f"and backward: version {self._version} then, {master._version} now. Call backward before "
+                "optimizer.step(), or run forward again after it."
+            )
+        if self._layer is not None:
+            copy = self._layer.refetch(master, self._dtype)
+        else:
+            copy = master.detach().to(self._device, self._dtype, non_blocking=True)
+        return copy.as_strided(self._shape, self._stride, self._offset)
+
+
 class _Below:
-    """The tier, for as long as anyone has something there or may come with more."""
+    """The tier; closed when nobody has anything there or may store more."""
 
     def __init__(self, tier: Tier[Any], name: Below, meter: Meter) -> None:
         self.tier = tier
@@ -252,7 +323,7 @@ class _Call:
 
     Attributes:
         resident: Storages that are on the device anyway.
-        stored: What went down in it, in order.
+        stored: What was stored in it, in order.
     """
 
     def __init__(self, resident: Collection[int], before: _Call | None, depth: int) -> None:
@@ -263,7 +334,7 @@ class _Call:
         self._task = OUTSIDE_BACKWARD
 
     def reached(self, task: int, now: _Stored) -> None:
-        """Backward is here: fetch the rest of it, and of the layers that come next."""
+        """Prefetch the rest of this call, and of the layers that come next: backward has reached it."""
         if task in (OUTSIDE_BACKWARD, self._task) or not now.below.is_async:
             return
         self._task = task
@@ -296,7 +367,7 @@ class _Saved:
         self._call.reached(task, self._stored)
         with torch.no_grad():
             with self._stored.below.meter.timing("offloading"):
-                memory = self._stored.bring_up(task, self)
+                memory = self._stored.load(task, self)
             if self._view is None:
                 return memory.detach()
             offset, shape, stride = self._view
@@ -304,7 +375,7 @@ class _Saved:
 
 
 class _Stored:
-    """A storage (or a slice of one) that is below.
+    """A storage (or a slice of one) that is on the tier.
 
     Attributes:
         below: Where.
@@ -334,8 +405,8 @@ class _Stored:
         if self._task != task:  # else it is here, or was
             self.below.tier.prefetch(self.ticket)
 
-    def bring_up(self, task: int, view: _Saved) -> torch.Tensor:
-        """Its memory, for one of its views; held until the others of this backward pass have had it."""
+    def load(self, task: int, view: _Saved) -> torch.Tensor:
+        """Return its memory, for one of its views; held until the others of this backward pass have had it."""
         memory = self._memory if self._task == task else None
         if memory is None:
             tier = self.below.tier
@@ -371,7 +442,7 @@ def _forget_prefetched(reference: weakref.ref[_Below]) -> None:
         below.tier.drop_prefetched()
 
 
-def _pays(tensor: torch.Tensor, resident: Collection[int]) -> bool:
+def _is_worth_storing(tensor: torch.Tensor, resident: Collection[int]) -> bool:
     if isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
         return False
     if not _has_storage(tensor) or tensor.is_conj() or tensor.is_neg():
@@ -381,7 +452,7 @@ def _pays(tensor: torch.Tensor, resident: Collection[int]) -> bool:
 
 
 def _parameter_behind(tensor: torch.Tensor) -> nn.Parameter | None:
-    """Return the parameter of which a tensor is a copy in another type, as autocast makes them, or a view of one."""
+    """Return the parameter that a tensor is a copy of in another type, or a view of such a copy, as autocast makes."""
     copy = tensor._base if tensor._is_view() else tensor
     node = None if copy is None else copy.grad_fn
     if node is None or node.name() != "ToCopyBackward0":
@@ -392,7 +463,7 @@ def _parameter_behind(tensor: torch.Tensor) -> nn.Parameter | None:
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but a view of memory."""
+    """Return whether a tensor is nothing but a view of memory."""
     return not (
         tensor.layout is not torch.strided
         or tensor.is_nested

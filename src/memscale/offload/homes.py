@@ -1,4 +1,4 @@
-"""Where the tensors of a model live: on the device, at home on the host, or on disk; and back again.
+"""Where the tensors of a model live: on the device, on the host, or on disk; and back again.
 
 Parameters keep their identity when they move, so that optimizers, schedulers and the user's own references go on
 as before. An optimizer's state follows its parameter, before a step and when everything goes back, unless the plan
@@ -7,26 +7,27 @@ has a place of its own for it (``state_homes.py``).
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Container, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memscale._torch import is_fake
 from memscale._util.interrupts import raise_pending_interrupt
 from memscale.observe.counters import Meter
-from memscale.offload.data import exchange_data
 from memscale.offload.freed_memory import freed_memory_returns
-from memscale.offload.mapped_parameters import MappedParameters
+from memscale.offload.mapped import MappedParameters, exchange_data
 from memscale.offload.materialise import Materialised, materialise
 from memscale.optimizer.eight_bit.states import EightBitStates
 from memscale.optimizer.placement import PlacementSteps
 from memscale.optimizer.state_homes import StateHomes
 from memscale.simulator.simulate import PLAIN_KINDS
 from memscale.tiers.store import DiskStore
-from memscale.tiers.tier import is_fake
 
 __all__ = ["HOST", "Homes", "training_device"]
 
@@ -34,18 +35,43 @@ HOST = torch.device("cpu")
 
 
 def training_device(model: nn.Module) -> torch.device:
-    """Where a model trains: on the accelerator that any of its tensors is on, else on the CPU."""
+    """Return where a model trains: on the accelerator that any of its tensors is on, else on the CPU."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type not in ("cpu", "meta"):
             return tensor.device
     return HOST
 
 
+class Placement(enum.Enum):
+    """Where a parameter is between the calls of its layer."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(eq=False)
+class _Placed:
+    """A parameter, and where it is.
+
+    Attributes:
+        parameter: The parameter.
+        origin: Where it was before, and will be again.
+        placement: Where it is now.
+        disk_bound: Whether the plan has it on disk; one that is smaller than a page stays on the host all the same.
+    """
+
+    parameter: nn.Parameter
+    origin: torch.device
+    placement: Placement = Placement.DEVICE
+    disk_bound: bool = False
+
+
 class Homes:
     """The places of one model's tensors while it is wrapped, and where they were before.
 
     Args:
-        store: The disk below the model; one with default settings if it is not given.
+        store: The disk tier of the model; one with default settings if it is not given.
         meter: Counts what is moved, if anyone asks.
 
     Attributes:
@@ -53,8 +79,8 @@ class Homes:
         host_capacity: The most host memory for parameters that are on the host instead of on an accelerator, with their
             gradients and optimizer state; None for no other limit than the host's own.
         store: The disk.
-        mapped: The parameters that are at home on disk.
-        states: Where optimizer state waits.
+        mapped: The parameters that are on disk.
+        states: Where optimizer state is between steps.
         moments: What of it is in 8 bits.
 
     Example:
@@ -71,19 +97,15 @@ class Homes:
         self.mapped = MappedParameters(self.store, meter)
         self.states = StateHomes(self.store, meter)
         self.moments = EightBitStates(meter)
-        self._parameters: dict[int, tuple[nn.Parameter, torch.device]] = {}
-        self._on_disk: dict[int, nn.Parameter] = {}
-        self._for_disk: set[int] = (
-            set()
-        )  # those, and the ones too small for a page, which stay in host memory
+        self._placed: dict[int, _Placed] = {}  # by the parameter's id
         self._buffers: list[tuple[nn.Module, str, torch.device]] = []
         self._steps = PlacementSteps(self)
 
     @property
     def bytes_at_home(self) -> int:
         """Bytes of the parameters that are on the host or on disk now instead of on the device."""
-        moved = (parameter for parameter, before in self._parameters.values() if before != parameter.device)
-        return sum(parameter.nbytes for parameter in moved)
+        moved = (each for each in self._placed.values() if each.origin != each.parameter.device)
+        return sum(each.parameter.nbytes for each in moved)
 
     @property
     def bytes_on_host(self) -> int:
@@ -93,8 +115,8 @@ class Homes:
 
     @property
     def on_disk(self) -> list[nn.Parameter]:
-        """The parameters that are at home on disk."""
-        return list(self._on_disk.values())
+        """The parameters that are on disk."""
+        return [each.parameter for each in self._placed.values() if each.placement is Placement.DISK]
 
     def arrange(
         self,
@@ -104,26 +126,29 @@ class Homes:
         *,
         on_disk: Iterable[nn.Parameter] = (),
     ) -> None:
-        """Send parameters home, to the host or to disk, and bring the others to the device.
+        """Move parameters to the host or to disk, and the others to the device.
 
         Raises:
             TierFullError: The cap on the disk would be exceeded, or it is full. What was not sent is as it was.
             TierError: The directory for it can't be used.
         """
         self.device = device
-        below = self._for_disk = {id(parameter) for parameter in on_disk}
-        home = {id(parameter) for parameter in at_home} | below
+        for_disk = {id(parameter) for parameter in on_disk}
+        for_host = {id(parameter) for parameter in at_home} | for_disk
         several = _storages_of_several(model)
         for parameter in model.parameters():
             raise_pending_interrupt()
-            self._parameters.setdefault(id(parameter), (parameter, parameter.device))
-            if id(parameter) in self._on_disk and id(parameter) not in below:
-                self._bring_back(parameter)
+            placed = self._placed.setdefault(id(parameter), _Placed(parameter, parameter.device))
+            placed.disk_bound = id(parameter) in for_disk
+            if placed.placement is Placement.DISK and not placed.disk_bound:
+                self._bring_back(placed)
             # Moved one by one, parameters that share memory would share it no more: they stay.
-            alone = _memory_of(parameter) not in several
-            relocate(parameter, HOST if alone and id(parameter) in home else device)
-            if alone and id(parameter) in below and self.mapped.send(parameter):
-                self._on_disk[id(parameter)] = parameter
+            leaves = id(parameter) in for_host and _memory_of(parameter) not in several
+            relocate(parameter, HOST if leaves else device)
+            if leaves and placed.disk_bound and self.mapped.send(parameter):
+                placed.placement = Placement.DISK
+            else:
+                placed.placement = Placement.HOST if leaves else Placement.DEVICE
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != device:
@@ -159,18 +184,18 @@ class Homes:
         with freed_memory_returns():
             made = materialise(model, allocate, self.store.fill, self.store.release_pages)
         for parameter in made.parameters:
-            self._parameters.setdefault(id(parameter), (parameter, before))
+            self._placed.setdefault(id(parameter), _Placed(parameter, before))
         return made
 
     def restore(self) -> None:
-        """Everything where it was before the first :meth:`arrange`."""
+        """Move everything where it was before the first :meth:`arrange`."""
         self._steps.unsubscribe()
         self.states.restore()
         self.moments.restore()
-        for parameter in self.on_disk:
-            self._bring_back(parameter)
-        for parameter, before in self._parameters.values():
-            relocate(parameter, before)
+        for placed in self._placed.values():
+            if placed.placement is Placement.DISK:
+                self._bring_back(placed)
+            relocate(placed.parameter, placed.origin)
         for module, name, device in self._buffers:
             buffer = module._buffers.get(name)
             if buffer is not None:
@@ -178,37 +203,41 @@ class Homes:
         for optimizer in self._steps.optimizers:
             self._steps.follow(optimizer)
         self._steps.forget_optimizers()
-        self._parameters.clear()
+        self._placed.clear()
         self._buffers.clear()
         self.store.close()
         self.device = None
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
-        """One that steps the model's parameters: its state is where these are, or are to be."""
+        """Note an optimizer that steps the model's parameters: its state is where these are, or are to be."""
         self._steps.note_optimizer(optimizer)
 
     def settle_states(self) -> None:
-        """Take optimizer state to its place now, and not before the next step: the device may be short of memory."""
+        """Move optimizer state to its tier now, instead of before the next step: the device may be short of memory."""
         for optimizer in self._steps.optimizers:
             self._steps.follow(optimizer)
             if self.states.steps is not None:
                 self.states.steps.settle(optimizer)
 
-    def _bring_back(self, parameter: nn.Parameter) -> None:
-        self.mapped.bring_back(parameter)
-        del self._on_disk[id(parameter)]
+    def _bring_back(self, placed: _Placed) -> None:
+        self.mapped.bring_back(placed.parameter)
+        placed.placement = Placement.HOST
 
     def parameter_ids(self) -> Container[int]:
         """Return the ids of the model's parameters."""
-        return self._parameters
+        return self._placed
 
     def host_masters(self, *, with_disk_bound: bool = True) -> list[nn.Parameter]:
         """Return the parameters that are in host memory instead of on the device."""
         if self.device in (None, HOST):
             return []
-        left_out = self._on_disk.keys() if with_disk_bound else self._on_disk.keys() | self._for_disk
-        every = (parameter for parameter, _ in self._parameters.values())
-        return [each for each in every if each.device == HOST and id(each) not in left_out]
+        return [
+            each.parameter
+            for each in self._placed.values()
+            if each.parameter.device == HOST
+            and each.placement is not Placement.DISK
+            and (with_disk_bound or not each.disk_bound)
+        ]
 
     def keeps_state(self, tensor: torch.Tensor) -> bool:
         """Return whether a state tensor is where the plan has it, and must be left there."""
@@ -223,7 +252,7 @@ class Homes:
             "mapped": self.mapped,
             "moments": self.moments,  # first, as in a plan: it goes on inside of what streams
             "states": self.states,
-            "parameters": list(self._parameters.values()),
+            "parameters": [(each.parameter, each.origin) for each in self._placed.values()],
             "buffers": self._buffers,
         }
 
@@ -232,9 +261,9 @@ class Homes:
         self.device = state["device"]
         self.mapped, self.moments, self.states = state["mapped"], state["moments"], state["states"]
         self.host_capacity = state["host_capacity"]
-        self._parameters = {id(parameter): (parameter, before) for parameter, before in state["parameters"]}
+        self._placed = {id(each): _Placed(each, origin) for each, origin in state["parameters"]}
         self._buffers = state["buffers"]
-        if self._parameters:
+        if self._placed:
             self._steps.subscribe()
 
 

@@ -30,8 +30,8 @@ import torch
 from torch import nn
 
 from memscale.errors import WrapError
-from memscale.offload.data import swap_keeping_hooks
 from memscale.offload.loading import is_on_meta, pending_tensors, tie_on_meta
+from memscale.offload.mapped import swap_keeping_hooks
 from memscale.units import format_bytes
 
 __all__ = ["Materialised", "has_meta_tensors", "materialise"]

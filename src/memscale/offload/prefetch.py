@@ -1,7 +1,7 @@
-"""Working copies ahead of their use: while a layer computes, the parameters of the next ones come to the device.
+"""Prefetching: while a layer computes, the parameters of the next ones are copied to the device.
 
-Note [Ahead of a layer]
-~~~~~~~~~~~~~~~~~~~~~~~
+Note [Prefetching]
+~~~~~~~~~~~~~~~~~~
 Layers are reached in the same order in every step. So the order of the last forward pass, and that of the last
 backward pass, say what comes next; before the first pass the plan's order does. When a layer is reached, the next
 `prefetch_depth` of that order are fetched, if they are not yet.
@@ -25,25 +25,24 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id
+from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id, is_fake
 from memscale.tiers.engine import Engine, Lane, Transfer
-from memscale.tiers.tier import is_fake
 
 __all__ = ["Layer", "Prefetcher"]
 
 
 class Layer(Protocol):
-    """Something whose parameters are at home."""
+    """A layer whose parameters are on the host."""
 
     def needs(self, *, in_backward: bool) -> Sequence[tuple[nn.Parameter, torch.dtype]]:
         """Return the parameters that it will copy to the device when it is reached, and in which type."""
 
-    def bring(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def copy_to_device(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a parameter's values on the device, as it computes with them."""
 
 
 class Prefetcher:
-    """Fetches working copies ahead. See Note [Ahead of a layer]. A copy of the model has its own.
+    """Prefetches working copies. See Note [Prefetching]. A copy of the model has its own.
 
     Args:
         engine: Who moves them.
@@ -68,32 +67,32 @@ class Prefetcher:
         self._lock = threading.RLock()  # backward runs in threads of its own
 
     @property
-    def bytes_ahead(self) -> int:
-        """Bytes that were fetched, or are being, and wait for their use."""
+    def bytes_prefetched(self) -> int:
+        """Bytes that were prefetched, or are being, and wait for their use."""
         return sum(fetched.nbytes for fetched in self._fetched.values())
 
     # ------------------------------------------------------------------ passes
 
     def begin_forward(self) -> None:
-        """Note that the model is called."""
+        """Prefetch the first layers: the model is called."""
         with self._lock:
             self._forward.begin()
             self._fetch(self._forward.next(self.engine.depth), in_backward=False)
 
     def end_forward(self, *, complete: bool) -> None:
-        """Note the end of the call; if it was complete, its order is known."""
+        """Drop what was not used; if the call was complete, its order is learnt."""
         with self._lock:
             self._forward.end(learn=complete)
             self._fetched.clear()
 
     def begin_backward(self) -> None:
-        """Backward has reached the model's output."""
+        """Prefetch the last layers: backward has reached the model's output."""
         with self._lock:
             if self._enter(graph_task_id()):
                 self._fetch(self._backward.next(self.engine.depth), in_backward=True)
 
     def forget(self) -> None:
-        """Drop what is fetched: something went wrong."""
+        """Drop what is prefetched: something went wrong."""
         with self._lock:
             self._fetched.clear()
 
@@ -109,7 +108,7 @@ class Prefetcher:
                 self._fetched.clear()
 
     def _enter(self, task: int) -> bool:
-        """Whether this is the first one hears of a backward pass."""
+        """Begin a backward pass, if it is a new one; returns whether it is."""
         if task in (OUTSIDE_BACKWARD, self._task):
             return False
         self._task = task
@@ -120,7 +119,7 @@ class Prefetcher:
     # ------------------------------------------------------------------ layers
 
     def take(self, layer: Layer, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the values of a parameter on the device, if they were fetched and are still right.
+        """Return the values of a parameter on the device, if they were prefetched and are still right.
 
         Raises:
             TransferError: They could not be fetched; its cause is chained.
@@ -131,7 +130,7 @@ class Prefetcher:
         return None if copy is None else copy.wait()
 
     def reached(self, layer: Layer, *, again: bool) -> None:
-        """Fetch for the next layers, as this one has what it needs and computes.
+        """Prefetch the next layers: one has what it needs, and computes.
 
         Args:
             layer: Which.
@@ -148,7 +147,7 @@ class Prefetcher:
                 self._fetch(expected, in_backward=in_backward, besides=None if again else layer)
 
     def _fetch(self, expected: Iterable[Layer], *, in_backward: bool, besides: Layer | None = None) -> None:
-        """Have these on their way, and nothing else but perhaps one."""
+        """Prefetch these, and drop everything else but perhaps one."""
         wanted = {id(layer): layer for layer in expected}
         kept = {*wanted, id(besides)}
         self._fetched = {key: fetched for key, fetched in self._fetched.items() if key in kept}
@@ -159,7 +158,7 @@ class Prefetcher:
     def _start(self, layer: Layer, in_backward: bool) -> _Fetched:
         fetched = _Fetched()
         for parameter, dtype in layer.needs(in_backward=in_backward):
-            work = functools.partial(_brought, layer.bring, parameter.detach(), dtype)
+            work = functools.partial(_copied, layer.copy_to_device, parameter.detach(), dtype)
             transfer = self.engine.run(work, _lane(parameter, self._device), self._device)
             fetched.add(parameter, dtype, transfer)
         return fetched
@@ -198,7 +197,7 @@ class _Route:
         self.begin()
 
     def reach(self, layer: Layer, *, again: bool) -> bool:
-        """Note that a layer is reached; whether that is news."""
+        """Note that a layer is reached; returns whether that is new."""
         if not again and self._seen and self._seen[-1]() is layer:
             return False
         self._seen.append(weakref.ref(layer))
@@ -209,7 +208,7 @@ class _Route:
         return True
 
     def next(self, count: int) -> list[Layer]:
-        """Return what comes next, if it is as it was."""
+        """Return what comes next, if the order is as it was."""
         return _alive(self._known[self._place : self._place + count])
 
 
@@ -221,7 +220,7 @@ _State = tuple[int, int, torch.dtype]
 
 
 class _Fetched:
-    """One layer's parameters on their way."""
+    """One layer's parameters that are being copied."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[_State, Transfer[torch.Tensor]]] = {}
@@ -244,11 +243,11 @@ def _state(parameter: nn.Parameter, dtype: torch.dtype) -> _State:
     return parameter._version, parameter.untyped_storage()._cdata, dtype
 
 
-def _brought(
-    bring: Callable[[torch.Tensor, torch.dtype], torch.Tensor], values: torch.Tensor, dtype: torch.dtype
+def _copied(
+    copy: Callable[[torch.Tensor, torch.dtype], torch.Tensor], values: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     with torch.no_grad():  # which belongs to a thread
-        return bring(values, dtype)
+        return copy(values, dtype)
 
 
 def _lane(parameter: nn.Parameter, device: torch.device) -> Lane:

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from memscale._torch import tree_map
-from memscale.execution_plan import Tier
-from memscale.observe.counters import Meter
-from memscale.offload.arrival import arrived
+from memscale._util.trees import Tree
+from memscale.checkpointing.technique import SlicesStage
+from memscale.execution_plan import LayerPlan, Tier
+from memscale.offload.activations import Activations, OffloadActivationsStage
 from memscale.offload.cost import offload_options
-from memscale.offload.mapped_technique import MappedStage
+from memscale.offload.fetch import FetchStage
+from memscale.offload.mapped import MappedStage
 from memscale.offload.prefetch import Prefetcher
-from memscale.offload.working import WorkingCopies, brought
 from memscale.profiler.profile import BlockProfile
-from memscale.techniques.base import LayerSite
+from memscale.techniques.base import LayerSite, ModelSite
 from memscale.techniques.cost import BlockOption, CostTerms
-from memscale.techniques.forward import ForwardStage, Stage, WeakModule
+from memscale.techniques.forward import override_of
+from memscale.tiers.engine import Engine, async_settings
 
 if TYPE_CHECKING:
     from memscale.techniques.undo_log import UndoLog
 
-__all__ = ["FetchStage", "Offloading", "bring_inputs"]
+__all__ = ["Offloading", "Transfers"]
 
 
 class Offloading:
@@ -49,7 +50,7 @@ class Offloading:
         recomputed = "checkpointing" in site.layer.techniques
         home = _home_of(site)
         if home == "device":
-            return  # what it saves goes down: see `transfers.py`
+            return  # only what it saves is offloaded, by `Transfers`
         for name, module in zip(site.layer.members, site.modules, strict=True):
             if site.device.type != "cpu":
                 fetch = FetchStage(module, site.device, site.meter, recomputed=recomputed)
@@ -62,110 +63,135 @@ def _home_of(site: LayerSite) -> Tier:
     return "host" if site.layer.offloading is None else site.layer.offloading.to
 
 
-class FetchStage(ForwardStage):
-    """Fetches the parameters of a block that are at home. See Note [Home and working copy].
+class Transfers:
+    """Offloads what layers save for backward, where the plan says so; and prefetches what they will need.
 
-    Args:
-        module: The module that this goes on.
-        device: Where it computes.
-        meter: Counts what is moved.
-        recomputed: Whether it runs inside a recomputed region, which saves nothing.
+    It goes on after all blocks have theirs, and so around their recomputation: what that keeps, the inputs, is what
+    goes down.
     """
 
-    order = Stage.FETCH_PARAMETERS
-    in_evaluation = True  # the parameters are at home then as well
+    def attach(self, site: ModelSite, log: UndoLog) -> None:
+        engine = Engine(async_settings(site.plan, site.config))
+        if engine.is_async:
+            _attach_prefetcher(site, log, engine)
+        _attach_activations(site, log, engine)
 
-    _prefetcher: Prefetcher | None = None
 
-    def __init__(self, module: nn.Module, device: torch.device, meter: Meter, *, recomputed: bool) -> None:
-        self._module = WeakModule(module)
-        self._device = device
-        self.meter = meter
-        self._recomputed = recomputed
-        # By the parameters' ids: what the last pass had them in, and what backward asks for.
-        self._types: dict[int, torch.dtype] = {}
-        self._refetched: dict[int, torch.dtype] = {}
+# ---------------------------------------------------------------------- parameters
 
-    def run(
-        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        args, kwargs = bring_inputs(args, kwargs, self._device)
+
+def _attach_prefetcher(site: ModelSite, log: UndoLog, engine: Engine) -> None:
+    streamed = {id(module): stage for module, stage in log.stages() if isinstance(stage, FetchStage)}
+    if not streamed:
+        return
+    segments: list[list[FetchStage]] = []  # what backward runs again as one
+    for layer in site.plan.layers:
+        modules = (site.model.get_submodule(name) for name in layer.members)
+        members = [streamed[id(module)] for module in modules if id(module) in streamed]
+        chained = layer.checkpointing is not None and layer.checkpointing.chained
+        if "checkpointing" not in layer.techniques:
+            segments += [[member] for member in members]
+        elif chained and segments:
+            segments[-1] += members
+        else:
+            segments.append(members)
+    in_forward = [forward for segment in segments for forward in segment]
+    in_backward = [forward for segment in reversed(segments) for forward in segment]
+    prefetcher = Prefetcher(engine, site.device, in_forward, in_backward)
+    log.add(prefetcher)
+    for forward in in_forward:
+        forward.prefetcher = prefetcher
+    log.add_forward_pre_hook(site.model, _BeginPass(prefetcher))
+    log.add_forward_hook(site.model, _EndPass(prefetcher))
+
+
+class _BeginPass:
+    """A hook before the model's forward."""
+
+    def __init__(self, prefetcher: Prefetcher) -> None:
+        self._prefetcher = prefetcher
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any = None) -> None:
+        if not torch.compiler.is_compiling():
+            self._prefetcher.begin_forward()
+
+
+class _EndPass:
+    """A hook after the model's forward, also after one that failed: then there is no output."""
+
+    def __init__(self, prefetcher: Prefetcher) -> None:
+        self._prefetcher = prefetcher
+
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
         prefetcher = self._prefetcher
-        source = None if prefetcher is None else _Ahead(prefetcher, self)
-        copies = WorkingCopies(list(module.modules()), self._device, source, self.meter)
-        self._types = {id(parameter): dtype for parameter, dtype in copies.wanted()}
-        try:
-            with copies.in_place():
-                if prefetcher is not None:
-                    prefetcher.reached(self, again=True)
-                if self._recomputed or not torch.is_grad_enabled():
-                    self._refetched = self._types
-                    return call_next(*args, **kwargs)
-                with copies.not_saved():
-                    output = call_next(*args, **kwargs)
-                self._refetched = copies.refetched
-                return output
-        except Exception:
-            if prefetcher is not None:
-                prefetcher.forget()
-            raise
+        if torch.compiler.is_compiling():
+            return
+        prefetcher.end_forward(complete=output is not None)
 
-    def fetched_ahead_by(self, prefetcher: Prefetcher | None) -> None:
-        """Take what was fetched ahead, from now on."""
-        self._prefetcher = prefetcher
+        def begin(*gradients: Any) -> None:
+            prefetcher.begin_backward()
 
-    def needs(self, *, in_backward: bool) -> list[tuple[nn.Parameter, torch.dtype]]:
-        """Return the parameters to prefetch, and in which type; none if the module has been replaced."""
-        module = self._module()
-        if module is None:
-            return []
-        wanted = WorkingCopies(list(module.modules()), self._device).wanted()
-        # As the last pass had them: autocast may be off where a pass begins.
-        types = self._refetched if in_backward else self._types
-        if not in_backward and not types:
-            return wanted
-        return [(parameter, types[id(parameter)]) for parameter, _ in wanted if id(parameter) in types]
-
-    def bring(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a parameter's values on the device."""
-        copy = brought(values, self._device, dtype)
-        self.meter.up("parameters", "host", copy.nbytes)
-        return copy
+        if output is not None and torch.is_grad_enabled():
+            for tensor in Tree.of(output).tensors():
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(begin)
 
 
-class _Ahead:
-    """Where the working copies of a layer come from if the next ones are fetched ahead."""
-
-    def __init__(self, prefetcher: Prefetcher, layer: FetchStage) -> None:
-        self._prefetcher = prefetcher
-        self._layer = layer
-
-    def copy_of(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        return arrived(
-            parameter, self._values_of(parameter, dtype), self._prefetcher.engine, self._layer.meter
-        )
-
-    def again(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        values = self._values_of(parameter, dtype)
-        self._prefetcher.reached(self._layer, again=False)
-        return values
-
-    def _values_of(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        with self._layer.meter.timing("offloading"):
-            values = self._prefetcher.take(self._layer, parameter, dtype)
-            return self._layer.bring(parameter.detach(), dtype) if values is None else values
+# ---------------------------------------------------------------------- activations
 
 
-def bring_inputs(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> tuple[Any, Any]:
-    """Return the arguments of a call with the tensors that are still on the host brought to the device."""
+def _attach_activations(site: ModelSite, log: UndoLog, engine: Engine) -> None:
+    logs = site.config is None or site.config.enable_logging
+    on_host: Activations | None = None
+    on_disk: Activations | None = None
+    for layer in site.plan.layers:
+        if layer.offloading is None or not layer.offloading.activations:
+            continue
+        if site.device.type == "cpu" or layer.offloading.to == "disk":
+            on_disk = on_disk or Activations(
+                engine, site.device, store=site.homes.store, logs=logs, meter=site.meter
+            )
+            activations = on_disk
+        else:
+            capacity = _room_on_host(site)
+            on_host = on_host or Activations(
+                engine, site.device, capacity=capacity, logs=logs, meter=site.meter
+            )
+            activations = on_host
+        _attach_to(layer, site, log, activations)
 
-    def brought(leaf: Any) -> Any:
-        if (
-            isinstance(leaf, torch.Tensor)
-            and leaf.device.type == "cpu"
-            and not isinstance(leaf, nn.Parameter)
-        ):
-            return leaf.to(device, non_blocking=True)
-        return leaf
 
-    return tree_map(brought, (args, kwargs)) if device.type != "cpu" else (args, kwargs)
+def _attach_to(layer: LayerPlan, site: ModelSite, log: UndoLog, activations: Activations) -> None:
+    names: Sequence[str] = layer.members
+    container = names[0].rpartition(".")[0]
+    override = override_of(site.model.get_submodule(container))
+    is_sliced = override is not None and override.find(SlicesStage) is not None
+    if len(names) > 1 and is_sliced and "checkpointing" in layer.techniques:
+        names = [container]  # its slices are run, and recomputed, by the container
+    for name in names:
+        module = site.model.get_submodule(name)
+        override = override_of(module)
+        if override is None or override.find(OffloadActivationsStage) is None:
+            log.add_stage(module, OffloadActivationsStage(activations), name=name)
+
+
+def _room_on_host(site: ModelSite) -> int | None:
+    """What ``max_cpu_offload_gb`` leaves for activations: all but the parameters at home, their gradients and state."""
+    cap = None if site.config is None else site.config.max_cpu_offload_bytes
+    if cap is None:
+        return None
+    on_disk = {id(parameter) for parameter in site.homes.on_disk}
+    parameters = list(site.model.parameters())
+    at_home = [each for each in parameters if each.device.type == "cpu" and id(each) not in on_disk]
+    trained = [each for each in at_home if each.requires_grad]
+    optimizer = site.plan.optimizer
+    eight_bit = optimizer is not None and optimizer.eight_bit
+    moments = 0.5 if eight_bit else 2.0  # bytes of Adam's state for each byte of a parameter
+    if optimizer is None or optimizer.state == "device":  # beside their parameters
+        state = sum(each.nbytes for each in trained)
+    elif optimizer.state == "host":
+        state = sum(each.nbytes for each in parameters if each.requires_grad)
+    else:
+        state = 0
+    taken = sum(each.nbytes for each in at_home) + sum(each.nbytes for each in trained) + int(moments * state)
+    return max(0, cap - taken)

@@ -2,9 +2,10 @@
 
 Their state follows them, it must fit under the cap on host memory, and the numbers must be those of the device:
 torch steps parameters that are on an accelerator by its ``foreach`` implementation, and those on a CPU, or some of
-each, by its loop over them. The two round differently in the classes of :data:`FOREACH_DIFFERS`
-(``tests/optimizer/test_same_implementation.py`` compares all). For these the step is asked to run as it would on the
-device.
+each, by its loop over them. The two round differently in the classes of :data:`FOREACH_DIFFERS`, with 16-bit parameters
+in those of :data:`FOREACH_DIFFERS_IN_16_BITS` (``tests/optimizer/test_same_implementation.py`` compares all). For these
+the step is asked to run as it would on the device. In 16 bits the ``foreach`` of a CPU itself rounds what that of CUDA
+does not: see :func:`memscale._torch.foreach_mul_`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from memscale._torch import takes_foreach
+from memscale._torch import FOREACH_MUL, LightDispatchMode, foreach_mul_, takes_foreach
 from memscale.errors import TierFullError
 from memscale.optimizer.buckets import bytes_of_gradient
 from memscale.optimizer.interceptor import StepOrder, StepSubscriber
@@ -30,6 +31,7 @@ from memscale.units import format_bytes
 __all__ = ["FOREACH_DIFFERS", "Placement", "PlacementSteps"]
 
 FOREACH_DIFFERS = frozenset({optim.ASGD, optim.NAdam, optim.RAdam})
+FOREACH_DIFFERS_IN_16_BITS = FOREACH_DIFFERS | {optim.Adagrad}  # it stores the quotient's numerator
 
 _HOST = torch.device("cpu")
 
@@ -133,8 +135,14 @@ def as_on_the_device(optimizer: Optimizer, masters: set[int], device: torch.devi
         masters: The ids of parameters that are on the host instead of on the device.
         device: The device.
     """
+    has_16_bits = any(
+        each.dtype.itemsize == 2
+        for group in optimizer.param_groups
+        for each in group["params"]
+        if id(each) in masters
+    )
     changed = []
-    if arithmetic_of(type(optimizer)) in FOREACH_DIFFERS:
+    if arithmetic_of(type(optimizer)) in (FOREACH_DIFFERS_IN_16_BITS if has_16_bits else FOREACH_DIFFERS):
         for group in optimizer.param_groups:
             parameters = group["params"]
             if group["foreach"] is None and any(id(each) in masters for each in parameters):
@@ -144,10 +152,21 @@ def as_on_the_device(optimizer: Optimizer, masters: set[int], device: torch.devi
     try:
         for group in changed:
             group["foreach"] = True
-        yield
+        by_foreach = any(group.get("foreach") for group in optimizer.param_groups)
+        with _DeviceRounding() if has_16_bits and by_foreach else contextlib.nullcontext():
+            yield
     finally:
         for group in changed:
             group["foreach"] = None
+
+
+class _DeviceRounding(LightDispatchMode):
+    """Make the CPU's ``foreach`` round as CUDA's does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in FOREACH_MUL and args[0][0].device.type == "cpu":
+            return foreach_mul_(*args)
+        return func(*args, **(kwargs or {}))
 
 
 def check_room(optimizer: Optimizer, masters: Sequence[Tensor], capacity: int) -> None:

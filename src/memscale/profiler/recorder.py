@@ -25,7 +25,7 @@ from memscale._torch import (
     pytree,
     running_sequence_number,
 )
-from memscale._util.trees import Tree
+from memscale._util.trees import Tree, is_lazy
 from memscale.memory.tracker import MemoryTracker, parts_of
 from memscale.profiler.profile import OpProfile
 
@@ -294,10 +294,7 @@ class Recorder:
 
 
 def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
-    # A lazy tensor (tiling) has no bytes, and must not be computed here.
-    tensors = [
-        each for each in Tree.of(tree).tensors() if not getattr(type(each), "is_computed_later", False)
-    ]
+    tensors = [each for each in Tree.of(tree).tensors() if not is_lazy(each)]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return {storage._cdata: storage for storage in storages}
 

@@ -1,4 +1,4 @@
-"""A file with all that is known, when memory has run out and nothing could help."""
+"""Write a JSON file with all that is known of an out-of-memory error that is raised in the end."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from memscale.version import __version__
 if TYPE_CHECKING:
     from memscale.executor import Executor
 
-__all__ = ["MOST", "dump_out_of_memory"]
+__all__ = ["MAX_FILES", "dump_out_of_memory"]
 
-MOST = 3
-"""Files for one model: a loop that goes on after such errors must not fill the disk with them."""
+MAX_FILES = 3
+"""For one model: a loop that goes on after such errors must not fill the disk."""
 
 
 def dump_out_of_memory(
     executor: Executor, where: str, tried: Sequence[Plan], why: str, peak: Snapshot | None
 ) -> str:
-    """Write a file beside what is offloaded, or in the system's directory for such, and say in a line where it is.
+    """Write a file to the offload directory, or else to that for temporary files; return a line that says where.
 
-    Never raises: the error that it is about matters more. If the file can't be written, the line says why.
+    It never raises: the error that it is about matters more. If the file can't be written, the line says why.
     """
     written = executor.meter.dumps
-    if len(written) >= MOST:
+    if len(written) >= MAX_FILES:
         return f"dumps of earlier such errors: {', '.join(written)}"
     try:
         path = _written(
@@ -107,7 +107,7 @@ def _directory(executor: Executor) -> str:
 
 
 def _written(directory: str, text: str) -> str:
-    """Write a new file, for its owner alone: the directory may be everyone's, and no file there is touched."""
+    """Write a new file that only its owner can read, as the directory may be shared; return its path."""
     stem = f"memscale-oom-{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}"
     numbers = itertools.count()
     path = os.path.join(directory, f"{stem}.json")

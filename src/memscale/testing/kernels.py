@@ -1,4 +1,4 @@
-"""CUDA-only operations, computed on the CPU for the executing device.
+"""CUDA-only operations, and those that round otherwise there, computed on the CPU for the executing device.
 
 Each returns tensors of exactly the shapes and layouts of the CUDA operation (by torch's shape rules for meta tensors),
 so that the executing device and the simulator account for the same bytes.
@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memscale._torch import with_autograd_below_dispatch
+from memscale._torch import FOREACH_MUL, foreach_mul_, with_autograd_below_dispatch
 from memscale.simulator.fake import gru_cell, gru_cell_backward
 
 aten = torch.ops.aten
@@ -283,4 +283,5 @@ CPU_KERNELS: dict[Any, Callable[..., Any]] = {
     aten._thnn_fused_gru_cell.default: gru_cell,
     aten._thnn_fused_gru_cell_backward.default: gru_cell_backward,
     aten._fused_rms_norm_backward.default: rms_norm_backward,
+    **dict.fromkeys(FOREACH_MUL, foreach_mul_),
 }

@@ -237,6 +237,7 @@ class DiskFile:
         """Keep what this process writes from the file, in a child that has just been forked. See Note [Fork]."""
         self._lock.renew()
         self._unmapping.renew()
+        self._opening = threading.Lock()
         if self._is_private:
             return  # since an earlier fork: what was written since is not in the file
         self._is_private = True

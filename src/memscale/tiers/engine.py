@@ -21,14 +21,13 @@ page-locked memory; others are correct, and slower.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import os
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, TypeVar
 
 import torch
@@ -188,8 +187,7 @@ class WorkerTransfer(Transfer[T]):
     def finish(self) -> None:
         if not self._future.done():
             _refuse_fork(self._pid)
-            with contextlib.suppress(BaseException):
-                self._future.result()
+            wait([self._future])
 
 
 # ---------------------------------------------------------------------- engine

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from memscale._torch import FakeTensor
+from memscale._torch import is_fake
 from memscale._util.locks import LateLock
 from memscale.errors import ConfigError, TierError, TierFullError, TransferError, shown
 from memscale.hardware.host import read_host
@@ -25,16 +25,11 @@ from memscale.tiers.disk_file import DiskFile, Extent
 from memscale.tiers.engine import Engine, Lane, PinnedBudget, Transfer
 from memscale.units import format_bytes
 
-__all__ = ["DiskTier", "HostTier", "Ticket", "Tier", "is_fake"]
+__all__ = ["DiskTier", "HostTier", "Ticket", "Tier"]
 
 PlaceT = TypeVar("PlaceT")
 
 _CPU = torch.device("cpu")
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has no data: it is simulated."""
-    return isinstance(tensor, FakeTensor)
 
 
 # ---------------------------------------------------------------------- what is stored

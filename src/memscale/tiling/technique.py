@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memscale._torch import hooks_are_allowed
 from memscale.checkpointing.state import parameter_behind
 from memscale.execution_plan import Tiling
-from memscale.offload.mapped_parameters import MappedParameters
+from memscale.offload.mapped import MappedParameters
 from memscale.profiler.blocks import find_head
 from memscale.profiler.profile import BlockProfile
 from memscale.techniques.base import LayerSite, ModelSite

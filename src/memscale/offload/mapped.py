@@ -1,23 +1,23 @@
-"""Parameters and gradients at home on disk: mapped tensors, whose pages are in memory while they are used.
+"""Parameters and gradients on disk: memory-mapped tensors, whose pages are in memory while they are used.
 
-Note [Homes on disk]
-~~~~~~~~~~~~~~~~~~~~
-A parameter at home on disk is the user's own ``nn.Parameter``; its ``.data`` is a mapped tensor (Note [Mapped
-homes] in ``mapped.py``). Whoever touches it, a kernel, the optimizer, ``state_dict``, finds the values; what has
-to be done is to give the pages back when a layer is done with them:
+Note [Parameters on disk]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+A parameter on disk is the user's own ``nn.Parameter``; its ``.data`` is a mapped tensor (Note [Mapped tensors] in
+``tiers/store.py``). Whoever touches it, a kernel, the optimizer, ``state_dict``, finds the values; what has
+to be done is to release the pages when a layer is done with them:
 
 - after its forward pass;
 - in backward, when the gradient of a parameter is there: nothing below needs the parameter any more. And, for the
   sake of parameters that are frozen, when the next layer begins, and when backward ends.
 
-To give pages back too early costs a page fault, and never a value; so nothing here has to be exact. What the page
-cache has not kept is read ahead, a layer at a time, while the layer before it computes.
+To release pages too early costs a page fault, and never a value; so nothing here has to be exact. What the page cache
+has not kept is prefetched, a layer at a time, while the layer before it computes.
 
 *Gradients.* Autograd makes a gradient in memory. When it has been accumulated, it is exchanged for a mapped copy,
 to which the next micro-batch adds in place, as autograd adds to any gradient that is there. What is no ordinary
 gradient stays as it is: a sparse one, a view of a bucket, one with a graph of its own (``create_graph=True``).
 
-*Small ones* stay in memory: below a page there is nothing to give back.
+*Small ones* stay in memory: below a page there is nothing to release.
 """
 
 from __future__ import annotations
@@ -25,25 +25,33 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id
+from memscale._torch import (
+    OUTSIDE_BACKWARD,
+    FakeTensor,
+    allows_shallow_copy,
+    at_end_of_backward,
+    graph_task_id,
+    is_fake,
+)
+from memscale._util.trees import Tree
 from memscale.memory.tracker import ResidentPages
 from memscale.observe.counters import Meter
-from memscale.offload.data import exchange_data
+from memscale.techniques.forward import ForwardStage, Stage
 from memscale.tiers.disk_file import PAGE
 from memscale.tiers.store import DiskStore
-from memscale.tiers.tier import is_fake
 
-__all__ = ["MappedParameters", "can_be_mapped"]
+__all__ = ["MappedParameters", "MappedStage", "can_be_mapped", "exchange_data", "swap_keeping_hooks"]
 
 
 class MappedParameters:
-    """The parameters of one model that are at home on disk. See Note [Homes on disk].
+    """The parameters of one model that are on disk. See Note [Parameters on disk].
 
     Args:
         store: The disk.
@@ -76,7 +84,7 @@ class MappedParameters:
         self._pages: dict[int, ResidentPages] = {}  # by the parameter's id: what trackers are told of
 
     def send(self, parameter: nn.Parameter) -> bool:
-        """Make a parameter's home on disk, and its gradient's; False for one that is better left in memory.
+        """Move a parameter to disk, with its gradient; returns False for one that is better left in memory.
 
         Raises:
             TierFullError: The cap would be exceeded, or the disk is full; the parameter is as it was.
@@ -89,7 +97,7 @@ class MappedParameters:
         return True
 
     def move(self, parameter: nn.Parameter) -> bool:
-        """Exchange a parameter's memory for memory on disk, without pages in use; what :meth:`send` does first.
+        """Exchange a parameter's memory for mapped memory, without pages in use; what :meth:`send` does first.
 
         Raises:
             As :meth:`send`.
@@ -104,7 +112,7 @@ class MappedParameters:
         return True
 
     def home_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Memory on disk, without values, for a parameter that has none yet; None for one that is better in memory.
+        """Return mapped memory without values for a parameter on the meta device; None if it is better in memory.
 
         Raises:
             As :meth:`send`.
@@ -114,7 +122,7 @@ class MappedParameters:
         return self.store.empty_like(parameter) if can_be_mapped(like) else None
 
     def bring_back(self, parameter: nn.Parameter) -> None:
-        """Make it an ordinary parameter in memory, with an ordinary gradient."""
+        """Make it an ordinary parameter in memory again, with an ordinary gradient."""
         handle = self._handles.pop(id(parameter), None)
         if handle is not None:
             handle.remove()
@@ -129,7 +137,7 @@ class MappedParameters:
             parameter.grad = gradient
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Have gradients go home, also those of parameters that were frozen until now."""
+        """Have gradients go to disk, also those of parameters that were frozen until now."""
         for parameter in parameters:
             if (
                 parameter.requires_grad
@@ -137,21 +145,21 @@ class MappedParameters:
                 and id(parameter) not in self._handles
                 and self.store.holds(parameter)
             ):
-                hook = _GradientGoesHome(self)
+                hook = _GradientHook(self)
                 handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles[id(parameter)] = handle
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Note that a layer is about to compute with these, in forward or in backward."""
+        """Prefetch and count the parameters of a layer that is about to compute, in forward or in backward."""
         task = graph_task_id()
         used = sum(each.nbytes for each in parameters if self.store.holds(each))
         with self._timed(used):
-            self._read_ahead(parameters, in_backward=task != OUTSIDE_BACKWARD)
+            self._prefetch(parameters, in_backward=task != OUTSIDE_BACKWARD)
             if task != OUTSIDE_BACKWARD:
                 if task != self._task:
                     self._task = task
                     at_end_of_backward(functools.partial(_after_backward, weakref.ref(self)))
-                self._rest_after_backward()
+                self._release_after_backward()
                 self._in_backward.append(parameters)
         self._meter.up("parameters", "disk", used)
         for parameter in parameters:
@@ -159,13 +167,13 @@ class MappedParameters:
                 self._pages[id(parameter)] = ResidentPages(parameter.nbytes, simulated=is_fake(parameter))
 
     def end(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Note the end of a layer's forward. If backward is running it again, it needs them in a moment."""
+        """Release the parameters of a layer whose forward is over, unless it was run by backward, which needs them."""
         if graph_task_id() == OUTSIDE_BACKWARD:
             with self._timed(any(map(self.store.holds, parameters))):
                 self.rest(parameters)
 
     def rest(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give back the pages of these and of their gradients."""
+        """Release the pages of parameters and of their gradients."""
         for parameter in parameters:
             self.store.release_pages(parameter)
             pages = self._pages.pop(id(parameter), None)
@@ -174,8 +182,8 @@ class MappedParameters:
             if parameter.grad is not None:
                 self.store.release_pages(parameter.grad)
 
-    def _read_ahead(self, parameters: Sequence[nn.Parameter], *, in_backward: bool) -> None:
-        """Have the disk at work on this layer, and on the one that came after it last time."""
+    def _prefetch(self, parameters: Sequence[nn.Parameter], *, in_backward: bool) -> None:
+        """Prefetch this layer, and the one that came after it last time."""
         if not parameters:
             return
         key = (in_backward, id(parameters[0]))
@@ -185,7 +193,7 @@ class MappedParameters:
         for parameter in (*parameters, *self._followers.get(key, ())):
             self.store.prefetch_pages(parameter)
 
-    def _rest_after_backward(self) -> None:
+    def _release_after_backward(self) -> None:
         while self._in_backward:
             self.rest(self._in_backward.pop())
 
@@ -211,8 +219,8 @@ class MappedParameters:
         self.__init__(**state)  # type: ignore[misc]
 
 
-class _GradientGoesHome:
-    """Called when a parameter's gradient was accumulated."""
+class _GradientHook:
+    """Moves a parameter's gradient to disk when it was accumulated."""
 
     changes_parameter = False  # unlike an optimizer that steps here: see `ModuleFlags.check_parameters`
 
@@ -228,11 +236,11 @@ class _GradientGoesHome:
 def _after_backward(reference: weakref.ref[MappedParameters]) -> None:
     mapped = reference()
     if mapped is not None:
-        mapped._rest_after_backward()
+        mapped._release_after_backward()
 
 
 def can_be_mapped(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is an ordinary one in the CPU's memory, all of a storage that is its own."""
+    """Return whether a tensor is an ordinary one in the CPU's memory, all of a storage that is its own."""
     if not is_fake(tensor) and type(tensor) not in (torch.Tensor, nn.Parameter):
         return False
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.nbytes < PAGE:
@@ -245,7 +253,7 @@ def can_be_mapped(tensor: torch.Tensor) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie side by side in some order of its dimensions, none of them twice."""
+    """Return whether its elements lie side by side in some order of its dimensions, none of them twice."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
         if size == 1:
@@ -254,3 +262,90 @@ def _is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+# ---------------------------------------------------------------------- in forward
+
+
+class MappedStage(ForwardStage):
+    """Holds the mapped parameters of a block in memory while it computes. See Note [Parameters on disk].
+
+    Args:
+        mapped: The parameters of the model that are on disk.
+        recomputed: Whether it runs inside a recomputed region.
+    """
+
+    order = Stage.MAP_PARAMETERS
+    in_evaluation = True  # the parameters are on disk then as well
+
+    def __init__(self, mapped: MappedParameters, *, recomputed: bool) -> None:
+        self._mapped = mapped
+        self._recomputed = recomputed
+
+    def run(
+        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        # Not other weights that `torch.func.functional_call` has put there.
+        mapped = self._mapped
+        parameters = [each for each in module.parameters() if isinstance(each, nn.Parameter)]
+        mapped.watch(parameters)
+        mapped.begin(parameters)
+        try:
+            output = call_next(*args, **kwargs)
+        finally:
+            mapped.end(parameters)
+        if not self._recomputed and torch.is_grad_enabled() and graph_task_id() == OUTSIDE_BACKWARD:
+            _before_backward(output, mapped, parameters)
+        return output
+
+
+def _before_backward(output: object, mapped: MappedParameters, parameters: Sequence[nn.Parameter]) -> None:
+    """Have the parameters ready when backward gets to a block that is not recomputed: nothing else tells of it."""
+
+    def begin(gradient: torch.Tensor) -> None:
+        mapped.begin(parameters)
+
+    for tensor in Tree.of(output).tensors():
+        tensor = getattr(tensor, "hidden", tensor)  # lazy logits of a tiled head get no gradient themselves
+        if tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(begin)
+
+
+# ---------------------------------------------------------------------- a parameter's memory
+
+
+def exchange_data(parameter: nn.Parameter, new: torch.Tensor) -> None:
+    """Give a parameter the memory of another tensor. Its gradient must be None, or fit that.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> weight = layer.weight
+        >>> exchange_data(weight, torch.zeros(2, 2))
+        >>> layer.weight is weight, float(weight.sum())
+        (True, 0.0)
+    """
+    with torch.no_grad():
+        if _can_be_set(parameter, new):
+            parameter.data = new
+        else:
+            old = nn.Parameter(new, parameter.requires_grad)
+            swap_keeping_hooks(parameter, old)
+            if not isinstance(old, FakeTensor):
+                # The graph of the last loss, which a loop holds though it is through with it, refers to `old`.
+                old.data = old.data.new_empty(0)
+
+
+def swap_keeping_hooks(parameter: nn.Parameter, new: nn.Parameter) -> None:
+    """Exchange two parameters as `torch.utils.swap_tensors` does; the first keeps the hooks on its gradient.
+
+    They belong to what is swapped: an optimizer that steps inside backward would never be called again.
+    """
+    new._backward_hooks = parameter._backward_hooks
+    new._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    torch.utils.swap_tensors(parameter, new)  # type: ignore[no-untyped-call]
+
+
+def _can_be_set(parameter: nn.Parameter, new: torch.Tensor) -> bool:
+    """Return whether ``.data =`` can do it, as ``Module.to`` decides it; fake and wrapped tensors are swapped."""
+    plain = type(new) is torch.Tensor and not isinstance(parameter, FakeTensor)
+    return plain and type(parameter.data) is torch.Tensor and allows_shallow_copy(parameter, new)
