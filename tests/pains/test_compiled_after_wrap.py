@@ -146,7 +146,7 @@ def test_a_compiled_model_can_be_planned() -> None:
 @mock.patch.dict(os.environ)  # where transformers leaves the compiler's settings for accelerate
 def test_a_trainer_that_compiles_trains_with_the_plan(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from integrations.test_trainer import losses, make_trainer
+    from support.trainers import losses, make_trainer
 
     options = {"max_steps": 3, "eval_strategy": "no", "save_strategy": "no"}
     plain = make_trainer("gpt2", tmp_path / "plain", **options)

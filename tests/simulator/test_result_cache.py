@@ -1,4 +1,4 @@
-"""Note [Cached results]: equal operations are looked up, and give what torch would give."""
+"""Note [Remembered results]: equal operations are looked up, and give what torch would give."""
 
 from __future__ import annotations
 

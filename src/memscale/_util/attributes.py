@@ -1,14 +1,14 @@
-"""Python state that a forward pass changes: counters, flags, random generators that modules hold.
+"""Snapshots of the Python state that a forward changes: counters, flags, random generators of modules.
 
 Note [Attributes of a region]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A module may count its calls (``self.steps += 1``), remember that it has been called, or draw from a generator of its
-own. If it computes with that, a recomputation that finds the state as forward left it computes something else, and
-silently. So plain values (numbers, strings, None) and random generators among a module's attributes are read before
-forward; those that have changed are put back while it is recomputed, and are afterwards as they were.
+A module may count its calls (`self.steps += 1`), remember that it has been called, or draw from a generator of its own.
+If it computes with that, a recomputation that finds the state as forward left it silently computes something else. So
+plain values (numbers, strings, None) and random generators among a module's attributes are read before forward; those
+that have changed are restored while it is recomputed, and set back afterwards.
 
-Modules of `torch.nn` do not do such things and are not looked at, which is most of the modules of a model. Containers
-that forward changes (a list that it appends to) are not put back: they may hold anything.
+Modules of `torch.nn`, which are most of a model's, do not do such things and are skipped. Containers that forward
+changes (a list that it appends to) are not restored: they may hold anything.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ from memscale._torch import Generator
 __all__ = ["Attributes"]
 
 _PLAIN = frozenset({int, float, bool, str, complex, type(None)})
-_NOT_LOOKED_AT = frozenset(
-    {"_memscale_executor", "_memscale_forward", "forward", "training"}
-)  # others take care of these
+_IGNORED = frozenset({"_memscale_executor", "_memscale_forward", "forward", "training"})  # handled by others
 _MISSING = object()  # the value of an attribute that was not there
 
 
 class Attributes:
-    """Plain attributes and generators of some modules, before a forward pass. See Note [Attributes of a region]."""
+    """The plain attributes and generators of some modules before a forward. See Note [Attributes of a region]."""
 
     __slots__ = ("_generators", "_names", "_plain")
 
@@ -57,19 +55,19 @@ class Attributes:
         self._plain.append(plain)
         self._names.append((own, frozenset(own)))
 
-    def settle(self) -> None:
-        """Forward has run: note which attributes it added, for they were missing before."""
+    def record_added(self) -> None:
+        """Record after a forward which attributes it added."""
         for plain, (own, names) in zip(self._plain, self._names, strict=True):
             plain.update((name, _MISSING) for name in own if name not in names)
 
-    def take_back(self) -> None:
-        """Forward has failed: all is again as it found it."""
-        self.settle()
+    def restore(self) -> None:
+        """Set everything as it was before forward."""
+        self.record_added()
         self._exchange()
 
     @contextlib.contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Run with everything as forward found it, and leave it as it is now."""
+    def restored(self) -> Iterator[None]:
+        """Run the block with everything as it was before forward, and set it back afterwards."""
         now = self._exchange()
         try:
             yield
@@ -77,13 +75,13 @@ class Attributes:
             now._exchange()
 
     def _exchange(self) -> Attributes:
-        """Set everything as it was, and return what it has been until now."""
+        """Set everything as it was before forward, and return a snapshot of what it was until now."""
         now = Attributes(())
         for plain, (own, names) in zip(self._plain, self._names, strict=True):
             changed = {
                 name: own.get(name, _MISSING)
                 for name, before in plain.items()
-                if own.get(name, _MISSING) is not before and name not in _NOT_LOOKED_AT
+                if own.get(name, _MISSING) is not before and name not in _IGNORED
             }
             if changed:
                 now._plain.append(changed)

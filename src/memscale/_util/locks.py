@@ -14,14 +14,13 @@ T = TypeVar("T")
 
 
 class LateLock(Generic[T]):
-    """A lock, and a place where finalizers leave what is to be done under it.
+    """A lock with a queue for finalizers, which must not wait for it.
 
     Note [Finalizers]
     ~~~~~~~~~~~~~~~~~
-    A tensor or a ticket may die at any moment and in any thread: the garbage collector runs in the middle of
-    whatever allocates, also in a thread that holds this lock. A finalizer that waited for the lock would then
-    wait for itself. So it never waits: it leaves a note, and whoever holds the lock deals with the notes on
-    leaving.
+    A tensor may die at any moment and in any thread: the garbage collector runs in whatever allocates, also in a thread
+    that holds this lock. A finalizer that waited for the lock would then deadlock. So it queues an item, which whoever
+    holds the lock handles on release.
 
     Example:
         >>> done = []
@@ -52,17 +51,17 @@ class LateLock(Generic[T]):
         self._deal()
 
     def renew(self) -> None:
-        """Be free, in a child that was forked while a thread of its parent had the lock."""
+        """Replace the lock, in a child that was forked while a thread of its parent held it."""
         self._lock = threading.Lock()
 
     def leave(self, note: T) -> None:
-        """Have `note` handled under the lock: now if it is free, else by its holder."""
+        """Handle `note` under the lock: now if it is free, else by its holder on release."""
         self._notes.append(note)
         self._deal()
 
     def _deal(self) -> None:
-        # The notes are looked at after the release, each time: one left while the lock was held is seen here,
-        # and one left later finds the lock free.
+        # The queue is checked after each release: an item queued while the lock was held is found here, and
+        # one queued later finds the lock free.
         while self._notes and self._lock.acquire(blocking=False):
             try:
                 while self._notes:

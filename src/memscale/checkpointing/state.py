@@ -480,7 +480,7 @@ class Buffers:
 
     def end_forward(self) -> None:
         """Learn which modules changed their buffers in forward, and drop the other copies."""
-        self._attributes.settle()
+        self._attributes.record_added()
         for owner in self._owners:
             owner.end_forward()
         for module, before in self._bare:
@@ -494,7 +494,7 @@ class Buffers:
         Raises:
             RecomputeError: A buffer's value at the beginning is not known any more.
         """
-        self._attributes.take_back()
+        self._attributes.restore()
         with torch.no_grad():
             for owner in self._owners:
                 owner.restore()
@@ -516,7 +516,7 @@ class Buffers:
             for module, buffers in exchanged:
                 if buffers is not None:
                     module.__dict__["_buffers"] = buffers
-            with self._attributes.put_back():
+            with self._attributes.restored():
                 yield
         finally:
             for module, original in real:

@@ -176,7 +176,7 @@ def _attach_to(layer: LayerPlan, site: ModelSite, log: UndoLog, activations: Act
 
 
 def _room_on_host(site: ModelSite) -> int | None:
-    """What ``max_cpu_offload_gb`` leaves for activations: all but the parameters at home, their gradients and state."""
+    """Return what ``max_cpu_offload_gb`` leaves for activations beside parameters, gradients and state."""
     cap = None if site.config is None else site.config.max_cpu_offload_bytes
     if cap is None:
         return None

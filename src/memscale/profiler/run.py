@@ -258,7 +258,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        attributes.take_back()
+        attributes.restore()
         for module, own in buffers:
             module.__dict__["_buffers"] = own
         for parameter, gradient in gradients:
