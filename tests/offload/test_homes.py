@@ -9,9 +9,11 @@ from torch.utils._pytree import tree_map
 
 import memscale
 from memscale import Config
+from memscale.execution_plan import LayerPlan, Offloading, Plan
 from memscale.testing import executing
 from support.families import FAMILIES, Family
-from support.wrapping import lossless
+from support.offloaded import attached, plan_of
+from support.wrapping import Stack, lossless
 
 STEPS = 3
 QUIET = lossless("aggressive")  # tiny models gain too little for BALANCED
@@ -259,3 +261,45 @@ def test_evaluation_takes_the_kernels_of_the_plain_model(async_offload: bool) ->
         assert torch.equal(got, expected)
         model.train()(x).sum().backward()
         assert all(each.grad is not None for each in model.parameters())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.AdamW])
+def test_state_of_an_optimizer_that_was_never_stepped_follows_its_parameters(kind: type) -> None:
+    """Adagrad makes its state at once, others have it when it was loaded: on the host, if that is where masters are."""
+    with executing("256MiB") as gpu:
+        model = Stack(3, 16).to(gpu.device).train()
+        x = torch.ones(4, 16, device=gpu.device)
+        first = kind(model.parameters())
+        model(x).sum().backward()
+        first.step()
+        with attached(model, plan_of(model, to="host", activations=False)):
+            second = kind(model.parameters())
+            second.load_state_dict(first.state_dict())
+            states = [each for state in second.state.values() for each in state.values() if each.dim()]
+            assert {each.device.type for each in states} == {"cpu"}
+        second.step()
+
+
+def test_a_bias_that_is_used_twice_under_autocast_is_off_by_the_sum_in_sixteen_bits() -> None:
+    """The plain model adds up in 16 bits what is added up here in 32: see Note [Home and working copy]."""
+
+    def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        return [each.grad.cpu() for each in model.parameters()]
+
+    def build(device: torch.device) -> nn.Module:
+        torch.manual_seed(0)
+        linear = nn.Linear(16, 16)
+        return nn.Sequential(nn.Sequential(linear, nn.Tanh(), linear), nn.Linear(16, 4)).to(device)
+
+    with executing("256MiB") as gpu:
+        x = torch.linspace(-1, 1, 64).reshape(4, 16).to(gpu.device)
+        plain = gradients(build(gpu.device), x)
+        model = build(gpu.device)
+        layer = LayerPlan("0", ("0",), ("offloading",), "-", "-", offloading=Offloading("host", False))
+        with attached(model, Plan((layer,))):
+            weight, bias, *head = gradients(model, x)
+    assert all(map(torch.equal, (weight, *head), (plain[0], *plain[2:])))
+    assert (bias - plain[1]).abs().max() <= torch.finfo(torch.bfloat16).eps * plain[1].abs().max()

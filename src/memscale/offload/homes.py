@@ -191,6 +191,9 @@ class Homes:
         for placed in self._placed.values():
             if placed.placement is Placement.DISK:
                 self._bring_back(placed)
+        if any(placed.parameter.device != placed.origin for placed in self._placed.values()):
+            self._steps.find_optimizers()
+        for placed in self._placed.values():
             relocate(placed.parameter, placed.origin)
         for module, name, device in self._buffers:
             buffer = module._buffers.get(name)

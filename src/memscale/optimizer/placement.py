@@ -11,6 +11,7 @@ does not: see :func:`memscale._torch.foreach_mul_`.
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Protocol
@@ -86,6 +87,17 @@ class PlacementSteps(StepSubscriber):
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Note an optimizer whose state is to follow its parameters."""
         self._optimizers.add(optimizer)
+
+    def find_optimizers(self) -> None:
+        """Note the optimizers of the parameters that have not made a step yet.
+
+        Adagrad has state when it is built, others when it was loaded: both where the parameters were then. torch has
+        no list of optimizers, so that the garbage collector's is searched, once, when parameters move back.
+        """
+        for each in gc.get_objects():
+            # `param_groups`: not one whose `__init__` has raised.
+            if issubclass(type(each), Optimizer) and "param_groups" in vars(each) and self.concerns(each):
+                self._optimizers.add(each)
 
     def forget_optimizers(self) -> None:
         """Forget all optimizers: nothing is placed any more."""
