@@ -76,7 +76,7 @@ class BucketedSteps(StepSubscriber):
         >>> optimizer.step()
         >>> steps.bytes_moved == 2 * 64 * 64 * 4  # two moments of the weight; the bias's are too small
         True
-        >>> steps.detach()
+        >>> _ = steps.detach()
     """
 
     order = StepOrder.BUCKETS

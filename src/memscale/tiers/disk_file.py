@@ -146,6 +146,7 @@ class DiskFile:
                 try:
                     self.directory.mkdir(parents=True, exist_ok=True)
                     self._file = tempfile.TemporaryFile(dir=self.directory, prefix="memscale-", buffering=0)  # noqa: SIM115
+                    weakref.finalize(self, self._file.close)  # else Python warns of an unclosed file
                 except OSError as error:
                     reason = os.strerror(error.errno) if error.errno else str(error)
                     raise TierError(
@@ -198,6 +199,8 @@ class DiskFile:
         self._closed = True
         if not self.bytes_used and not self.is_forked:
             self._spare, self._holes = FreeList(), FreeList()
+            if self._file is not None:
+                self._file.close()
             self._file = None
 
     # ------------------------------------------------------------------ mappings
