@@ -170,3 +170,25 @@ def test_numpy_is_not_imported_for_it() -> None:
         "assert 'numpy.random' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+IN_A_NEW_PROCESS = """
+import random, sys
+import torch
+from torch import nn
+import memscale
+
+model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
+random.seed(0)
+before = random.getstate()
+memscale.wrap(model, memscale.Config(force_optimize=True), torch.ones(256, 64))
+print(model._memscale_executor.plan.explain())
+assert "rich.style" in sys.modules
+assert random.getstate() == before
+"""
+
+
+def test_the_first_table_of_a_process_draws_no_number() -> None:
+    """`rich` draws one from Python's generator when it is imported."""
+    pytest.importorskip("rich")
+    subprocess.run([sys.executable, "-c", IN_A_NEW_PROCESS], check=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
+import random
 import re
 import shutil
 import sys
@@ -161,11 +162,13 @@ def _paragraphs(
 def _drawn_by_rich(
     headers: list[str], cells: list[list[str]], right: list[bool], terminal: Terminal
 ) -> list[str]:
+    state = random.getstate()
     import rich.box
     import rich.console
     import rich.table
     import rich.text
 
+    random.setstate(state)  # rich draws from the user's generator when it is imported
     # Text objects: rich reads no markup in what users wrote.
     grid = rich.table.Table(box=rich.box.SQUARE, header_style="bold", border_style="bright_black")
     for header, is_right in zip(headers, right, strict=True):
