@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -303,3 +305,40 @@ def test_a_bias_that_is_used_twice_under_autocast_is_off_by_the_sum_in_sixteen_b
             weight, bias, *head = gradients(model, x)
     assert all(map(torch.equal, (weight, *head), (plain[0], *plain[2:])))
     assert (bias - plain[1]).abs().max() <= torch.finfo(torch.bfloat16).eps * plain[1].abs().max()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.ASGD, {}),
+        (torch.optim.Rprop, {}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.AdamW, {"foreach": True}),
+    ],
+)
+def test_state_without_dimensions_follows_its_parameters(kind: type, options: dict[str, Any]) -> None:
+    """ASGD keeps a count, a rate and a weight on the device: `foreach` refuses them beside parameters elsewhere."""
+
+    def train(wrapped: bool) -> list[torch.Tensor]:
+        with executing("256MiB") as gpu:
+            torch.manual_seed(0)
+            model = Stack(3, 16).to(gpu.device).train()
+            x = torch.ones(4, 16, device=gpu.device)
+            optimizer = kind(model.parameters(), **options)
+
+            def step() -> None:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+
+            step()
+            if wrapped:
+                with attached(model, plan_of(model, to="host", activations=False)):
+                    assert any(each.device.type == "cpu" for each in model.parameters())
+                    step()
+            else:
+                step()
+            step()
+            return [each.detach().cpu() for each in model.parameters()]
+
+    assert all(map(torch.equal, train(wrapped=True), train(wrapped=False)))

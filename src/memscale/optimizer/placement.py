@@ -129,18 +129,27 @@ class PlacementSteps(StepSubscriber):
             call()
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Move an optimizer's state to where its parameters are now; step counters stay."""
+        """Move an optimizer's state to where its parameters are now.
+
+        As in `Optimizer.load_state_dict`, the counter of steps follows to an accelerator only where the implementation
+        wants it there. It never stays on one that its parameter has left: ASGD, for example, makes it there.
+        """
         placement = self._placement()
         if placement is None:
             return
         ids = placement.parameter_ids()
-        for parameter, state in optimizer.state.items():
-            if id(parameter) not in ids:
-                continue
-            for name, value in state.items():
-                moves = isinstance(value, Tensor) and value.dim() > 0 and value.device != parameter.device
-                if moves and not placement.states.is_stored(value):
-                    state[name] = value.to(parameter.device)
+        for group in optimizer.param_groups:
+            counts_on_device = group.get("fused") or group.get("capturable")
+            for parameter in group["params"]:
+                if id(parameter) not in ids:
+                    continue
+                state = optimizer.state.get(parameter, {})
+                for name, value in state.items():
+                    if not isinstance(value, Tensor) or value.device == parameter.device:
+                        continue
+                    stays = name == "step" and parameter.device != _HOST and not counts_on_device
+                    if not stays and not placement.states.is_stored(value):
+                        state[name] = value.to(parameter.device)
 
 
 @contextlib.contextmanager
