@@ -3,8 +3,7 @@
 Two tables, of GPT-2 Medium (4 × 512) on a simulated RTX 3090:
 
 - for each budget the planner's plan, and the fastest that one would find by hand: full checkpointing (every layer
-  recomputed whole) with the parameters of as many layers offloaded as it takes
-  (`planner.options.checkpointing_candidates`);
+  recomputed whole) with the parameters of as many layers offloaded as it takes;
 - at the memory of full checkpointing, the floating-point operations that the planner's plan recomputes. Nothing is
   offloaded there. Operations are counted by torch's `FlopCounterMode` over a step of the executor on the simulator.
 
@@ -34,13 +33,11 @@ from memscale.errors import MemScaleError
 from memscale.execution_plan import Plan
 from memscale.executor import Executor
 from memscale.hardware import Hardware, virtual_hardware
-from memscale.planner.assembly import plan_of
-from memscale.planner.engine import points_of, room_of
+from memscale.planner.assembly import Verdict, plan_of
+from memscale.planner.cost_model import Point, full_checkpointing
+from memscale.planner.decide import cost_models, room_of
 from memscale.planner.make_plan import ProfiledModel, fits, profile_settings
-from memscale.planner.options import checkpointing_candidates
-from memscale.planner.predict import Step, predict
-from memscale.planner.rehearsal import rehearsal
-from memscale.planner.rules import Point, Verdict
+from memscale.planner.predict import Step, predict, rehearsal
 from memscale.profiler import Place, Sample, sample_of
 from memscale.profiler.build import backward_targets, loss_of
 from memscale.units import format_bytes, parse_bytes
@@ -141,10 +138,15 @@ def _profiled(
 
 
 def _by_hand(profiled: ProfiledModel, hardware: Hardware, config: Config) -> list[Point]:
+    """Return full checkpointing; then with the parameters of the last layers offloaded, one layer more at a time."""
     found: list[Point] = []
-    for setting, needs in profiled.under:
-        candidates = list(checkpointing_candidates(needs, offload=config.enable_offloading))
-        found += points_of(candidates, needs, hardware, config, setting)
+    for model in cost_models(profiled.under, hardware, config):
+        full = full_checkpointing(model.blocks)
+        layers = [index for index, block in enumerate(model.blocks) if block.role == "repeated"]
+        offloaded = [layers[len(layers) - count :] for count in range(len(layers) + 1)] + [range(len(full))]
+        for which in offloaded if config.enable_offloading else offloaded[:1]:
+            choices = (each._replace(offloaded=index in which) for index, each in enumerate(full))
+            found.append(model.point(tuple(choices)))
     return found
 
 

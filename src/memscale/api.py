@@ -21,7 +21,7 @@ from memscale.observe.log import log_plan, logger, open_log
 from memscale.offload.homes import training_device
 from memscale.optimizer.needs import OptimizerNeeds, needs_of
 from memscale.planner.batch_size import BatchSizes, batch_sizes
-from memscale.planner.engine import room_of
+from memscale.planner.decide import room_of
 from memscale.planner.make_plan import fits, make_plan
 from memscale.planner.replan import follow_batch
 from memscale.profiler import Place, hinted_sample, sample_of

@@ -11,13 +11,11 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 from memscale import Config, OptimizationMode
 from memscale.hardware import virtual_hardware
-from memscale.planner import options
-from memscale.planner.assembly import plan_of
-from memscale.planner.engine import decide, points_by_hand
+from memscale.planner.assembly import Verdict, plan_of
+from memscale.planner.cost_model import CostModel, Point, full_checkpointing
+from memscale.planner.decide import decide
 from memscale.planner.make_plan import ProfiledModel, profile_settings
-from memscale.planner.predict import Step, predict
-from memscale.planner.rehearsal import rehearsal
-from memscale.planner.rules import Point, Verdict
+from memscale.planner.predict import Step, predict, rehearsal
 from memscale.profiler import Place, Sample
 
 MIB = 2**20
@@ -48,17 +46,15 @@ def looked_at(make: type, mode: str) -> tuple[nn.Module, Sample, ProfiledModel]:
         return model, sample, profile_settings(model, sample, MODES[mode], HARDWARE)
 
 
-def is_wanted(point: Point, segment: int, kept: int, home: bool) -> bool:
-    blocks = point.candidate.choices
-    starts = [index for index, choice in enumerate(blocks) if choice.recompute and not choice.chained]
-    layers = [choice for choice in blocks if choice.recompute]
-    return (
-        len(layers) == 6
-        and len(starts) == 6 // segment
-        and {choice.variant for choice in layers} == {kept}
-        and point.candidate.offloaded == (len(blocks) if home else 0)
-        and not point.prefetch
-    )
+def uniform(model: CostModel, segment: int, kept: int, home: bool) -> Point:
+    """All layers recomputed in segments of equal length, each layer keeping so many products."""
+    choices, in_stack = [], 0
+    for choice in full_checkpointing(model.blocks):
+        if choice.recompute:
+            choice = choice._replace(variant=kept, chained=in_stack % segment > 0)
+            in_stack += 1
+        choices.append(choice._replace(offloaded=home))
+    return model.point(tuple(choices))
 
 
 @pytest.mark.matrix(7)
@@ -66,15 +62,11 @@ def is_wanted(point: Point, segment: int, kept: int, home: bool) -> bool:
 @pytest.mark.parametrize(("segment", "kept"), [(1, 0), (1, 2), (2, 0), (3, 0), (6, 0)])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", [bert, gpt2])
-def test_count_is_what_is_needed(
-    make: type, mode: str, segment: int, kept: int, home: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(options, "LONGEST_SEGMENT", 100)  # long segments serve nobody in so short a stack
+def test_count_is_what_is_needed(make: type, mode: str, segment: int, kept: int, home: bool) -> None:
     model, sample, known = looked_at(make, mode)
     config = MODES[mode]
     setting, needs = known.under[-1]
-    found = points_by_hand(needs, HARDWARE, config, setting)
-    point = next(each for each in found if is_wanted(each, segment, kept, home))
+    point = uniform(CostModel(needs, HARDWARE, config, setting), segment, kept, home)
     plan = plan_of(Verdict(point, "by-hand"), known.profile, HARDWARE, config, under=known.under)
     with rehearsal(model):
         simulated = predict(model, plan, sample, Place.of(HARDWARE.device), config, Step(1, 1))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from memscale import OptimizationMode
 from memscale.execution_plan import LayerPlan, Plan
 from memscale.hardware import Hardware, virtual_hardware
-from memscale.planner.engine import decide
-from memscale.planner.rules import CONSERVATIVE_TIME, Point
+from memscale.planner.cost_model import Point, called_blocks, full_checkpointing
+from memscale.planner.decide import CONSERVATIVE_TIME, decide
 from memscale.profiler.profile import ModelProfile, OpProfile
 from memscale.units import BYTES_PER_GB, format_bytes
 from support.profiles import GFLOP, LARGE, MIB, all_points_of, block, config_of, profile_of, stack
@@ -85,7 +85,8 @@ def profiles(draw: st.DrawFn) -> ModelProfile:
 def all_points(profile: ModelProfile, hardware: Hardware = LARGE) -> list[tuple[Point, bool]]:
     """Every choice without offloading, unsorted, and whether it is full checkpointing."""
     found = all_points_of(profile, hardware, config_of())
-    return [(point, point.candidate.is_full_checkpointing) for point in found]
+    full = full_checkpointing(called_blocks(profile))
+    return [(point, point.choices == full) for point in found]
 
 
 def rules_of(plan: Plan) -> set[str]:

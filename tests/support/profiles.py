@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from memscale import Config, OptimizationMode
 from memscale.hardware import Hardware, virtual_hardware
-from memscale.planner.engine import frontier_points, points_by_hand
-from memscale.planner.rules import Point
+from memscale.planner.cost_model import Point
+from memscale.planner.decide import frontier_points
 from memscale.planner.settings import NOTHING
 from memscale.profiler.profile import BlockProfile, ModelProfile, OpProfile
 
@@ -75,5 +75,4 @@ def stack(layers: int = 8, **given) -> ModelProfile:
 
 def all_points_of(profile: ModelProfile, hardware: Hardware, config: Config) -> list[Point]:
     """All that the planner chooses from, the plain model first."""
-    by_hand = points_by_hand(profile, hardware, config)
-    return by_hand + frontier_points(profile, hardware, config, NOTHING)
+    return frontier_points([(NOTHING, profile)], hardware, config)

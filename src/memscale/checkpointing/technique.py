@@ -21,7 +21,6 @@ from memscale.checkpointing.keep import calls_to_keep
 from memscale.checkpointing.region import run_region
 from memscale.errors import WrapError
 from memscale.execution_plan import Checkpointing
-from memscale.observe.counters import WatchedLayer
 from memscale.profiler.profile import BlockProfile
 from memscale.techniques.base import LayerSite
 from memscale.techniques.cost import BlockOption, CostTerms
@@ -58,8 +57,9 @@ class GradientCheckpointing:
         return None
 
     def attach(self, site: LayerSite, log: UndoLog) -> None:
-        watched = WatchedLayer(site.meter, site.layer.name, site.layer.recompute_flops)
-        region = _Region(site.layer.checkpointing or Checkpointing(), watched)
+        layer = site.layer
+        watched = functools.partial(site.meter.watched, layer=layer.name, flops=layer.recompute_flops)
+        region = _Region(layer.checkpointing or Checkpointing(), watched)
         if len(site.modules) == 1:
             log.add_stage(site.modules[0], RecomputeStage(region), name=site.layer.members[0])
             return
@@ -76,11 +76,11 @@ class GradientCheckpointing:
 class _Region:
     """Runs a block as a region, with the settings of its plan."""
 
-    def __init__(self, settings: Checkpointing, layer: WatchedLayer) -> None:
+    def __init__(self, settings: Checkpointing, watched: Callable[..., Callable[..., Any]]) -> None:
         calls_to_keep(settings.keep)  # raises now if a name is wrong, and not in the first step
         self.keep = settings.keep
         self.chain = settings.chained
-        self.layer = layer
+        self.watched = watched
 
     def run(
         self,
@@ -89,7 +89,7 @@ class _Region:
         kwargs: Mapping[str, Any],
         modules: Sequence[nn.Module],
     ) -> Any:
-        function = self.layer.watched(function)
+        function = self.watched(function)
         return run_region(function, args, kwargs, modules=modules, keep=self.keep, chain=self.chain)
 
 

@@ -2,10 +2,7 @@
 
 from memscale.execution_plan.plan import (
     ALLOWANCES,
-    DECISION_SOURCES,
-    PREDICTION_SOURCES,
     Checkpointing,
-    DecisionSource,
     FrontierPoint,
     LayerPlan,
     LossTiling,
@@ -20,10 +17,7 @@ from memscale.execution_plan.plan import (
 
 __all__ = [
     "ALLOWANCES",
-    "DECISION_SOURCES",
-    "PREDICTION_SOURCES",
     "Checkpointing",
-    "DecisionSource",
     "FrontierPoint",
     "LayerPlan",
     "LossTiling",

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from memscale._util.terminal import Terminal, clean, table, wrap
-from memscale.execution_plan.plan import FrontierPoint, LayerPlan, LossTiling, OptimizerPlan, Plan, Precision
+from memscale.execution_plan.plan import LayerPlan, LossTiling, OptimizerPlan, Plan, Precision
 from memscale.units import format_bytes
 
 __all__ = ["MOST_TRADES", "explain_plan", "summarize_plan"]
@@ -40,19 +40,27 @@ def explain_plan(plan: Plan, *, trades: bool = True, terminal: Terminal | None =
     columns = ["totals", "plain", "with this plan", "change"]
     parts.append(table("", columns, _total_rows(plan), terminal=screen))
     if plan.frontier and trades:
-        points = _spread(plan.frontier, MOST_TRADES)
+        count, most = (
+            len(plan.frontier),
+            min(len(plan.frontier), MOST_TRADES),
+        )  # evenly spread, with both ends
+        points = [plan.frontier[index * (count - 1) // max(1, most - 1)] for index in range(most)]
         rest = len(plan.frontier) - len(points)
         title = "The trades found" + (f" (and {rest} more between them, in plan.frontier)" if rest else "")
         trade_rows = [(p.label, format_bytes(p.peak_bytes), _ratio(p.time_ratio)) for p in points]
         parts.append(table(title, ["plan", "peak", "step time"], trade_rows, terminal=screen))
-    for note in plan.notes:
-        parts.append(screen.show(wrap(f"Note: {clean(note)}", screen.width)))
+    parts += [screen.show(wrap(f"Note: {clean(note)}", screen.width)) for note in plan.notes]
     return "\n".join(parts)
 
 
 def _layer_rows(layers: Iterable[LayerPlan]) -> Iterator[tuple[str | None, ...]]:
     """Yield the rows of layers: neighbours that differ in nothing but a number in their names share one."""
-    for _, run in groupby(layers, key=_without_numbers):
+
+    def without_numbers(layer: LayerPlan) -> LayerPlan:
+        pattern = re.sub(r"\d+", "#", layer.name)
+        return dataclasses.replace(layer, name=pattern, members=("",) * len(layer.members))
+
+    for _, run in groupby(layers, key=without_numbers):
         first, *others = group = list(run)
         name = first.name or "(the model)"
         saved = sum(layer.saved_bytes for layer in group)
@@ -68,24 +76,17 @@ def _layer_rows(layers: Iterable[LayerPlan]) -> Iterator[tuple[str | None, ...]]
 
 def _whole_rows(plan: Plan) -> Iterator[tuple[str | None, ...]]:
     """Yield the rows of what concerns the model as a whole."""
+    rows: list[tuple[str, str, LossTiling | Precision | OptimizerPlan]] = []
     if plan.loss is not None:
-        yield "(head and loss)", f"tiling, {plan.loss.rows} tokens at a time", *_why(plan.loss)
+        rows.append(("(head and loss)", f"tiling, {plan.loss.rows} tokens at a time", plan.loss))
     if plan.precision is not None:
-        yield "(all layers)", f"mixed precision, {plan.precision.dtype}", *_why(plan.precision)
+        rows.append(("(all layers)", f"mixed precision, {plan.precision.dtype}", plan.precision))
     if plan.optimizer is not None:
-        parts = ["8-bit"] if plan.optimizer.eight_bit else []
-        if plan.optimizer.state != "device":
-            parts.append(f"state on {plan.optimizer.state}")
-        yield "(optimizer)", ", ".join(parts) or None, *_why(plan.optimizer)
-
-
-def _why(entry: LossTiling | Precision | OptimizerPlan) -> tuple[str, None, None]:
-    return f"{entry.rule}: {entry.reason}" if entry.rule else entry.reason, None, None
-
-
-def _without_numbers(layer: LayerPlan) -> LayerPlan:
-    pattern = re.sub(r"\d+", "#", layer.name)
-    return dataclasses.replace(layer, name=pattern, members=("",) * len(layer.members))
+        state = plan.optimizer.state
+        parts = ["8-bit"] * plan.optimizer.eight_bit + [f"state on {state}"] * (state != "device")
+        rows.append(("(optimizer)", ", ".join(parts), plan.optimizer))
+    for where, what, entry in rows:
+        yield where, what or None, f"{entry.rule}: {entry.reason}" if entry.rule else entry.reason, None, None
 
 
 def _technique(name: str, layer: LayerPlan) -> str:
@@ -119,13 +120,6 @@ def _total_rows(plan: Plan) -> Iterator[tuple[str, str | None, str | None, str |
         _ratio(plan.predicted_time_ratio),
         f"{100 * (plan.predicted_time_ratio - 1):+.1f}%",
     )
-
-
-def _spread(points: tuple[FrontierPoint, ...], most: int) -> tuple[FrontierPoint, ...]:
-    """Return at most `most` of the points, evenly spread, with both ends."""
-    if len(points) <= most:
-        return points
-    return tuple(points[index * (len(points) - 1) // (most - 1)] for index in range(most))
 
 
 def _ratio(value: float) -> str:

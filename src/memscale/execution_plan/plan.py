@@ -1,26 +1,18 @@
-"""The data classes of a plan.
-
-What makes a plan touches no model; what carries it out decides nothing. How a plan is written as text is in
-`explain`, and as JSON in `serialization`.
-"""
+"""The data classes of a plan; `explain` writes them as text, `serialization` as JSON."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 from memscale.errors import PlanError
 
 if TYPE_CHECKING:
     from memscale._util.terminal import Terminal
 
-DecisionSource = Literal["user_config", "ml", "rule", "rule_fallback"]
-DECISION_SOURCES: tuple[DecisionSource, ...] = get_args(DecisionSource)
-
+DecisionSource = Literal["user_config", "rule", "rule_fallback"]
 PredictionSource = Literal["simulated", "measured", "estimated"]
-PREDICTION_SOURCES: tuple[PredictionSource, ...] = get_args(PredictionSource)
-
 Tier = Literal["device", "host", "disk"]
 
 ALLOWANCES: dict[PredictionSource, float] = {"simulated": 0.01, "measured": 0.03, "estimated": 0.1}
@@ -112,10 +104,8 @@ class LayerPlan:
         reason: that rule, applied to this block, in words and numbers.
         saved_bytes: device memory that it no longer takes at the end of forward (predicted).
         extra_seconds: predicted time that this adds to a step.
+        checkpointing, offloading, tiling: settings of the techniques of that name.
         recompute_flops: floating-point operations of computing it again once, by the profile; 0 if it is not.
-        checkpointing: settings of the technique ``"checkpointing"``.
-        offloading: settings of the technique ``"offloading"``.
-        tiling: settings of the technique ``"tiling"``.
     """
 
     name: str

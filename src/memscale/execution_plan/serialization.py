@@ -7,10 +7,11 @@ import json
 import math
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from memscale.errors import PlanError, shown
-from memscale.execution_plan.plan import LayerPlan, Plan
+from memscale.execution_plan.plan import Plan
 
 __all__ = ["SCHEMA", "plan_from_json", "plan_to_json"]
 
@@ -28,10 +29,8 @@ def plan_to_json(plan: Plan) -> str:
 def plan_from_json(text: str) -> Plan:
     """Return the plan that a text describes; see `Plan.from_json`."""
     try:
-        data = json.loads(text, object_pairs_hook=_object_without_duplicates)
+        data = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
-        if isinstance(error, PlanError):
-            raise
         raise PlanError(
             f"The plan is not JSON ({error}); it begins {shown(text, 40)}. Give Plan.from_json the whole "
             "text that Plan.to_json returned."
@@ -44,7 +43,8 @@ def plan_from_json(text: str) -> Plan:
             f"The plan has schema {shown(schema)}, and this version of MemScale reads {SCHEMA}. {_ADVICE}"
         )
     plan: Plan = _build(Plan, data, "plan")
-    _check(plan)
+    for contradiction in _contradictions(plan):
+        raise PlanError(f"{contradiction}. {_ADVICE}")
     return plan
 
 
@@ -64,15 +64,6 @@ def _to_data(value: Any, where: str) -> Any:
                     f"{where}.{field.name} is {inner}, which JSON cannot say. Give a finite number."
                 )
         data[field.name] = _to_data(inner, f"{where}.{field.name}")
-    return data
-
-
-def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise PlanError(f"The plan has the field {shown(twice)} twice in one object. {_ADVICE}")
     return data
 
 
@@ -118,42 +109,29 @@ def _read(hint: Any, value: Any, where: str) -> Any:
     raise PlanError(f"{where} must be {wanted}, not {shown(value)}. {_ADVICE}")
 
 
-def _check(plan: Plan) -> None:
-    """Refuse a plan whose values contradict each other."""
-    names = set()
+def _contradictions(plan: Plan) -> Iterator[str]:
+    """Yield what no plan can mean."""
+    names = [layer.name for layer in plan.layers]
     for layer in plan.layers:
-        if layer.name in names:
-            raise PlanError(f"The layer {layer.name!r} of the plan is there twice. {_ADVICE}")
-        names.add(layer.name)
-        _check_layer(layer)
-    for field in dataclasses.fields(plan):
-        value = getattr(plan, field.name)
-        if field.name.endswith("_bytes") and value < 0:
-            raise PlanError(f"plan.{field.name} is {value}; it must be 0 or more. {_ADVICE}")
+        where = f"The layer {layer.name!r} of the plan"
+        if names.count(layer.name) > 1:
+            yield f"{where} is there twice"
+        if not layer.members:
+            yield f"{where} has no members; it must name at least one module"
+        if len(set(layer.techniques)) != len(layer.techniques):
+            yield f"{where} names a technique twice: {layer.techniques}"
+        for technique in ("checkpointing", "offloading", "tiling"):
+            if getattr(layer, technique) is not None and technique not in layer.techniques:
+                yield f"{where} has settings for {technique}, which is not among its techniques {layer.techniques}"
+        if layer.tiling is not None and layer.tiling.rows < 1:
+            yield f"{where} has tiles of {layer.tiling.rows} rows; it must be 1 or more"
+    sizes = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    if plan.optimizer is not None:
+        sizes["optimizer.bucket_bytes"] = plan.optimizer.bucket_bytes
+    for name, value in sizes.items():
+        if name.endswith("_bytes") and value < 0:
+            yield f"plan.{name} is {value}; it must be 0 or more"
     if plan.loss is not None and plan.loss.rows < 1:
-        raise PlanError(f"plan.loss.rows is {plan.loss.rows}; it must be 1 or more. {_ADVICE}")
-    if plan.optimizer is not None and plan.optimizer.bucket_bytes < 0:
-        raise PlanError(
-            f"plan.optimizer.bucket_bytes is {plan.optimizer.bucket_bytes}; it must be 0 or more. {_ADVICE}"
-        )
+        yield f"plan.loss.rows is {plan.loss.rows}; it must be 1 or more"
     if plan.predicted_time_ratio <= 0:
-        raise PlanError(
-            f"plan.predicted_time_ratio is {plan.predicted_time_ratio}; it must be above 0 (1.0 is the plain "
-            f"step). {_ADVICE}"
-        )
-
-
-def _check_layer(layer: LayerPlan) -> None:
-    where = f"The layer {layer.name!r} of the plan"
-    if not layer.members:
-        raise PlanError(f"{where} has no members; it must name at least one module. {_ADVICE}")
-    if len(set(layer.techniques)) != len(layer.techniques):
-        raise PlanError(f"{where} names a technique twice: {layer.techniques}. {_ADVICE}")
-    for technique in ("checkpointing", "offloading", "tiling"):
-        if getattr(layer, technique) is not None and technique not in layer.techniques:
-            raise PlanError(
-                f"{where} has settings for {technique}, which is not among its techniques "
-                f"{layer.techniques}. {_ADVICE}"
-            )
-    if layer.tiling is not None and layer.tiling.rows < 1:
-        raise PlanError(f"{where} has tiles of {layer.tiling.rows} rows; it must be 1 or more. {_ADVICE}")
+        yield f"plan.predicted_time_ratio is {plan.predicted_time_ratio}; it must be above 0 (1.0 is the plain step)"

@@ -27,8 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ from torch import Tensor
 from memscale.errors import ProfileError
 from memscale.memory.process import peak_rss_bytes, rss_bytes
 
-__all__ = ["Below", "Cost", "Meter", "ObservedPeak", "WatchedLayer", "WatchedState", "What"]
+__all__ = ["Below", "Clock", "Cost", "Meter", "ObservedPeak", "WatchedState", "What"]
 
 What = Literal["parameters", "gradients", "activations", "optimizer state"]
 """What is moved."""
@@ -51,77 +50,40 @@ MAX_EVENTS = 512  # events that may gather before whoever counts adds them up in
 MAX_BACKWARD_PASSES = 64  # that may be under way at once
 
 
-class Clock(Protocol):
-    """Reads the time of a device."""
+class Clock:
+    """Reads the time of a device; on the CPU and on a virtual device all work is the host's.
 
-    def now(self) -> Any:
-        """Return the present moment."""
-
-    def is_known(self, moment: Any) -> bool:
-        """Return whether `elapsed` up to that moment returns at once."""
-
-    def elapsed(self, start: Any, end: Any) -> float | None:
-        """Return the seconds between two moments; None if they cannot be known."""
-
-
-class HostClock:
-    """Time work that is done when its call returns."""
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def is_known(self, moment: float) -> bool:
-        return True
-
-    def elapsed(self, start: float, end: float) -> float:
-        return end - start
-
-
-class CudaClock:
-    """Time work on a CUDA stream by pairs of events, which no training step waits for.
-
-    (Not run yet: the project has no such machine.)
+    Work on a CUDA stream is timed by pairs of events, which no training step waits for. Of other devices the time is
+    not known here. (Events of a real device were not tried yet: the project has no such machine.)
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device | None = None, *, simulated: bool = False) -> None:
+        on_host = simulated or device is None or device.type in ("cpu", "vgpu")
+        self._device = None if on_host else device
 
     def now(self) -> Any:
-        if torch.cuda.is_current_stream_capturing():
-            return None  # what is captured in a graph has no time of its own
+        """Return the present moment; None if it has no time of its own."""
+        if self._device is None:
+            return time.perf_counter()
+        if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return None
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def is_known(self, moment: Any) -> bool:
-        return moment is None or bool(moment.query())
+        """Return whether `elapsed` up to that moment returns at once."""
+        return moment is None or isinstance(moment, float) or bool(moment.query())
 
-    def elapsed(self, start: Any, end: Any) -> float:
+    def elapsed(self, start: Any, end: Any) -> float | None:
+        """Return the seconds between two moments; None if they cannot be known."""
+        if self._device is None:
+            return float(end - start)
         if start is None or end is None:
-            return 0.0
+            return 0.0 if self._device.type == "cuda" else None
         if not end.query():
             end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
-
-
-class NoClock:
-    """Stand in on devices whose time is not known here."""
-
-    def now(self) -> None:
-        return None
-
-    def is_known(self, moment: None) -> bool:
-        return True
-
-    def elapsed(self, start: None, end: None) -> None:
-        return None
-
-
-def clock_for(device: torch.device, *, simulated: bool = False) -> Clock:
-    """Return the clock for a model that computes on a device; on a virtual device all work is the host's."""
-    if simulated or device.type in ("cpu", "vgpu"):
-        return HostClock()
-    return CudaClock(device) if device.type == "cuda" else NoClock()
 
 
 # ---------------------------------------------------------------------- peaks
@@ -198,8 +160,8 @@ class Meter:
         self._events: deque[tuple[Any, ...]] = deque()  # see Note [Counting never waits]
         self._max_events = MAX_EVENTS
         self._lock = threading.Lock()  # of those who add up
-        self._spans = _OpenSpans()
-        self._clock: Clock = HostClock()
+        self._of_thread = threading.local()
+        self._clock = Clock()
         self._device: torch.device | None = None
         self._simulated = False
         self._watch: PeakWatch | None = None
@@ -221,7 +183,7 @@ class Meter:
         """Watch the memory of a device, to which a plan is being attached."""
         if self._device != device or self._simulated != simulated:
             self._device, self._simulated = device, simulated
-            self._clock = clock_for(device, simulated=simulated)
+            self._clock = Clock(device, simulated=simulated)
             self._watch = None if simulated else PeakWatch(device)
         self._last_peak = NOT_WATCHED
 
@@ -257,26 +219,39 @@ class Meter:
 
     def up(self, what: What, below: Below, nbytes: int) -> None:
         """Count bytes that were copied to the device (or to host memory) from the tier they are kept on."""
-        self._move(what, below, nbytes, 0)
+        self._add("moved", (what, below), nbytes, 0)
 
     def down(self, what: What, below: Below, nbytes: int) -> None:
         """Count bytes that were copied to the tier they are kept on."""
-        self._move(what, below, 0, nbytes)
+        self._add("moved", (what, below), 0, nbytes)
 
     def recomputed(self, layer: str, flops: int) -> None:
         """Count a recomputation of a layer."""
         self._add("recomputed", layer, 1, flops)
 
-    def _move(self, what: What, below: Below, up: int, down: int) -> None:
-        # The compiler traces the call once without running it.
-        if not torch.compiler.is_compiling() and (up or down):
-            self._add("moved", (what, below), up, down)
-
     # ------------------------------------------------------------------ timing
 
-    def timing(self, cost: Cost) -> _Span:
-        """Time a block; what is timed inside of it under another name is not counted here."""
-        return _Span(self, cost)
+    @contextlib.contextmanager
+    def timing(self, cost: Cost) -> Iterator[None]:
+        """Time a block, also if it raises; what is timed inside of it under another name is not counted here."""
+        if torch.compiler.is_compiling():
+            yield
+            return
+        spans, start = self._open_spans, self._clock.now()
+        spans.append(cost)
+        try:
+            yield
+        finally:
+            spans.pop()
+            self.lost(cost, start)
+
+    @property
+    def _open_spans(self) -> list[Cost]:
+        """Return the blocks that are being timed in this thread, the outermost first."""
+        if not hasattr(self._of_thread, "spans"):
+            self._of_thread.spans = []
+        spans: list[Cost] = self._of_thread.spans
+        return spans
 
     def now(self) -> Any:
         """Return the present moment, for `lost`."""
@@ -284,8 +259,30 @@ class Meter:
 
     def lost(self, cost: Cost, since: Any) -> None:
         """Count the time from then to now."""
-        outer = self._spans.stack[-1] if self._spans.stack else None
-        self._add("lost", self._clock, since, self._clock.now(), cost, outer)
+        spans = self._open_spans
+        self._add("lost", self._clock, since, self._clock.now(), cost, spans[-1] if spans else None)
+
+    def watched(self, function: Callable[..., Any], layer: str, flops: int) -> Callable[..., Any]:
+        """Return a function whose first call is a layer's forward, and every later one a recomputation to count.
+
+        Example:
+            >>> meter = Meter()
+            >>> call = meter.watched(abs, "layer", 5)
+            >>> call(-1), meter.recomputations(), call(-1), meter.recomputations()
+            (1, {}, 1, {'layer': (1, 5)})
+        """
+        has_run = False
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal has_run
+            if not has_run:
+                has_run = True
+                return function(*args, **kwargs)
+            self.recomputed(layer, flops)
+            with self.timing("recomputing"):  # it mostly ends early, by an exception
+                return function(*args, **kwargs)
+
+        return call
 
     # ------------------------------------------------------------------ reading
 
@@ -319,6 +316,8 @@ class Meter:
     # ------------------------------------------------------------------ events
 
     def _add(self, *event: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # the compiler traces the call once without running it
         self._events.append(event)
         if len(self._events) >= self._max_events:
             self._add_up(wait=False)
@@ -344,7 +343,7 @@ class Meter:
                 if task not in self._recent_passes:
                     self._recent_passes.append(task)
                     self._backward_passes += 1
-            case ("moved", key, up, down):
+            case ("moved", key, up, down) if up or down:
                 before = self._moved.get(key, (0, 0))
                 self._moved[key] = (before[0] + up, before[1] + down)
             case ("recomputed", layer, times, flops):
@@ -369,73 +368,6 @@ class Meter:
         self.__init__()  # type: ignore[misc]
         if state["device"] is not None:
             self.begin(state["device"], simulated=state["simulated"])
-
-
-class _OpenSpans(threading.local):
-    """The blocks that are being timed in this thread, the outermost first."""
-
-    def __init__(self) -> None:
-        self.stack: list[Cost] = []
-
-
-class _Span:
-    """A block that is timed, also if it ends in an exception."""
-
-    __slots__ = ("_cost", "_meter", "_start")
-
-    def __init__(self, meter: Meter, cost: Cost) -> None:
-        self._meter = meter
-        self._cost: Cost = cost
-        self._start: Any = None
-
-    def __enter__(self) -> None:
-        if not torch.compiler.is_compiling():
-            self._start = self._meter.now()
-            self._meter._spans.stack.append(self._cost)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if not torch.compiler.is_compiling():
-            self._meter._spans.stack.pop()
-            self._meter.lost(self._cost, self._start)
-
-
-class WatchedLayer:
-    """Counts the recomputations of a layer.
-
-    Args:
-        meter: Counts them.
-        name: The layer's name in the plan.
-        flops: What computing it once more takes.
-    """
-
-    def __init__(self, meter: Meter, name: str, flops: int) -> None:
-        self._meter = meter
-        self._name = name
-        self._flops = flops
-
-    def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function whose first call is the forward, and every later one a recomputation that is counted.
-
-        Example:
-            >>> meter = Meter()
-            >>> call = WatchedLayer(meter, "layer", 5).watched(abs)
-            >>> call(-1), meter.recomputations(), call(-1), meter.recomputations()
-            (1, {}, 1, {'layer': (1, 5)})
-        """
-        has_run = False
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal has_run
-            if not has_run:
-                has_run = True
-                return function(*args, **kwargs)
-            self._meter.recomputed(self._name, self._flops)
-            with self._meter.timing("recomputing"):  # it mostly ends early, by an exception
-                return function(*args, **kwargs)
-
-        return call
 
 
 class WatchedState:

@@ -140,7 +140,7 @@ class Report:
             observed_peak_kind=peak.kind,
             observed_since=peak.since,
             moved=tuple(
-                Moved(what, tier, _technique(what), read, written)
+                Moved(what, tier, what if what == "optimizer state" else "offloading", read, written)
                 for (what, tier), (read, written) in sorted(meter.moved().items())
             ),
             recomputed=tuple(
@@ -211,22 +211,22 @@ class Report:
         parts = [table(title, ["what", "so far", "how it is known"], self._totals(), terminal=screen)]
         if self.moved:
             columns = ["moved (counted)", "technique", "tier", "read", "written"]
-            rows = (
+            rows = [
                 (
-                    each.what,
-                    each.technique,
-                    each.tier,
-                    format_bytes(each.read_bytes),
-                    format_bytes(each.written_bytes),
+                    one.what,
+                    one.technique,
+                    one.tier,
+                    format_bytes(one.read_bytes),
+                    format_bytes(one.written_bytes),
                 )
-                for each in self.moved
-            )
+                for one in self.moved
+            ]
             parts.append(table("", columns, rows, terminal=screen))
         if self.recomputed:
             columns = ["recomputed", "times (counted)", "FLOPs (counted × profiled)"]
             parts.append(table("", columns, _layer_rows(self.recomputed), terminal=screen))
         if self.lost:
-            rows_lost = ((each.to, _seconds(each.seconds)) for each in self.lost)
+            rows_lost = ((one.to, None if one.seconds is None else f"{one.seconds:.3f}") for one in self.lost)
             parts.append(table("", ["time lost to", "seconds (measured)"], rows_lost, terminal=screen))
         return "\n".join(parts)
 
@@ -249,10 +249,6 @@ class Report:
         return self.explain()
 
 
-def _technique(what: What) -> str:
-    return "optimizer state" if what == "optimizer state" else "offloading"
-
-
 def _layer_rows(layers: tuple[Recomputed, ...]) -> Iterator[tuple[str, int, str]]:
     """Yield a row for each run of layers that differ only in a number in their names."""
     for _, run in groupby(layers, key=lambda each: (re.sub(r"\d+", "#", each.layer), each.times, each.flops)):
@@ -263,7 +259,3 @@ def _layer_rows(layers: tuple[Recomputed, ...]) -> Iterator[tuple[str, int, str]
             sum(each.times for each in group),
             f"{sum(each.flops for each in group):.3e}",
         )
-
-
-def _seconds(value: float | None) -> str | None:
-    return None if value is None else f"{value:.3f}"

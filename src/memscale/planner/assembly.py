@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,15 +21,21 @@ from memscale.execution_plan import (
     Tiling,
 )
 from memscale.hardware import Hardware
-from memscale.planner.cost_model import CostModel, bucket_bytes
-from memscale.planner.options import PLAIN, Candidate, Choice
-from memscale.planner.rules import WHY_KEPT, Point, Verdict, pareto_frontier
-from memscale.planner.settings import Setting
+from memscale.planner.cost_model import PLAIN, Choice, CostModel, Point, bucket_bytes, spans
+from memscale.planner.settings import Under
 from memscale.profiler import Block
 from memscale.profiler.profile import BlockProfile, ModelProfile
 from memscale.units import format_bytes
 
-__all__ = ["NOT_CALLED", "plain_point", "plan_by_structure", "plan_of", "point_of", "unseen_bytes"]
+__all__ = [
+    "NOT_CALLED",
+    "Verdict",
+    "pareto_frontier",
+    "plain_point",
+    "plan_by_structure",
+    "plan_of",
+    "unseen_bytes",
+]
 
 SECONDS_DIGITS = 9  # decimals of seconds in a plan: its text must not depend on the last bit of a float
 RATIO_DIGITS = 6  # decimals of ratios
@@ -49,25 +56,50 @@ _TECHNIQUE_FIELDS = frozenset(
 )
 
 
-def point_of(model: CostModel, candidate: Candidate) -> Point:
-    """Return what a candidate costs."""
-    trade = model.trade(candidate)
-    return Point(
-        candidate,
-        trade.peak,
-        model.other_saved_bytes + trade.held,
-        trade.seconds,
-        model.offloaded_bytes(candidate.choices),
-        model.peak_below_bytes(candidate.choices),
-        model.setting,
-        model.prefetch if candidate.offloaded else 0,
-    )
+WHY_KEPT = {
+    "least-peak-times-time": "computing it again costs more time than the memory is worth",
+    "least-peak": "dropping it would not lower the peak",
+    "least-peak-within-1.15x": "computing it again would not lower the peak, or take too long",
+    "fastest-at-full-checkpointing": "the peak is at that of full checkpointing without it",
+    "fastest-that-fits": "the device has room for it",
+    "budget-fastest": "the budget has room for it",
+    "smallest-plan": "dropping it would not lower the peak",
+    "forced": "dropping it would not lower the peak",
+    "by-hand": "nobody asked for it",
+}
+"""For each rule, why a block that could be recomputed is not."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The point taken, the rule that took it, and what the user should know.
+
+    Attributes:
+        point: the point.
+        rule: the rule's name.
+        notes: for the user.
+        within: where the rule takes the fastest plan up to a peak, that peak.
+    """
+
+    point: Point
+    rule: str
+    notes: tuple[str, ...] = ()
+    within: int | None = None
+
+
+def pareto_frontier(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Return the points that no other beats in both peak and time, fastest first."""
+    best: list[Point] = []
+    for point in sorted(points, key=lambda each: (each.seconds, each.peak_bytes)):
+        if not best or point.peak_bytes < best[-1].peak_bytes:
+            best.append(point)
+    return tuple(best)
 
 
 def plain_point(profile: ModelProfile, hardware: Hardware) -> Point:
     """Return what the model costs as it is."""
     model = CostModel(profile, hardware, Config())
-    return point_of(model, Candidate((PLAIN,) * len(model.blocks)))
+    return model.point((PLAIN,) * len(model.blocks))
 
 
 def plan_of(
@@ -76,7 +108,7 @@ def plan_of(
     hardware: Hardware,
     config: Config,
     *,
-    under: Sequence[tuple[Setting, ModelProfile]] = (),
+    under: Under = (),
     points: Sequence[Point] = (),
 ) -> Plan:
     """Return a point as a plan.
@@ -111,7 +143,7 @@ def plan_of(
         unseen_bytes=unseen,
         notes=(*chosen.setting.notes, *verdict.notes, *_profile_notes(profile, unseen)),
         frontier=tuple(
-            FrontierPoint(point.label, point.peak_bytes, _ratio(point, plain), unseen)
+            FrontierPoint(_describe(point), point.peak_bytes, _ratio(point, plain), unseen)
             for point in pareto_frontier(points)
         ),
         precision=chosen.setting.precision,
@@ -142,12 +174,52 @@ def _profile_notes(profile: ModelProfile, unseen: int) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def _describe(point: Point) -> str:
+    """Return what a point does, in words."""
+    choices, setting = point.choices, point.setting
+    parts = []
+    recomputed = [choice for choice in choices if choice.recompute]
+    if recomputed:
+        parts.append(f"{len(recomputed)} blocks recomputed")
+        lengths = {stop - start for start, stop in spans(choices) if choices[start].recompute}
+        if lengths != {1}:
+            parts.append(f"in segments of {_range(lengths)}")
+        kept = {choice.variant for choice in recomputed}
+        if kept != {0}:
+            parts.append(f"keeping {_range(kept)} products each")
+    others = Counter(choice.technique for choice in choices if choice.technique and not choice.recompute)
+    parts += [f"{name} on {count} blocks" for name, count in sorted(others.items())]
+    inputs = sum(choice.input_offloaded and not choice.chained for choice in choices)
+    if inputs:
+        parts.append(f"inputs of {inputs} offloaded")
+    offloaded = sum(choice.offloaded for choice in choices)
+    if offloaded:
+        all_of_them = offloaded == len(choices)
+        parts.append("parameters offloaded" if all_of_them else f"parameters of {offloaded} blocks offloaded")
+    if point.prefetch:
+        parts[-1] += ", prefetched"
+    if setting.loss is not None:
+        parts.append("loss in tiles")
+    if setting.mlp_rows is not None:
+        parts.append("MLPs in tiles")
+    if setting.precision is not None:
+        parts.append(setting.precision.dtype)
+    if setting.eight_bit:
+        parts.append("8-bit optimizer")
+    return ", ".join(parts) or "as it is"
+
+
+def _range(numbers: set[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return str(least) if least == most else f"{least} to {most}"
+
+
 def _ratio(point: Point, plain: Point) -> float:
     return round(point.seconds / plain.seconds, RATIO_DIGITS) if plain.seconds else 1.0
 
 
 def _optimizer(chosen: Point, hardware: Hardware, rule: str, bucket: int) -> OptimizerPlan | None:
-    on_disk = hardware.offloads_to_disk and chosen.candidate.offloaded > 0
+    on_disk = hardware.offloads_to_disk and any(choice.offloaded for choice in chosen.choices)
     if not on_disk and not chosen.setting.eight_bit:
         return None
     reasons = []
@@ -177,9 +249,7 @@ class _LayerPlans:
         names = [block.name for block in self.model.blocks]
         entries = {
             name: self._entry(index, choice)
-            for index, (name, choice) in enumerate(
-                zip(names, self.verdict.point.candidate.choices, strict=True)
-            )
+            for index, (name, choice) in enumerate(zip(names, self.verdict.point.choices, strict=True))
         }
         return tuple(
             entries[block.name] if block.name in entries else self._with_residents(self._kept(block), block)

@@ -16,7 +16,7 @@ from memscale._util.terminal import Terminal, table
 from memscale.config import Config
 from memscale.execution_plan import Plan
 from memscale.hardware import Hardware
-from memscale.planner.engine import room_of
+from memscale.planner.decide import room_of
 from memscale.planner.estimates import (
     Estimates,
     batch_size_of,
@@ -26,7 +26,7 @@ from memscale.planner.estimates import (
     with_length,
 )
 from memscale.planner.make_plan import ProfiledModel, fits, profile_settings, simulated_plan, usable
-from memscale.planner.rehearsal import rehearsal
+from memscale.planner.predict import rehearsal
 from memscale.profiler import ModelProfile, Sample
 from memscale.units import format_bytes
 
@@ -195,11 +195,12 @@ class _Search:
     def fastest(self, sizes: _Sizes, estimates: Estimates, largest: int) -> BatchFit | None:
         """Return the batch with the most samples a second, of those up to the largest that fits.
 
-        Sizes are compared by mixtures of plans (`mixed_seconds`); the answer has its own plan.
+        Sizes are compared by plans on the frontier of another size (`Estimates`); the answer has its own plan.
         """
 
+        @functools.cache
         def about(size: int) -> float:
-            seconds = estimates.about_seconds(size)
+            seconds = estimates.seconds(size)
             return 0.0 if seconds is None else size / seconds
 
         tried = sorted({max(1, largest >> shift) for shift in range(HALVINGS)})

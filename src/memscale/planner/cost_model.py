@@ -8,35 +8,40 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from memscale.checkpointing.cost import can_recompute, worth_keeping
 from memscale.config import Config
 from memscale.executor.registry import LAYER_TECHNIQUES
 from memscale.hardware import Hardware
 from memscale.offload.cost import activation_seconds
-from memscale.planner.frontier import Option, Row, Trade, trade_of
-from memscale.planner.options import (
-    PLAIN,
-    Candidate,
-    Choice,
-    Choices,
-    called_blocks,
-    can_chain,
-    segment_pays,
-    spans,
-    stack_sizes,
-    worthwhile_odd_blocks,
-)
+from memscale.planner.frontier import Option, Row, trade_of
 from memscale.planner.settings import NOTHING, Setting
 from memscale.profiler.profile import BlockProfile, ModelProfile
 from memscale.techniques.cost import BlockOption, CostTerms, Rates
 
-__all__ = ["CostModel", "bucket_bytes", "room_below"]
+__all__ = [
+    "PLAIN",
+    "Choice",
+    "Choices",
+    "CostModel",
+    "Point",
+    "bucket_bytes",
+    "called_blocks",
+    "full_checkpointing",
+    "room_below",
+    "spans",
+]
 
 PAGE_BYTES = 4096  # files on disk take whole pages
 SLAB_BYTES = 2**16  # the file that small tensors share
-SEGMENT_LENGTHS = (2, 3, 4, 6, 8)  # blocks recomputed as one, among which the frontier is searched
+SEGMENT_LENGTHS = (2, 3, 4, 6, 8)  # blocks recomputed as one
+ALWAYS_TRIED = 4  # blocks: segments up to this length are always considered
+LONGEST_SEGMENT = 4  # times the best length of a segment, beyond which a longer one cannot pay
+ODD_BLOCKS_SHARE = 1 / 50  # of what the stacks save: if odd blocks save less, they are not worth a choice
 MOST_KEPT_IN_SEGMENT = (
     2  # products a block: a segment returns all it dropped at once, so keeping more gains little
 )
@@ -45,6 +50,106 @@ SMALLEST_BUCKET = 2**20  # bytes
 BUCKET_SHARE = 1 / 8  # of the parameters, between the two
 ADAMW_TEMPORARIES = {"cpu": (0.0, 2.0), "other": (1.0, 0.0)}
 """Temporaries of AdamW's step per byte of all parameters at once (foreach), and of the largest one (for-loop)."""
+
+
+class Choice(NamedTuple):
+    """What one block gets.
+
+    Attributes:
+        technique: the technique for its activations; empty if they are left alone.
+        variant: which of that technique's options for the block.
+        chained: a recomputed block's input is not held either, but recomputed from the block before.
+        offloaded: its parameters are on the tier below.
+        input_offloaded: its input, or that of the segment it is in, is on the tier below as well.
+    """
+
+    technique: str = ""
+    variant: int = 0
+    chained: bool = False
+    offloaded: bool = False
+    input_offloaded: bool = False
+
+    @property
+    def recompute(self) -> bool:
+        return self.technique == "checkpointing"
+
+
+Choices = tuple[Choice, ...]
+PLAIN = Choice()
+
+
+@dataclass(frozen=True)
+class Point:
+    """Choices for all blocks, in the order of their calls, and what they cost.
+
+    Attributes:
+        choices: one for each block.
+        peak_bytes: the peak of device memory.
+        saved_bytes: what forward saves for backward.
+        seconds: the time of a step.
+        offloaded_bytes: what is on the tier below: parameters, their gradients and their optimizer state.
+        peak_below_bytes: the most that the tier below needs at once: those, in whole pages of a file on disk, and the
+            activations there.
+        setting: what is done with the model as a whole.
+        prefetch: how many layers ahead parameters are fetched.
+    """
+
+    choices: Choices
+    peak_bytes: int
+    saved_bytes: int
+    seconds: float
+    offloaded_bytes: int = 0
+    peak_below_bytes: int = 0
+    setting: Setting = NOTHING
+    prefetch: int = 0
+
+
+def spans(choices: Sequence[Choice]) -> Iterator[tuple[int, int]]:
+    """Yield start and end of each block or segment."""
+    start = 0
+    for stop in range(1, len(choices) + 1):
+        if stop == len(choices) or not choices[stop].chained:
+            yield start, stop
+            start = stop
+
+
+def called_blocks(profile: ModelProfile) -> tuple[BlockProfile, ...]:
+    """Return the blocks that forward calls, in the order of their first calls."""
+    return tuple(sorted((b for b in profile.blocks if b.order >= 0), key=lambda block: block.order))
+
+
+def full_checkpointing(blocks: Sequence[BlockProfile]) -> Choices:
+    """Return the choices of a framework's own switch: every repeated block that can be is recomputed whole."""
+    return tuple(
+        Choice("checkpointing") if block.role == "repeated" and can_recompute(block) else PLAIN
+        for block in blocks
+    )
+
+
+def _can_chain(before: BlockProfile, block: BlockProfile) -> bool:
+    """Return whether a block's input is the output of the one before, and each is called once."""
+    return (
+        before.container == block.container
+        and before.calls == block.calls == 1
+        and before.order + 1 == block.order
+        and block.boundary_bytes > 0
+        and before.role == block.role == "repeated"
+    )
+
+
+def _segment_pays(length: int, block: BlockProfile, kept: int, stacks: Mapping[str, int]) -> bool:
+    """Return whether so many of a stack's blocks are worth considering as one segment, each keeping some products.
+
+    With n blocks in segments of k, n/k inputs are held, and what k blocks dropped comes back at once: the sum is the
+    least at the k where both are equal. Shorter and somewhat longer segments pay where the peak is elsewhere, or in the
+    first layers, when little is held. One that brings back several times that least sum cannot pay.
+    """
+    if length <= ALWAYS_TRIED:
+        return True
+    kept_bytes = sum(op.output_bytes for op in worth_keeping(block)[:kept])
+    returned = block.saved_bytes // max(1, block.calls) - kept_bytes
+    inputs = stacks[block.container] * block.boundary_bytes
+    return length**2 * max(1, returned) <= LONGEST_SEGMENT**2 * inputs
 
 
 def room_below(hardware: Hardware, config: Config) -> int:
@@ -62,14 +167,6 @@ def room_below(hardware: Hardware, config: Config) -> int:
 def bucket_bytes(profile: ModelProfile) -> int:
     """Return how much of parameters, gradients and state is in memory at once while they are stepped from disk."""
     return min(LARGEST_BUCKET, max(SMALLEST_BUCKET, int(profile.parameter_bytes * BUCKET_SHARE)))
-
-
-@dataclass(frozen=True)
-class _BlockOptions:
-    """The options of one block, by technique for its activations, and one at most for its parameters."""
-
-    activations: dict[str, tuple[BlockOption, ...]]
-    parameters: BlockOption | None
 
 
 class CostModel:
@@ -100,43 +197,51 @@ class CostModel:
         self.blocks = called_blocks(profile)
         self._on_cpu = hardware.device.kind == "cpu"
         self._room_below = room_below(hardware, config) if config.enable_offloading else 0
-        self._odd = worthwhile_odd_blocks(self.blocks)
-        self._stacks = stack_sizes(self.blocks)
+        self._stacks = Counter(block.container for block in self.blocks)
         self._bucket_bytes = bucket_bytes(profile)
         self._temporaries = profile.step_temporaries or ADAMW_TEMPORARIES["cpu" if self._on_cpu else "other"]
         layers = [block for block in self.blocks if block.role == "repeated"]
         self._largest_block = max(map(self._working, self.blocks), default=0)
         self._largest_layer = max(map(self._working, layers), default=0)
+        odd = [block for block in self.blocks if block.role != "repeated" and can_recompute(block)]
+        saved = sum(block.saved_bytes for block in layers if can_recompute(block))
+        worthwhile = sum(block.saved_bytes for block in odd) >= ODD_BLOCKS_SHARE * saved
+        self._recomputable = [*layers, *odd] if worthwhile else layers
         # Equal blocks with equal neighbours have equal options, which are computed once.
         kinds: dict[BlockProfile, int] = {}
         self._kinds = [
             kinds.setdefault(replace(block, name="", members=(), order=0), len(kinds))
             for block in self.blocks
         ]
-        options = [self._options_of(block) for block in kinds]
-        self._options = [options[kind] for kind in self._kinds]
+        by_kind = [self._options_of(block) for block in kinds]
+        self._options = [by_kind[kind] for kind in self._kinds]
         self._known_options: dict[tuple[object, ...], Option[Choices]] = {}
         self._known_positions: dict[tuple[object, ...], tuple[Option[Choices], ...]] = {}
         self._frame = functools.cache(self._row)
 
-    def _options_of(self, block: BlockProfile) -> _BlockOptions:
-        activations: dict[str, tuple[BlockOption, ...]] = {}
-        parameters = None
-        for technique in LAYER_TECHNIQUES.values():
-            options = tuple(technique.options(block, self.terms))
-            activations[technique.name] = tuple(each for each in options if each.target == "activations")
-            parameters = next((each for each in options if each.target == "parameters"), parameters)
-        return _BlockOptions(activations, parameters)
+    def _options_of(self, block: BlockProfile) -> dict[str, tuple[BlockOption, ...]]:
+        """Return what each technique offers for a block's activations, and under "" what there is for parameters."""
+        found = {each.name: tuple(each.options(block, self.terms)) for each in LAYER_TECHNIQUES.values()}
+        activations = {
+            name: tuple(each for each in options if each.target == "activations")
+            for name, options in found.items()
+        }
+        parameters = tuple(
+            each for options in found.values() for each in options if each.target == "parameters"
+        )
+        return {**activations, "": parameters}
 
     def activation_option(self, index: int, choice: Choice) -> BlockOption | None:
-        """Return the option that a choice takes for a block's activations."""
-        return (
-            self._options[index].activations[choice.technique][choice.variant] if choice.technique else None
-        )
+        """Return the option that a choice takes for a block's activations; None if they are kept.
+
+        They are also where the block saves less than at the size of a batch that the choice was made for.
+        """
+        options = self._options[index][choice.technique] if choice.technique else ()
+        return options[choice.variant] if choice.variant < len(options) else None
 
     def parameter_option(self, index: int, choice: Choice) -> BlockOption | None:
         """Return the option that a choice takes for a block's parameters."""
-        return self._options[index].parameters if choice.offloaded else None
+        return next(iter(self._options[index][""]), None) if choice.offloaded else None
 
     # Whole plans -------------------------------------------------------------------------------------
 
@@ -154,45 +259,35 @@ class CostModel:
                 ]
                 yield replace(self._frame(odd_offloaded, self.prefetch), options=options)
 
-    def trade(self, candidate: Candidate) -> Trade[Choices]:
-        """Return what one candidate costs."""
-        choices = candidate.choices
-        odd_offloaded = any(
-            choice.offloaded and block.role != "repeated"
-            for block, choice in zip(self.blocks, choices, strict=True)
-        )
-        prefetch = min(self.prefetch, candidate.offloaded)
+    def point(self, choices: Choices) -> Point:
+        """Return what choices for all blocks cost."""
+        pairs = list(zip(self.blocks, choices, strict=True))
+        offloaded = [block for block, choice in pairs if choice.offloaded]
+        odd_offloaded = any(block.role != "repeated" for block in offloaded)
+        prefetch = min(self.prefetch, len(offloaded))
         options = [
             self._option(start, choices[start:stop], odd_offloaded, prefetch)
             for start, stop in spans(choices)
         ]
-        return trade_of(self._frame(odd_offloaded, prefetch), options)
-
-    @property
-    def other_saved_bytes(self) -> int:
-        """Return what forward saves for backward outside of the blocks."""
-        return self._profile.other_saved_bytes
-
-    def offloaded_bytes(self, choices: Choices) -> int:
-        """Return what is on the tier below: parameters, their gradients and their optimizer state."""
-        pairs = zip(self.blocks, choices, strict=True)
-        return sum(_all_bytes(block) for block, choice in pairs if choice.offloaded)
-
-    def peak_below_bytes(self, choices: Choices) -> int:
-        """Return the most that the tier below needs at once.
-
-        A file takes whole pages, and activations count as well. On the host below an accelerator they have what the
-        cap leaves them.
-        """
-        offloaded = self.offloaded_bytes(choices)
-        if not self._on_cpu:
-            return offloaded
-        pairs = zip(self.blocks, choices, strict=True)
-        pages = sum(self._unused_in_pages(block) for block, choice in pairs if choice.offloaded)
-        inputs = sum(
-            self.input_bytes(index) for index, choice in enumerate(choices) if choice.input_offloaded
+        trade = trade_of(self._frame(odd_offloaded, prefetch), options)
+        below = peak_below = sum(_all_bytes(block) for block in offloaded)
+        if (
+            self._on_cpu and offloaded
+        ):  # on the host below an accelerator, activations have what the cap leaves
+            peak_below += SLAB_BYTES + sum(map(self._unused_in_pages, offloaded))
+            peak_below += sum(
+                self.input_bytes(i) for i, choice in enumerate(choices) if choice.input_offloaded
+            )
+        return Point(
+            choices,
+            trade.peak,
+            self._profile.other_saved_bytes + trade.held,
+            trade.seconds,
+            below,
+            peak_below,
+            self.setting,
+            prefetch,
         )
-        return offloaded + pages + inputs + (SLAB_BYTES if offloaded else 0)
 
     def _unused_in_pages(self, block: BlockProfile) -> int:
         """Return the most that the last pages of a block's parameters, gradients and state leave unused."""
@@ -242,7 +337,7 @@ class CostModel:
         """
         room = self._room_below
         allowed: list[tuple[bool, ...]] = [(False,)] * len(self.blocks)
-        has_option = [options.parameters is not None for options in self._options]
+        has_option = [bool(options[""]) for options in self._options]
         for index, block in enumerate(self.blocks):
             if odd and block.role != "repeated" and has_option[index]:
                 allowed[index] = (True,)
@@ -261,7 +356,7 @@ class CostModel:
         self, index: int, allowed: Sequence[tuple[bool, ...]], odd_offloaded: bool
     ) -> tuple[Option[Choices], ...]:
         near = slice(max(0, index - 1), index + SEGMENT_LENGTHS[-1])
-        chained = tuple(can_chain(*pair) for pair in itertools.pairwise(self.blocks[near]))
+        chained = tuple(_can_chain(*pair) for pair in itertools.pairwise(self.blocks[near]))
         key = (index == 0, tuple(self._kinds[near]), tuple(allowed[near]), chained, odd_offloaded)
         if key not in self._known_positions:
             found: list[Option[Choices]] = []
@@ -281,28 +376,23 @@ class CostModel:
         """Yield what may begin at a position: choices for one block, or for a segment."""
         block = self.blocks[index]
         yield (PLAIN._replace(offloaded=offloaded),)
-        for technique, options in self._options[index].activations.items():
-            for variant, option in enumerate(options):
-                if not option.reruns_forward or self._is_worth_recomputing(block):
+        for technique, options in self._options[index].items():
+            for variant, option in enumerate(options if technique else ()):
+                if not option.reruns_forward or block in self._recomputable:
                     yield from self._with_input_offloaded(
                         index, (Choice(technique, variant, offloaded=offloaded),), option
                     )
-        options = self._options[index].activations["checkpointing"]
+        options = self._options[index]["checkpointing"]
         for length in SEGMENT_LENGTHS:
             segment = range(index, index + length)
             if not self._is_segment(segment) or not all(offloaded in allowed[each] for each in segment):
                 continue
             for kept_first, kept in _kept_in_segment(len(options) - 1):
-                if segment_pays(length, block, kept, self._stacks):
+                if _segment_pays(length, block, kept, self._stacks):
                     first = Choice("checkpointing", kept_first, offloaded=offloaded)
-                    others = [
-                        Choice("checkpointing", min(kept, self._most_kept(each)), True, offloaded)
-                        for each in segment[1:]
-                    ]
+                    most = [len(self._options[each]["checkpointing"]) - 1 for each in segment[1:]]
+                    others = [Choice("checkpointing", min(kept, each), True, offloaded) for each in most]
                     yield from self._with_input_offloaded(index, (first, *others), options[kept_first])
-
-    def _most_kept(self, index: int) -> int:
-        return len(self._options[index].activations["checkpointing"]) - 1
 
     def _with_input_offloaded(self, index: int, choices: Choices, option: BlockOption) -> Iterator[Choices]:
         """Yield a block or segment with its input on the device, and with its input on the tier below."""
@@ -310,15 +400,12 @@ class CostModel:
         if choices[0].offloaded and option.reruns_forward and not option.keep and self.input_bytes(index):
             yield tuple(choice._replace(input_offloaded=True) for choice in choices)
 
-    def _is_worth_recomputing(self, block: BlockProfile) -> bool:
-        return block.role == "repeated" or block in self._odd
-
     def _is_segment(self, indices: range) -> bool:
         if indices.stop > len(self.blocks):
             return False
         blocks = self.blocks[indices.start : indices.stop]
-        return all(self._options[index].activations["checkpointing"] for index in indices) and all(
-            can_chain(*pair) for pair in itertools.pairwise(blocks)
+        return all(self._options[index]["checkpointing"] for index in indices) and all(
+            _can_chain(*pair) for pair in itertools.pairwise(blocks)
         )
 
     # One option --------------------------------------------------------------------------------------

@@ -3,9 +3,9 @@
 Note [Sizes between]
 ~~~~~~~~~~~~~~~~~~~~
 Everything in a profile grows with the number of samples along a line, and with the length of sequences at most along a
-parabola (attention). So two or three profiles say what any other would, and the fastest plan for any size follows
-without running it. Peaks, which are maxima of several such numbers, may have a bend in between, and the allocator
-rounds: what is found is an estimate, and whoever shows it to a user simulates it first.
+parabola (attention). So two or three profiles say what any other would, and the plans on the frontier of one size can
+be costed at another without running it. Peaks, which are maxima of several such numbers, may have a bend in between,
+and the allocator rounds: what is found is an estimate, and whoever shows it to a user simulates it first.
 
 Note [Which dimensions are which]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -17,10 +17,9 @@ masks), the second one in features, and the last two in masks of four dimensions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,8 +28,9 @@ from memscale.config import Config
 from memscale.errors import ProfileError
 from memscale.hardware import Hardware
 from memscale.planner.assembly import unseen_bytes
-from memscale.planner.engine import Under, has_plan_within, points_by_hand
-from memscale.planner.rules import Point, pareto_frontier
+from memscale.planner.cost_model import CostModel, Point
+from memscale.planner.decide import cost_models, frontier_points
+from memscale.planner.settings import Under
 from memscale.profiler import ModelProfile
 from memscale.profiler.sample import Sample, named_tensors, resized
 
@@ -39,7 +39,6 @@ __all__ = [
     "batch_size_of",
     "largest_that",
     "length_of",
-    "mixed_seconds",
     "most_positions",
     "profile_between",
     "with_batch_size",
@@ -47,8 +46,7 @@ __all__ = [
 ]
 
 FIRST_STEP = 1 / 64  # of where a search begins
-STEPS_BY_HAND = 3  # from nothing to everything, in the plans by hand that sizes are compared by
-SECANT_STEPS = 4  # to find where a search begins
+FRONTIER_WIDTH = 40  # partial plans kept at a position of the frontiers whose plans are costed at other sizes
 MOST_POSITIONS = 2**20  # of a model that does not say how long its sequences may be
 
 
@@ -72,9 +70,8 @@ class Estimates:
         self._hardware = hardware
         self._config = config
         self._room = room
-        self._under = cache(self._under_size)
-        self._by_hand = cache(self._points_by_hand)
-        self.about_seconds = cache(self._about_seconds)
+        self._frontier = cache(self._frontier_at)
+        self._models = cache(self._models_at)
 
     def knowing(self, size: int, under: Under) -> Estimates:
         """Return estimates that know one size more, in place of the one nearest to it."""
@@ -89,16 +86,43 @@ class Estimates:
 
     def has_room(self, size: int) -> bool:
         """Return whether there is a plan for a size that fits."""
-        room = self._room_for(size)
-        if any(point.peak_bytes <= room for point in self._by_hand(size)):
-            return True  # mostly a plan by hand fits if any does
-        return has_plan_within(self._under(size), self._hardware, self._config, room)
+        return next(self._fitting(size), None) is not None
+
+    def seconds(self, size: int) -> float | None:
+        """Return the step time of the fastest plan for a size that fits; None if none does."""
+        return min((point.seconds for point in self._fitting(size)), default=None)
 
     def largest(self, most: int) -> int:
         """Return the largest size up to `most` that fits; 0 if not even 1 does."""
-        return largest_that(self.has_room, most, around=self._start(most))
+        return largest_that(self.has_room, most, around=self._known[-1][0])
 
-    def _under_size(self, size: int) -> Under:
+    def _fitting(self, size: int) -> Iterator[Point]:
+        """Yield the plans on the frontier of the nearest size that is known, costed at this one, if they fit."""
+        nearest = min((known for known, _ in self._known), key=lambda known: abs(known - size))
+        room, models = self._models(size)
+        for setting, point in self._frontier(nearest):
+            here = models[setting, point.prefetch > 0].point(point.choices)
+            if here.peak_bytes <= room:
+                yield here
+
+    def _frontier_at(self, size: int) -> list[tuple[int, Point]]:
+        """Return the plans on the frontier of a size, smallest first, each with the index of its setting."""
+        under = self._under(size)
+        points = frontier_points(under, self._hardware, self._config, most=FRONTIER_WIDTH)
+        index = {id(setting): number for number, (setting, _) in enumerate(under)}
+        return [(index[id(each.setting)], each) for each in sorted(points, key=lambda each: each.peak_bytes)]
+
+    def _models_at(self, size: int) -> tuple[int, dict[tuple[int, bool], CostModel]]:
+        """Return the highest peak of a plan for a size (what no prediction sees grows with it), and cost models."""
+        under = self._under(size)
+        models: dict[tuple[int, bool], CostModel] = {}
+        for index, each in enumerate(under):
+            for model in cost_models([each], self._hardware, self._config):
+                models[index, model.prefetch > 0] = model
+                models.setdefault((index, False), model)  # of plans that offload nothing
+        return self._room - unseen_bytes(under[0][1], self._hardware), models
+
+    def _under(self, size: int) -> Under:
         for at, needs in self._known:
             if at == size:
                 return needs
@@ -108,38 +132,6 @@ class Estimates:
             known = [(at, needs[index][1]) for at, needs in self._known]
             under.append((setting, profile_between(known, size)))
         return under
-
-    def _room_for(self, size: int) -> int:
-        """Return the highest peak of a plan for a size: what no prediction sees grows with it."""
-        return self._room - unseen_bytes(self._under(size)[0][1], self._hardware)
-
-    def _points_by_hand(self, size: int) -> list[Point]:
-        return [
-            point
-            for setting, needs in self._under(size)
-            for point in points_by_hand(needs, self._hardware, self._config, setting, steps=STEPS_BY_HAND)
-        ]
-
-    def _about_seconds(self, size: int) -> float | None:
-        """Return about the step time of the fastest plan that fits; None if none does."""
-        return mixed_seconds(self._by_hand(size), self._room_for(size))
-
-    def _start(self, most: int) -> int:
-        """Return where to start: where the smallest plan by hand fills the room, by the secant method."""
-        (one, _), *_, (other, _) = self._known
-        for _ in range(SECANT_STEPS):
-            least, more = self._least_by_hand(one), self._least_by_hand(other)
-            if (more - least) * (other - one) <= 0:
-                break
-            size = other + (self._room - more) * (other - one) // (more - least)
-            size = min(max(1, size), most)
-            if size in (one, other):
-                break
-            one, other = other, size
-        return min(other, most)
-
-    def _least_by_hand(self, size: int) -> int:
-        return min(point.peak_bytes for point in self._by_hand(size))
 
 
 def largest_that(fits: Callable[[int], bool], most: int, *, around: int) -> int:
@@ -211,34 +203,6 @@ def _interpolated(values: Sequence[Any], weights: Sequence[float]) -> Any:
     raise ProfileError(
         "The model does other operations for other sizes of its batch, so that one cannot be told from another."
     )
-
-
-def mixed_seconds(points: Sequence[Point], peak: int) -> float | None:
-    """Return about the step time of the fastest mixture of plans up to a peak; None if none fits.
-
-    Where some layers follow one plan and the others another, peak and time lie about on a line between those of the two
-    plans. So the lower convex hull of a few plans is close to the frontier (mostly within 2% on the benchmark's),
-    in a tenth of the time. It serves to compare sizes of a batch; a plan for the user comes from the frontier.
-    """
-    hull: list[Point] = []  # fastest first; each saves memory, for more and more time a byte
-    for point in pareto_frontier(points):
-        while len(hull) > 1 and _slope(hull[-2], point) <= _slope(hull[-2], hull[-1]):
-            hull.pop()
-        hull.append(point)
-    if hull[0].peak_bytes <= peak:
-        return hull[0].seconds
-    for faster, smaller in pairwise(hull):
-        if smaller.peak_bytes <= peak:
-            return smaller.seconds - _slope(faster, smaller) * (peak - smaller.peak_bytes)
-    return None
-
-
-def _slope(faster: Point, smaller: Point) -> float:
-    """Return the seconds for each byte saved."""
-    return (smaller.seconds - faster.seconds) / (faster.peak_bytes - smaller.peak_bytes)
-
-
-# Batches of other sizes ------------------------------------------------------------------------------
 
 
 def batch_size_of(sample: Sample) -> int:

@@ -12,10 +12,10 @@ from memscale.config import Config
 from memscale.errors import ConfigError, shown
 from memscale.execution_plan import LayerPlan, LossTiling, Offloading, Plan, Precision, Tier, Tiling
 from memscale.hardware import DeviceSpec, Hardware
-from memscale.profiler import Block
+from memscale.profiler import Block, ModelProfile
 from memscale.units import format_bytes
 
-__all__ = ["NOTHING", "BatchSize", "Setting", "choose_precision", "settings_for"]
+__all__ = ["NOTHING", "BatchSize", "Setting", "Under", "choose_precision", "settings_for"]
 
 TILE_BYTES = 32 * 2**20  # of logits: 128 tokens of GPT-2. Smaller tiles are slower, larger ones hardly faster
 TILE_BUDGET_SHARE = 1 / 32  # of a memory budget, for one tile of logits
@@ -92,6 +92,8 @@ class Setting:
 
 
 NOTHING = Setting()
+Under = Sequence[tuple[Setting, ModelProfile]]
+"""The settings to choose from, each with what the model needs under it."""
 
 
 def settings_for(hardware: Hardware, config: Config, batch: BatchSize) -> tuple[Setting, ...]:
@@ -135,8 +137,7 @@ def _loss_tiling(config: Config, batch: BatchSize) -> LossTiling:
 
 # Precision -------------------------------------------------------------------------------------------
 
-_Dtype = Literal["bfloat16", "float16"]
-_DTYPES: dict[str, _Dtype] = {
+_DTYPES: dict[str, Literal["bfloat16", "float16"]] = {
     "bfloat16": "bfloat16",
     "bf16": "bfloat16",
     "float16": "float16",
@@ -162,49 +163,38 @@ def choose_precision(device: DeviceSpec, wanted: bool | str) -> tuple[Precision 
         >>> choose_precision(virtual_hardware("V100").device, True)[0].dtype
         'float16'
     """
-    if isinstance(wanted, str):
-        return _by_name(device, wanted)
+
+    def note(short: str) -> str:
+        return next((f" ({note})" for note in device.notes if note.startswith(short)), "")
+
     if not wanted:
         return None, "16 bits were not asked for"
-    if device.computes_bf16_fast:
-        rate = _rate(device, "bfloat16")
-        return _precision("bfloat16", f"{device.name} computes bf16 {rate}, with the range of fp32")
-    if device.kind == "cpu":
+    name: Literal["bfloat16", "float16"] = "bfloat16" if device.computes_bf16_fast else "float16"
+    if isinstance(wanted, str):
+        if wanted.lower() not in _DTYPES:
+            raise ConfigError(
+                f"The precision {shown(wanted)} is not known; allowed are {', '.join(_DTYPES)}."
+            )
+        name = _DTYPES[wanted.lower()]
+        short = "bf16" if name == "bfloat16" else "fp16"
+        if not (device.supports_bf16 if name == "bfloat16" else device.supports_fp16):
+            return None, f"{short} was asked for, and {device.name} has none{note(short)}"
+    elif name == "float16" and device.kind == "cpu":
         reason = "fp16 is for GPUs, unless it is asked for by name"
-        return None, f"{device.name} does not compute bf16 fast{_note(device, 'bf16')}; {reason}"
-    if not device.supports_fp16:
+        return None, f"{device.name} does not compute bf16 fast{note('bf16')}; {reason}"
+    elif name == "float16" and not device.supports_fp16:
         return None, f"{device.name} has neither bf16 nor fp16"
-    rate = _rate(device, "float16")
-    if device.computes_fp16_fast:
+    times = device.rates.of(getattr(torch, name)) / device.rates.fp32
+    rate = f"{times:.1f}× as fast as fp32" if times >= 0.1 else f"at 1/{round(1 / times)} of the rate of fp32"
+    if isinstance(wanted, str):
+        reason = f"{short} was asked for; {device.name} computes it {rate}"
+    elif name == "bfloat16":
+        reason = f"{device.name} computes bf16 {rate}, with the range of fp32"
+    elif device.computes_fp16_fast:
         reason = f"{device.name} computes fp16 {rate}, and has no fast bf16; the loss is scaled"
     else:
         reason = (
             f"{device.name} computes fp16 only {rate}, and has no bf16: activations and working "
             "copies are halved all the same, at a cost in time; the loss is scaled"
         )
-    return _precision("float16", reason)
-
-
-def _by_name(device: DeviceSpec, wanted: str) -> tuple[Precision | None, str]:
-    name = _DTYPES.get(wanted.lower())
-    if name is None:
-        raise ConfigError(f"The precision {shown(wanted)} is not known; allowed are {', '.join(_DTYPES)}.")
-    short, supported = (
-        ("bf16", device.supports_bf16) if name == "bfloat16" else ("fp16", device.supports_fp16)
-    )
-    if not supported:
-        return None, f"{short} was asked for, and {device.name} has none{_note(device, short)}"
-    return _precision(name, f"{short} was asked for; {device.name} computes it {_rate(device, name)}")
-
-
-def _note(device: DeviceSpec, short: str) -> str:
-    return next((f" ({note})" for note in device.notes if note.startswith(short)), "")
-
-
-def _precision(name: _Dtype, reason: str) -> tuple[Precision, str]:
     return Precision(name, rule="precision", reason=reason), reason
-
-
-def _rate(device: DeviceSpec, name: _Dtype) -> str:
-    times = device.rates.of(getattr(torch, name)) / device.rates.fp32
-    return f"{times:.1f}× as fast as fp32" if times >= 0.1 else f"at 1/{round(1 / times)} of the rate of fp32"

@@ -7,13 +7,13 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
 from memscale.errors import WrapError, WrapTypeError, shown
-from memscale.executor import executor_of
+from memscale.executor import Executor, executor_of
 from memscale.observe.report import Report
 
 if TYPE_CHECKING:
@@ -25,13 +25,6 @@ HOST = "127.0.0.1"
 PREFIX = "memscale/"
 
 logger = logging.getLogger("memscale")
-
-
-class ReportSource(Protocol):
-    """Something with a report, such as an executor."""
-
-    def report(self) -> Report:
-        """Return what it has done so far."""
 
 
 class Metrics:
@@ -52,7 +45,7 @@ class Metrics:
         """Return the address of the metrics; None if they are not served."""
         return None if self._server is None else f"http://{HOST}:{self._server.port}/metrics"
 
-    def begin(self, source: ReportSource, *, logs: bool = True) -> None:
+    def begin(self, source: Executor, *, logs: bool = True) -> None:
         """Serve the report, unless it is served already. What prevents it is logged, and training goes on."""
         if self._port is None or self._server is not None:
             return
@@ -74,7 +67,7 @@ class Metrics:
         elif logs:
             logger.info("metrics for Prometheus: %s", self.url)
 
-    def end(self, source: ReportSource) -> None:
+    def end(self, source: Executor) -> None:
         """Stop serving the report. The port is free when this returns, if no other model is on it."""
         server, self._server = self._server, None
         if server is not None:
@@ -91,7 +84,7 @@ _servers: list[_Server] = []
 _lock = threading.Lock()  # of the servers and their sources
 
 
-def _serve(source: ReportSource, port: int) -> _Server:
+def _serve(source: Executor, port: int) -> _Server:
     with _lock:
         server = next((each for each in _servers if port in (each.requested_port, each.port)), None)
         if server is None:
@@ -108,18 +101,18 @@ class _Server:
         from prometheus_client import CollectorRegistry, start_http_server
 
         self.requested_port = port
-        self._sources: list[weakref.ref[ReportSource]] = []
+        self._sources: list[weakref.ref[Executor]] = []
         registry = CollectorRegistry()
         registry.register(self)  # it calls `collect`
         self._http, self._thread = start_http_server(port, HOST, registry)
         self.port: int = self._http.server_port
         self._thread.name = f"memscale-metrics-{self.port}"
 
-    def add(self, source: ReportSource) -> None:
+    def add(self, source: Executor) -> None:
         """Serve a model's report as well; the caller holds the lock."""
         self._sources.append(weakref.ref(source, self._on_dropped))
 
-    def remove(self, source: ReportSource | None = None) -> None:
+    def remove(self, source: Executor | None = None) -> None:
         """Stop serving a model's report, and those of models that are gone; close the port after the last."""
         with _lock:
             self._sources = [each for each in self._sources if each() not in (None, source)]
@@ -130,7 +123,7 @@ class _Server:
             self._http.server_close()
             self._thread.join()
 
-    def _on_dropped(self, reference: weakref.ref[ReportSource]) -> None:
+    def _on_dropped(self, reference: weakref.ref[Executor]) -> None:
         # The garbage collector may be running in a thread that holds the lock, or in the server's own.
         with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
             threading.Thread(target=self.remove, name="memscale-metrics-close", daemon=True).start()
@@ -139,16 +132,15 @@ class _Server:
         """Yield the metrics; prometheus_client calls this for each request."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        reports = self._named_reports()
-        for name, help_text, labels, samples in _METRICS:
-            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            family = kind(f"memscale_{name}", help_text, labels=("model", *labels))
-            for model, report in reports.items():
-                for *values, number in samples(report):
-                    if number is not None:
-                        family.add_metric([model, *values], number)
-            if family.samples:
-                yield family
+        families: dict[str, Any] = {}
+        for model, report in self._named_reports().items():
+            for name, labels, number in _samples(report):
+                if number is not None:
+                    if name not in families:
+                        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+                        families[name] = kind(f"memscale_{name}", _HELP[name], labels=("model", *labels))
+                    families[name].add_metric([model, *labels.values()], number)
+        yield from families.values()
 
     def _named_reports(self) -> dict[str, Report]:
         """Return the reports by the names of their models; those of one class are told apart by a number."""
@@ -164,53 +156,31 @@ class _Server:
         return reports
 
 
-# Name, help text, labels besides `model`, and what a report has for each: the labels' values, then the number.
-_METRICS: tuple[tuple[str, str, tuple[str, ...], Callable[[Report], list[Any]]], ...] = (
-    (
-        "predicted_peak_bytes",
-        "Peak of a training step by the plan (predicted).",
-        (),
-        lambda r: [(r.predicted_peak_bytes,)],
-    ),
-    (
-        "allowance_bytes",
-        "What a step may need beyond the predicted peak.",
-        (),
-        lambda r: [(r.allowance_bytes,)],
-    ),
-    (
-        "observed_peak_bytes",
-        "Most memory in use since the plan was attached (measured).",
-        ("of",),
-        lambda r: [(r.observed_peak_kind, r.observed_peak_bytes)],
-    ),
-    ("forward_passes_total", "Forward passes in training.", (), lambda r: [(r.forward_passes,)]),
-    ("backward_passes_total", "Backward passes of the model.", (), lambda r: [(r.backward_passes,)]),
-    (
-        "moved_bytes_total",
-        "Bytes read from and written to the tier that they are kept on.",
-        ("what", "tier", "direction"),
-        lambda r: [
-            (each.what, each.tier, direction, number)
-            for each in r.moved
-            for direction, number in (("read", each.read_bytes), ("written", each.written_bytes))
-        ],
-    ),
-    ("recomputations_total", "Layers computed again in backward.", (), lambda r: [(r.recomputations,)]),
-    (
-        "recompute_flops_total",
-        "Recomputations times their profiled FLOPs.",
-        (),
-        lambda r: [(r.recompute_flops,)],
-    ),
-    (
-        "lost_seconds_total",
-        "Time lost to each technique (measured).",
-        ("technique",),
-        lambda r: [(each.to, each.seconds) for each in r.lost],
-    ),
-    ("disk_bytes", "Bytes on disk now.", (), lambda r: [(r.disk_bytes,)]),
-)
+_HELP = {
+    "predicted_peak_bytes": "Peak of a training step by the plan (predicted).",
+    "allowance_bytes": "What a step may need beyond the predicted peak.",
+    "forward_passes_total": "Forward passes in training.",
+    "backward_passes_total": "Backward passes of the model.",
+    "recomputations_total": "Layers computed again in backward.",
+    "recompute_flops_total": "Recomputations times their profiled FLOPs.",
+    "disk_bytes": "Bytes on disk now.",
+    "observed_peak_bytes": "Most memory in use since the plan was attached (measured).",
+    "moved_bytes_total": "Bytes read from and written to the tier that they are kept on.",
+    "lost_seconds_total": "Time lost to each technique (measured).",
+}
+
+
+def _samples(report: Report) -> Iterator[tuple[str, dict[str, str], float | None]]:
+    """Yield each metric with its labels besides `model` and its number."""
+    for name in tuple(_HELP)[:7]:
+        yield name, {}, getattr(report, name.removesuffix("_total"))
+    yield "observed_peak_bytes", {"of": report.observed_peak_kind}, report.observed_peak_bytes
+    for each in report.moved:
+        labels = {"what": each.what, "tier": each.tier}
+        yield "moved_bytes_total", {**labels, "direction": "read"}, each.read_bytes
+        yield "moved_bytes_total", {**labels, "direction": "written"}, each.written_bytes
+    for lost in report.lost:
+        yield "lost_seconds_total", {"technique": lost.to}, lost.seconds
 
 
 # ---------------------------------------------------------------------- TensorBoard

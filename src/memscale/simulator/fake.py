@@ -167,14 +167,12 @@ class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__ini
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        global _value_reads
         # Two thirds of all dispatches only ask a fake tensor for its device.
         if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device
         name = op_name(func)
         if name == "_local_scalar_dense":
             self.guesses += _is_guess(args[0])
-            _value_reads += getattr(args[0], "_memscale_known", None) is not None
             return _number(args[0])
         if name == "record_stream" or (name.startswith(MANY) and _changes_values_only(name, args)):
             return None
@@ -322,7 +320,6 @@ def module_conversion() -> Iterator[None]:
         yield
 
 
-_value_reads = 0
 LARGEST_MASK = 1 << 20  # elements
 VALUES_PROPAGATED = {
     "_to_copy",
@@ -338,11 +335,6 @@ VALUES_PROPAGATED = {
     "logical_not",
     "bitwise_not",
 }
-
-
-def batch_value_reads() -> int:
-    """Return how often code in this process has read a value of a fake batch."""
-    return _value_reads
 
 
 def remember_values(twin: torch.Tensor, real: torch.Tensor) -> None:
