@@ -49,7 +49,8 @@ def explain_plan(plan: Plan, *, trades: bool = True, terminal: Terminal | None =
         title = "The trades found" + (f" (and {rest} more between them, in plan.frontier)" if rest else "")
         trade_rows = [(p.label, format_bytes(p.peak_bytes), _ratio(p.time_ratio)) for p in points]
         parts.append(table(title, ["plan", "peak", "step time"], trade_rows, terminal=screen))
-    parts += [screen.show(wrap(f"Note: {clean(note)}", screen.width)) for note in plan.notes]
+    for note in plan.notes:
+        parts += wrap(f"Note: {clean(note)}", screen.width)
     return "\n".join(parts)
 
 

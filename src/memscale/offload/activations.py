@@ -207,19 +207,6 @@ class Activations:
             self._below = _Below(tier, "host" if store is None else "disk", self._meter)
         return self._below
 
-    def __getstate__(self) -> dict[str, object]:
-        return {
-            "engine": self._engine,
-            "device": self._device,
-            "store": self._store,
-            "capacity": self._capacity,
-            "logs": self._logs,
-            "meter": self._meter,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
-
 
 class OffloadActivationsStage(ForwardStage):
     """Offloads what a block saves for backward. See Note [Offloaded activations].

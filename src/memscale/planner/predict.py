@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memscale._torch import DDP_STATIC_GRAPH_REDUCED, FAKE_TENSOR_LOGGER, disable_current_modes, pytree
-from memscale._util.rng import RngState
+from memscale._util.snapshots import RngState
 from memscale.checkpointing.model_call import ModelCall, reached_outputs
 from memscale.config import Config
 from memscale.execution_plan import Plan, PredictionSource

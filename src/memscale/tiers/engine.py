@@ -196,7 +196,7 @@ class WorkerTransfer(Transfer[T]):
 class Engine:
     """Runs transfers; threads and streams are made when the first transfer needs them.
 
-    A copy, by ``deepcopy`` or pickle, has threads of its own. It is closed by being dropped: whoever still has
+    It is closed by being dropped: whoever still has
     something on a tier, as a graph whose backward is to come, keeps it.
 
     Args:
@@ -346,9 +346,6 @@ class Engine:
             if key not in self._streams:
                 self._streams[key] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             return self._streams[key]
-
-    def __reduce__(self) -> tuple[type[Engine], tuple[AsyncOffloadConfig | None]]:
-        return Engine, (self._config,)
 
 
 def _record_use(value: object, stream: torch.cuda.Stream) -> None:

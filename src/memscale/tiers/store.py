@@ -41,8 +41,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 class DiskStore:
     """A model's share of the disk: parameters, gradients, optimizer state, activations under one cap.
 
-    The file is made when the first tensor goes there. A copy, by ``deepcopy`` or pickle, has the same settings and
-    nothing in it: copies of mapped tensors are ordinary ones.
+    The file is made when the first tensor goes there.
 
     Args:
         directory: Where (`offload_dir`); None for what `find_disk` chooses.
@@ -182,12 +181,6 @@ class DiskStore:
         if self._file is None or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return None
         return self._file.mapped_at(tensor.untyped_storage().data_ptr()) if tensor.device == _CPU else None
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"directory": self._directory, "capacity": self._capacity}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
 
 
 def _simulated(shape: tuple[int, ...], dtype: torch.dtype, file: DiskFile, extent: Extent) -> torch.Tensor:
