@@ -220,7 +220,7 @@ class AsyncOffloadConfig:
         AsyncOffloadConfig(prefetch_depth=3, pinned_pool_gb=None, workers=2)
     """
 
-    prefetch_depth: int = _setting(2, _depth)
+    prefetch_depth: int = _setting(1, _depth)
     pinned_pool_gb: float | None = _setting(None, _optional(_pool))
     workers: int = _setting(2, _threads)
 

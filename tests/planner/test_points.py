@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from memscale.planner.cost_model import CostModel, full_checkpointing
-from memscale.planner.decide import cost_models, decide
+from memscale.planner.decide import decide
 from memscale.planner.make_plan import usable
-from memscale.planner.settings import NOTHING
 from memscale.profiler import ModelProfile
 from support.profiles import LARGE, MIB, block, config_of, profile_of, stack
 
@@ -42,7 +41,7 @@ def test_only_what_is_offloaded_is_prefetched() -> None:
     large = block("embedding", role="embedding", container="", order=0, parameter_bytes=512 * MIB)
     layers = [block(f"layers.{index}", order=index + 1) for index in range(4)]
     profile = profile_of(large, *layers)
-    waiting, prefetching = cost_models([(NOTHING, profile)], LARGE, OFFLOADING)
+    waiting, prefetching = (CostModel(profile, LARGE, OFFLOADING, prefetch=depth) for depth in (0, 1))
     full = full_checkpointing(waiting.blocks)
     choices = (*full[:-1], full[-1]._replace(offloaded=True))
     without, ahead = waiting.point(choices), prefetching.point(choices)

@@ -5,14 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memscale import OptimizationMode
 from memscale.execution_plan import LayerPlan, Plan
 from memscale.hardware import Hardware, virtual_hardware
-from memscale.planner.cost_model import Point, called_blocks, full_checkpointing
-from memscale.planner.decide import CONSERVATIVE_TIME, decide
+from memscale.planner import decide as planning
+from memscale.planner.cost_model import Point
+from memscale.planner.decide import (
+    AGGRESSIVE_PEAK,
+    BALANCED_SHARE,
+    BALANCED_TIME,
+    CONSERVATIVE_TIME,
+    decide,
+    room_of,
+)
 from memscale.profiler.profile import ModelProfile, OpProfile
 from memscale.units import BYTES_PER_GB, format_bytes
 from support.profiles import GFLOP, LARGE, MIB, all_points_of, block, config_of, profile_of, stack
@@ -82,11 +91,9 @@ def profiles(draw: st.DrawFn) -> ModelProfile:
     return profile_of(*blocks, **tails)
 
 
-def all_points(profile: ModelProfile, hardware: Hardware = LARGE) -> list[tuple[Point, bool]]:
-    """Every choice without offloading, unsorted, and whether it is full checkpointing."""
-    found = all_points_of(profile, hardware, config_of())
-    full = full_checkpointing(called_blocks(profile))
-    return [(point, point.choices == full) for point in found]
+def all_points(profile: ModelProfile, hardware: Hardware = LARGE) -> list[Point]:
+    """Every choice without offloading, the plain model first."""
+    return all_points_of(profile, hardware, config_of())
 
 
 def rules_of(plan: Plan) -> set[str]:
@@ -106,43 +113,81 @@ def offloaded(plan: Plan) -> list[LayerPlan]:
 
 @some
 @given(profile=profiles())
-def test_balanced_takes_the_least_product_of_peak_and_time(profile):
-    found = [point for point, _ in all_points(profile)]
+def test_balanced_takes_the_fastest_plan_at_24_per_cent_or_as_near_as_twice_the_time_allows(profile):
+    found = all_points(profile)
     plan = decide(profile, LARGE, config_of())
-    least = min(point.peak_bytes * point.seconds for point in found) / found[0].seconds
-    assert plan.predicted_peak_bytes * plan.predicted_time_ratio == pytest.approx(least, rel=ROUNDING)
-    assert rules_of(plan) <= {"least-peak-times-time"}
+    plain = found[0]
+    small = [point.seconds for point in found if point.peak_bytes <= BALANCED_SHARE * plain.peak_bytes]
+    if small and min(small) <= BALANCED_TIME * plain.seconds:
+        assert plan.predicted_peak_bytes <= BALANCED_SHARE * plain.peak_bytes
+        assert plan.predicted_time_ratio <= min(small) / plain.seconds * (1 + ROUNDING)
+        assert rules_of(plan) <= {"fastest-at-24%"}
+    else:
+        limit = BALANCED_TIME * plain.seconds
+        assert plan.predicted_peak_bytes == min(each.peak_bytes for each in found if each.seconds <= limit)
+        assert plan.predicted_time_ratio <= BALANCED_TIME * (1 + ROUNDING)
+        assert rules_of(plan) <= {"least-peak-within-2x"}
 
 
 @some
 @given(profile=profiles())
-def test_aggressive_takes_the_least_peak_and_of_equal_ones_the_least_held(profile):
-    found = [point for point, _ in all_points(profile)]
+def test_aggressive_takes_the_fastest_plan_within_2_per_cent_of_the_least_peak(profile):
+    found = all_points(profile)
     plan = decide(profile, LARGE, config_of(OptimizationMode.AGGRESSIVE))
-    least = min((point.peak_bytes, point.saved_bytes) for point in found)
-    assert (plan.predicted_peak_bytes, plan.predicted_saved_bytes) == least
+    most = AGGRESSIVE_PEAK * min(point.peak_bytes for point in found)
+    fastest = min(point.seconds for point in found if point.peak_bytes <= most)
+    assert plan.predicted_peak_bytes <= most
+    assert plan.predicted_time_ratio <= fastest / found[0].seconds * (1 + ROUNDING)
     assert rules_of(plan) <= {"least-peak"}
 
 
 @some
 @given(profile=profiles())
-def test_conservative_stays_within_its_time_or_beats_full_checkpointing(profile):
+def test_conservative_takes_the_least_peak_within_its_time(profile):
     found = all_points(profile)
     plan = decide(profile, LARGE, config_of(OptimizationMode.CONSERVATIVE))
-    plain = found[0][0].seconds
-    limit = CONSERVATIVE_TIME * min(point.seconds for point, _ in found)
-    least = min(point.peak_bytes for point, _ in found if point.seconds <= limit)
-    full = [point for point, is_full in found if is_full]
-    if full and full[0].peak_bytes < least:
-        below = [point for point, _ in found if point.peak_bytes <= full[0].peak_bytes]
-        assert plan.predicted_peak_bytes <= full[0].peak_bytes
-        fastest = min(point.seconds for point in below)
-        assert plan.predicted_time_ratio == pytest.approx(fastest / plain, rel=ROUNDING)
-        assert rules_of(plan) <= {"fastest-at-full-checkpointing"}
-    else:
-        assert plan.predicted_peak_bytes == least
-        assert plan.predicted_time_ratio <= CONSERVATIVE_TIME * (1 + ROUNDING)
-        assert rules_of(plan) <= {"least-peak-within-1.15x"}
+    limit = CONSERVATIVE_TIME * min(point.seconds for point in found)
+    assert plan.predicted_peak_bytes == min(point.peak_bytes for point in found if point.seconds <= limit)
+    assert plan.predicted_time_ratio <= CONSERVATIVE_TIME * (1 + ROUNDING)
+    assert rules_of(plan) <= {"least-peak-within-1.15x"}
+
+
+def test_a_model_that_does_not_fit_takes_the_fastest_plan_within_the_utilization():
+    profile = stack(8)
+    plain = decide(profile, LARGE, config_of()).baseline_peak_bytes
+    for share in (0.9, 0.6):
+        hardware = virtual_hardware(plain - 1)
+        plan = decide(profile, hardware, config_of(target_gpu_utilization=share))
+        assert plan.predicted_peak_bytes <= share * (plain - 1)
+        assert rules_of(plan) == {"fastest-within-utilization"}
+        budget = config_of(memory_budget=int(share * (plain - 1)))
+        assert plan.predicted_time_ratio == decide(profile, hardware, budget).predicted_time_ratio
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_that_needs_little_of_the_device_is_left_as_it_is(mode, monkeypatch):
+    monkeypatch.setattr(planning, "UNTOUCHED_SHARE", 0.1)
+    profile = stack(8)  # 1 of 80 GiB
+    plan = decide(profile, LARGE, config_of(mode))
+    if mode is OptimizationMode.AGGRESSIVE:
+        assert checkpointed(plan)
+        return
+    assert not checkpointed(plan)
+    assert {layer.rule for layer in plan.layers} == {"small-model"}
+    (note,) = plan.notes
+    assert "force_optimize=True" in note
+    assert format_bytes(plan.baseline_peak_bytes) in note
+    assert checkpointed(decide(profile, LARGE, config_of(mode, force_optimize=True)))
+    assert checkpointed(decide(profile, LARGE, config_of(mode, memory_budget="500MB")))
+    assert checkpointed(decide(profile, virtual_hardware(2 * plan.baseline_peak_bytes), config_of(mode)))
+
+
+def test_what_others_have_of_a_device_is_not_planned_with(monkeypatch):
+    device = replace(LARGE.device, kind="cuda", index=0, free_bytes=30 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 10 * 2**30)
+    assert room_of(replace(LARGE, device=device), config_of()) == 40 * 2**30
+    assert room_of(LARGE, config_of()) == LARGE.device.total_bytes
 
 
 @pytest.mark.parametrize("offloading", [False, True])
@@ -151,7 +196,8 @@ def test_conservative_stays_within_its_time_or_beats_full_checkpointing(profile)
 def test_from_mode_to_mode_peaks_fall(offloading, profile):
     plans = [decide(profile, LARGE, config_of(mode, enable_offloading=offloading)) for mode in MODES]
     peaks = [plan.predicted_peak_bytes for plan in plans]
-    assert all(peaks[-1] <= peak <= plans[0].baseline_peak_bytes for peak in peaks)
+    assert all(peaks[-1] <= AGGRESSIVE_PEAK * peak for peak in peaks)
+    assert all(peak <= plans[0].baseline_peak_bytes for peak in peaks)
 
 
 def test_a_stack_by_hand():
@@ -162,20 +208,20 @@ def test_a_stack_by_hand():
     assert plan.baseline_saved_bytes == 8 * (100 + 10) * MIB
     # Plain, the peak is in the backward of the last layer.
     assert plan.baseline_peak_bytes == (states + 8 * 110 + 30) * MIB
-    assert len(checkpointed(plan)) == 8
-    assert plan.predicted_saved_bytes <= 8 * 10 * MIB
+    assert len(checkpointed(plan)) >= 7  # backward begins with the last one
+    assert plan.predicted_saved_bytes <= (8 * 10 + 100) * MIB
     # Never more than all layers recomputed one by one: their outputs, one layer's 100, its backward's 30.
-    assert plan.predicted_peak_bytes <= (states + 8 * 10 + 100 + 30) * MIB
+    assert plan.predicted_peak_bytes <= AGGRESSIVE_PEAK * (states + 8 * 10 + 100 + 30) * MIB
     assert 1 < plan.predicted_time_ratio < 1.5
 
 
 def test_the_dear_product_is_kept_where_that_is_cheap():
     """A product that is nearly all of the work and nearly none of the memory."""
-    product = OpProfile("aten.mm.default#0", 99 * GFLOP, MIB // 64)
-    plan = decide(stack(8, ops=(product,)), LARGE, config_of())
+    profile = stack(8, ops=(OpProfile("aten.mm.default#0", 99 * GFLOP, MIB // 64),))
+    plain = decide(profile, LARGE, config_of()).baseline_peak_bytes
+    plan = decide(profile, LARGE, config_of(memory_budget=plain // 2))
+    assert len(checkpointed(plan)) >= 4
     assert {layer.checkpointing.keep for layer in checkpointed(plan)} == {("aten.mm.default#0",)}
-    # Backward begins with the last layer: forgetting what it needs at once would lower no peak.
-    assert [layer.name for layer in checkpointed(plan)] == [f"layers.{index}" for index in range(7)]
     assert plan.predicted_time_ratio < 1.05
 
 
@@ -197,7 +243,7 @@ def test_a_budget_takes_the_fastest_plan_that_fits(offloading, profile, share):
     assert not plan.notes
     assert rules_of(plan) <= {"budget-fastest"}
     if not offloading:
-        every = [point for point, _ in all_points(profile)]
+        every = all_points(profile)
         fastest = min(point.seconds for point in every if point.peak_bytes <= budget)
         assert plan.predicted_time_ratio == pytest.approx(fastest / every[0].seconds, rel=ROUNDING)
 
@@ -233,33 +279,12 @@ def test_budgets_of_a_stack_lead_to_different_plans():
 @some
 @given(profile=profiles(), share=st.floats(0, 1))
 def test_a_small_device_is_fitted_where_anything_fits(mode, profile, share):
-    found = [point for point, _ in all_points(profile)]
+    found = all_points(profile)
     least, plain = min(point.peak_bytes for point in found), found[0].peak_bytes
     capacity = int(least + share * (plain - least))
     plan = decide(profile, virtual_hardware(capacity), config_of(mode))
     assert plan.predicted_peak_bytes <= capacity
-    if plan.notes:  # the mode's own point does not fit
-        (note,) = plan.notes
-        assert format_bytes(capacity) in note
-        assert rules_of(plan) <= {"fastest-that-fits"}
-        clock_points = [point for point, _ in all_points(profile, virtual_hardware(capacity))]
-        fastest = min(point.seconds for point in clock_points if point.peak_bytes <= capacity)
-        assert plan.predicted_time_ratio == pytest.approx(fastest / clock_points[0].seconds, rel=ROUNDING)
-
-
-def test_a_mode_whose_point_does_not_fit_gives_way_to_the_fastest_that_does():
-    profile = stack(8)
-    wanted, least = (
-        decide(profile, LARGE, config_of(mode)).predicted_peak_bytes
-        for mode in (OptimizationMode.BALANCED, OptimizationMode.AGGRESSIVE)
-    )
-    assert least < wanted
-    plan = decide(profile, virtual_hardware(wanted - 1), config_of())
-    (note,) = plan.notes
-    assert "balanced" in note
-    assert format_bytes(wanted) in note
-    assert least <= plan.predicted_peak_bytes < wanted
-    assert rules_of(plan) == {"fastest-that-fits"}
+    assert not plan.notes
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -269,7 +294,7 @@ def test_a_mode_whose_point_does_not_fit_gives_way_to_the_fastest_that_does():
 def test_where_nothing_fits_the_smallest_plan_is_taken_and_the_note_has_numbers(
     mode, given_as, profile, share
 ):
-    least = min(point.peak_bytes for point, _ in all_points(profile))
+    least = min(point.peak_bytes for point in all_points(profile))
     room = max(1024, int(share * least))
     if given_as == "device":
         plan = decide(profile, virtual_hardware(room), config_of(mode))
@@ -316,7 +341,7 @@ def test_every_layer_has_a_rule_and_a_reason_and_their_savings_add_up(mode, offl
     at_home = sum(
         each.parameter_bytes + each.gradient_bytes + each.optimizer_bytes
         for each in profile.blocks
-        if "offloading" in plan.layer(each.name).techniques
+        if getattr(plan.layer(each.name).offloading, "to", "device") != "device"
     )
     assert plan.host_bytes == at_home
     saved = sum(layer.saved_bytes for layer in plan.layers) - at_home

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from memscale.execution_plan import Checkpointing
 from memscale.profiler.profile import BlockProfile, OpProfile
-from memscale.techniques.cost import BlockOption, CostTerms
+from memscale.techniques.cost import HOOK_SECONDS, BlockOption, CostTerms
 from memscale.units import format_bytes
 
 __all__ = ["can_recompute", "recompute_options", "worth_keeping"]
@@ -35,12 +35,16 @@ def recompute_options(block: BlockProfile, terms: CostTerms) -> Iterator[BlockOp
         keep = products[:count]
         kept_bytes = sum(op.output_bytes for op in keep)
         flops = max(0, block.forward_flops - sum(op.flops for op in keep) * block.calls)
+        half = max(0, block.forward_half_flops - sum(op.flops for op in keep if op.half) * block.calls)
+        again = block.forward_product_traffic * flops // max(1, block.forward_flops)
+        traffic = block.forward_traffic - block.forward_product_traffic + again
+        seconds = terms.rates.seconds(flops, half, traffic, again)
         reason = f"holds {format_bytes(block.saved_bytes)} for backward, recomputed instead"
         if keep:
             reason += f"; keeps {format_bytes(kept_bytes * block.calls)} that are expensive to compute"
         yield BlockOption(
             "checkpointing",
-            terms.rates.seconds(flops, block.forward_traffic),
+            HOOK_SECONDS + seconds,
             held_bytes=kept_bytes * block.calls,
             returned_bytes=max(0, block.saved_bytes // max(1, block.calls) - kept_bytes),
             reruns_forward=True,

@@ -57,10 +57,12 @@ _TECHNIQUE_FIELDS = frozenset(
 
 
 WHY_KEPT = {
-    "least-peak-times-time": "computing it again costs more time than the memory is worth",
+    "small-model": "the model needs little of the device as it is",
     "least-peak": "dropping it would not lower the peak",
     "least-peak-within-1.15x": "computing it again would not lower the peak, or take too long",
-    "fastest-at-full-checkpointing": "the peak is at that of full checkpointing without it",
+    "least-peak-within-2x": "computing it again would not lower the peak, or take too long",
+    "fastest-at-24%": "the peak is at 24% of the plain one without it",
+    "fastest-within-utilization": "target_gpu_utilization leaves room for it",
     "fastest-that-fits": "the device has room for it",
     "budget-fastest": "the budget has room for it",
     "smallest-plan": "dropping it would not lower the peak",
@@ -206,6 +208,8 @@ def _describe(point: Point) -> str:
         parts.append(setting.precision.dtype)
     if setting.eight_bit:
         parts.append("8-bit optimizer")
+    if setting.state_on_host:
+        parts.append("optimizer state on the host")
     return ", ".join(parts) or "as it is"
 
 
@@ -219,18 +223,21 @@ def _ratio(point: Point, plain: Point) -> float:
 
 
 def _optimizer(chosen: Point, hardware: Hardware, rule: str, bucket: int) -> OptimizerPlan | None:
+    setting = chosen.setting
     on_disk = hardware.offloads_to_disk and any(choice.offloaded for choice in chosen.choices)
-    if not on_disk and not chosen.setting.eight_bit:
+    if not (on_disk or setting.eight_bit or setting.state_on_host):
         return None
     reasons = []
     if on_disk:
         reasons.append(f"stepped {format_bytes(bucket)} at a time, parameters and gradients too")
-    if chosen.setting.eight_bit:
+    if setting.state_on_host:
+        reasons.append(f"kept on the host, and stepped on the device {format_bytes(bucket)} at a time")
+    if setting.eight_bit:
         reasons.append("moments of large parameters take 2.03 bytes a parameter instead of 8")
     return OptimizerPlan(
-        state="disk" if on_disk else "device",
-        bucket_bytes=bucket if on_disk else 0,
-        eight_bit=chosen.setting.eight_bit,
+        state="disk" if on_disk else "host" if setting.state_on_host else "device",
+        bucket_bytes=bucket if on_disk or setting.state_on_host else 0,
+        eight_bit=setting.eight_bit,
         rule=rule,
         reason="; ".join(reasons),
     )
@@ -263,26 +270,33 @@ class _LayerPlans:
         if rows is not None and block.role == "repeated":
             layer = replace(layer, techniques=(*layer.techniques, "tiling"), tiling=Tiling(rows))
         option = self.model.parameter_option(index, choice)
-        if option is None:
+        inputs = choice.input_offloaded and not choice.chained
+        if option is None and not choice.input_offloaded:
             return self._with_residents(layer, block)
-        nbytes = block.parameter_bytes + block.gradient_bytes + block.optimizer_bytes
         tier: Tier = "disk" if self.model.terms.rates.below_is_disk else "host"
-        reason = f"{format_bytes(nbytes)} of parameters, gradients and Adam state live on the {tier}"
-        if block.resident:
-            reason += f"; {_why_resident(block)}"
-        seconds = option.seconds
-        if choice.input_offloaded and not choice.chained:
-            nbytes += self.model.input_bytes(index)
+        nbytes, seconds, reason = 0, 0.0, ""
+        if option is not None:
+            nbytes = block.parameter_bytes + block.gradient_bytes + block.optimizer_bytes
+            seconds = option.seconds
+            reason = f"{format_bytes(nbytes)} of parameters, gradients and Adam state live on the {tier}"
+            if block.resident:
+                reason += f"; {_why_resident(block)}"
+        if inputs:
+            size = self.model.input_bytes(index)
+            nbytes += size
             seconds += self.model.input_seconds(index)
-            reason += f", and so does its input ({format_bytes(self.model.input_bytes(index))})"
+            reason += f"{', and so does' if reason else f'on the {tier} is'} its input ({format_bytes(size)})"
+        reasons = [each for each in (reason, layer.reason if layer.techniques else "") if each]
         return replace(
             layer,
-            techniques=(option.technique, *layer.techniques),
+            techniques=("offloading", *layer.techniques),
             rule=self.verdict.rule,
-            reason=f"{reason}; {layer.reason}" if layer.techniques else reason,
+            reason="; ".join(reasons),
             saved_bytes=layer.saved_bytes + nbytes,
             extra_seconds=round(layer.extra_seconds + seconds, SECONDS_DIGITS),
-            offloading=Offloading(tier, choice.input_offloaded, block.resident),
+            offloading=Offloading(
+                "device" if option is None else tier, choice.input_offloaded, block.resident
+            ),
         )
 
     def _activations(self, index: int, choice: Choice) -> LayerPlan:

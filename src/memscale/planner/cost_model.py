@@ -191,9 +191,7 @@ class CostModel:
         self._profile = profile
         self.setting = setting
         self.prefetch = prefetch
-        self.terms = CostTerms(
-            Rates.of(hardware, setting.precision), config, setting.working_share, prefetch > 0
-        )
+        self.terms = CostTerms(Rates.of(hardware), config, setting.working_share, prefetch > 0)
         self.blocks = called_blocks(profile)
         self._on_cpu = hardware.device.kind == "cpu"
         self._room_below = room_below(hardware, config) if config.enable_offloading else 0
@@ -201,8 +199,6 @@ class CostModel:
         self._bucket_bytes = bucket_bytes(profile)
         self._temporaries = profile.step_temporaries or ADAMW_TEMPORARIES["cpu" if self._on_cpu else "other"]
         layers = [block for block in self.blocks if block.role == "repeated"]
-        self._largest_block = max(map(self._working, self.blocks), default=0)
-        self._largest_layer = max(map(self._working, layers), default=0)
         odd = [block for block in self.blocks if block.role != "repeated" and can_recompute(block)]
         saved = sum(block.saved_bytes for block in layers if can_recompute(block))
         worthwhile = sum(block.saved_bytes for block in odd) >= ODD_BLOCKS_SHARE * saved
@@ -241,7 +237,8 @@ class CostModel:
 
     def parameter_option(self, index: int, choice: Choice) -> BlockOption | None:
         """Return the option that a choice takes for a block's parameters."""
-        return next(iter(self._options[index][""]), None) if choice.offloaded else None
+        options = self._options[index][""] if choice.offloaded else ()
+        return next((each for each in options if each.reruns_forward == choice.recompute), None)
 
     # Whole plans -------------------------------------------------------------------------------------
 
@@ -271,6 +268,9 @@ class CostModel:
         ]
         trade = trade_of(self._frame(odd_offloaded, prefetch), options)
         below = peak_below = sum(_all_bytes(block) for block in offloaded)
+        if self.setting.state_on_host:
+            below += self._profile.optimizer_bytes - sum(block.optimizer_bytes for block in offloaded)
+            peak_below = below
         if (
             self._on_cpu and offloaded
         ):  # on the host below an accelerator, activations have what the cap leaves
@@ -298,40 +298,49 @@ class CostModel:
     def _row(self, odd_offloaded: bool, prefetch: int) -> Row[Choices]:
         """Return the row without options: what is in use whatever is chosen."""
         profile, blocks = self._profile, self.blocks
-        in_blocks = sum(block.parameter_bytes + block.optimizer_bytes for block in blocks)
-        # If every kind of block is offloaded, prefetched ones are on the device all the time; else beside layers only.
-        prefetched = prefetch * self._largest_block if odd_offloaded else 0
+        in_blocks = sum(block.parameter_bytes for block in blocks)
+        if not self.setting.state_on_host:
+            in_blocks += sum(block.optimizer_bytes for block in blocks)
+        # When backward begins, the parameters of its first blocks are prefetched; where none is sure to be offloaded,
+        # that is left to the simulation.
+        prefetched = self._prefetched(len(blocks), -1, prefetch, True) if odd_offloaded else 0
         other_gradients = profile.gradient_bytes - sum(block.gradient_bytes for block in blocks)
         return Row(
             options=[()] * len(blocks),
             dropped=[block.dropped_bytes for block in blocks],
             constant=profile.parameter_bytes
-            + profile.optimizer_bytes
+            + (0 if self.setting.state_on_host else profile.optimizer_bytes)
             + profile.resident_bytes
             + profile.other_saved_bytes
-            + prefetched
             - in_blocks,
             seconds=self.terms.rates.step(profile),
             loss=profile.loss_peak_bytes,
-            tail=profile.tail_peak_bytes + (0 if odd_offloaded else prefetch * self._largest_layer),
+            tail=profile.tail_peak_bytes + prefetched,
             # What forward saves outside of the blocks is released before the optimizer steps.
-            stepping=other_gradients
-            + self._step_temporaries(odd_offloaded)
-            - profile.other_saved_bytes
-            - prefetched,
+            stepping=other_gradients + self._step_temporaries(odd_offloaded) - profile.other_saved_bytes,
         )
+
+    def _prefetched(self, index: int, towards: int, prefetch: int, odd_offloaded: bool) -> int:
+        """Return the most that is prefetched beside a block: the next ones, `towards` the end (1) or the start (-1)."""
+        ahead = self.blocks[index + 1 :] if towards > 0 else self.blocks[:index][::-1]
+        offloaded = [block for block in ahead if odd_offloaded or block.role == "repeated"]
+        return sum(map(self._working, offloaded[:prefetch]))
 
     def _step_temporaries(self, odd_offloaded: bool) -> int:
         """Return what a step allocates for one parameter at a time; for all at once see `_cost`."""
         largest = int(self._temporaries[1] * self._profile.largest_gradient_bytes)
         if self._on_cpu:  # the largest are embeddings: offloaded ones are stepped in buckets
             return self._bucket_bytes if odd_offloaded else largest
+        if (
+            self.setting.state_on_host
+        ):  # half of a bucket is state, a quarter parameters with their temporaries
+            return self._bucket_bytes // 2 + int(self._temporaries[0] * self._bucket_bytes / 4)
         return largest + (self._bucket_bytes if self.setting.eight_bit else 0)  # moments in 32 bits again
 
     # Positions ---------------------------------------------------------------------------------------
 
     def _may_be_offloaded(self, odd: bool) -> list[tuple[bool, ...]] | None:
-        """Return for each block whether its parameters may, or must, be offloaded; None if the odd ones cannot.
+        """Return for each block whether its parameters may, or must, be offloaded; None if no odd ones can.
 
         The tier below may have room for some layers only, the last ones.
         """
@@ -342,7 +351,7 @@ class CostModel:
             if odd and block.role != "repeated" and has_option[index]:
                 allowed[index] = (True,)
                 room -= _all_bytes(block) + self._unused_in_pages(block)
-        if room < 0:
+        if room < 0 or (odd and (True,) not in allowed):
             return None
         for index, block in reversed(list(enumerate(self.blocks))):
             if block.role == "repeated" and has_option[index]:
@@ -355,9 +364,9 @@ class CostModel:
     def _options_at(
         self, index: int, allowed: Sequence[tuple[bool, ...]], odd_offloaded: bool
     ) -> tuple[Option[Choices], ...]:
-        near = slice(max(0, index - 1), index + SEGMENT_LENGTHS[-1])
+        near = slice(max(0, index - 1 - self.prefetch), index + SEGMENT_LENGTHS[-1] + self.prefetch)
         chained = tuple(_can_chain(*pair) for pair in itertools.pairwise(self.blocks[near]))
-        key = (index == 0, tuple(self._kinds[near]), tuple(allowed[near]), chained, odd_offloaded)
+        key = (index - near.start, tuple(self._kinds[near]), tuple(allowed[near]), chained, odd_offloaded)
         if key not in self._known_positions:
             found: list[Option[Choices]] = []
             for offloaded in allowed[index]:
@@ -397,7 +406,8 @@ class CostModel:
     def _with_input_offloaded(self, index: int, choices: Choices, option: BlockOption) -> Iterator[Choices]:
         """Yield a block or segment with its input on the device, and with its input on the tier below."""
         yield choices
-        if choices[0].offloaded and option.reruns_forward and not option.keep and self.input_bytes(index):
+        allowed = self.terms.config.enable_offloading and (choices[0].offloaded or not self._on_cpu)
+        if allowed and option.reruns_forward and not option.keep and self.input_bytes(index):
             yield tuple(choice._replace(input_offloaded=True) for choice in choices)
 
     def _is_segment(self, indices: range) -> bool:
@@ -412,15 +422,20 @@ class CostModel:
 
     def _option(self, start: int, choices: Choices, odd_offloaded: bool, prefetch: int) -> Option[Choices]:
         """Return what choices for one block or segment cost; computed once for equal blocks after equal ones."""
-        # Beside an offloaded layer the next ones are prefetched; if all blocks are offloaded that is in the row.
-        prefetched = prefetch * self._largest_layer if choices[0].offloaded and not odd_offloaded else 0
+        prefetched = (0, 0)
+        if prefetch and choices[0].offloaded:
+            last = start + len(choices) - 1
+            prefetched = (
+                self._prefetched(last, 1, prefetch, odd_offloaded),
+                self._prefetched(start, -1, prefetch, odd_offloaded),
+            )
         key = (start == 0, *self._kinds[max(0, start - 1) : start + len(choices)], choices, prefetched)
         option = self._known_options.get(key)
         if option is None:
             option = self._known_options[key] = self._cost(start, choices, prefetched)
         return option
 
-    def _cost(self, start: int, choices: Choices, prefetched: int) -> Option[Choices]:
+    def _cost(self, start: int, choices: Choices, prefetched: tuple[int, int]) -> Option[Choices]:
         parts = [self._part(start + offset, choice) for offset, choice in enumerate(choices)]
         first = choices[0]
         held = self._extra_input(start, parts[0], first)
@@ -433,6 +448,8 @@ class CostModel:
         held += parts[-1].block.output_bytes  # inside of a segment outputs are recomputed
         backward = self._backward(start, parts, held)
         seconds = sum(part.seconds for part in parts)
+        if self.setting.state_on_host:
+            seconds += sum(self._state_seconds(part.block) for part in parts if not part.offloaded)
         if first.input_offloaded:
             backward += self.input_bytes(start)
             seconds += self.input_seconds(start)
@@ -442,12 +459,10 @@ class CostModel:
             seconds=seconds,
             resident=sum(block.parameter_bytes + self._state_bytes(block) for block in resident),
             held=held,
-            forward=forward + prefetched,
-            backward=backward + prefetched,
+            forward=forward + prefetched[0],
+            backward=backward + prefetched[1],
             gradient=sum(block.gradient_bytes for block in resident),
-            stepping=sum(
-                block.gradient_bytes + int(self._temporaries[0] * block.gradient_bytes) for block in resident
-            ),
+            stepping=sum(block.gradient_bytes + self._foreach_temporaries(block) for block in resident),
             span=len(parts),
         )
 
@@ -494,17 +509,32 @@ class CostModel:
         return min(self.blocks[index].boundary_bytes, before.output_bytes + before.passed_bytes)
 
     def input_seconds(self, index: int) -> float:
-        """Return the time of offloading a block's input."""
-        return activation_seconds(self.input_bytes(index), self.terms)
+        """Return the time of offloading a block's input, which its own forward and backward cover."""
+        return activation_seconds(
+            self.input_bytes(index), self.terms, self.terms.rates.forward(self.blocks[index])
+        )
 
     def _working(self, block: BlockProfile) -> int:
         """Return the bytes of a working copy of a block's parameters."""
         return int(block.used_bytes * self.terms.working_share)
 
     def _state_bytes(self, block: BlockProfile) -> int:
-        """Return the bytes of optimizer state; that of embeddings stays in 32 bits."""
+        """Return the bytes of optimizer state on the device; that of embeddings stays in 32 bits."""
+        if self.setting.state_on_host:
+            return 0
         share = self.setting.state_share if block.role == "repeated" else 1.0
         return int(block.optimizer_bytes * share)
+
+    def _state_seconds(self, block: BlockProfile) -> float:
+        """Return the time of copying the optimizer state of a block to the device and back."""
+        rates = self.terms.rates
+        return 2 * (block.optimizer_bytes / rates.pageable_per_second + rates.latency * block.parameter_count)
+
+    def _foreach_temporaries(self, block: BlockProfile) -> int:
+        """Return what a step of all resident parameters at once allocates for those of a block."""
+        if self.setting.state_on_host:
+            return 0  # stepped in buckets: see `_step_temporaries`
+        return int(self._temporaries[0] * block.gradient_bytes)
 
     def _has_copy(self, block: BlockProfile) -> bool:
         """Return whether a layer's resident parameters have a 16-bit copy on the device until backward.

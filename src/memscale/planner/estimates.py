@@ -101,25 +101,21 @@ class Estimates:
         nearest = min((known for known, _ in self._known), key=lambda known: abs(known - size))
         room, models = self._models(size)
         for setting, point in self._frontier(nearest):
-            here = models[setting, point.prefetch > 0].point(point.choices)
+            here = models[setting].point(point.choices)
             if here.peak_bytes <= room:
                 yield here
 
     def _frontier_at(self, size: int) -> list[tuple[int, Point]]:
         """Return the plans on the frontier of a size, smallest first, each with the index of its setting."""
         under = self._under(size)
-        points = frontier_points(under, self._hardware, self._config, most=FRONTIER_WIDTH)
+        points = frontier_points(under, self._hardware, self._config, prefetch=False, most=FRONTIER_WIDTH)
         index = {id(setting): number for number, (setting, _) in enumerate(under)}
         return [(index[id(each.setting)], each) for each in sorted(points, key=lambda each: each.peak_bytes)]
 
-    def _models_at(self, size: int) -> tuple[int, dict[tuple[int, bool], CostModel]]:
+    def _models_at(self, size: int) -> tuple[int, list[CostModel]]:
         """Return the highest peak of a plan for a size (what no prediction sees grows with it), and cost models."""
         under = self._under(size)
-        models: dict[tuple[int, bool], CostModel] = {}
-        for index, each in enumerate(under):
-            for model in cost_models([each], self._hardware, self._config):
-                models[index, model.prefetch > 0] = model
-                models.setdefault((index, False), model)  # of plans that offload nothing
+        models = list(cost_models(under, self._hardware, self._config, prefetch=False))
         return self._room - unseen_bytes(under[0][1], self._hardware), models
 
     def _under(self, size: int) -> Under:

@@ -291,6 +291,9 @@ def profile_settings(
             )
             needs = with_optimizer(needs, model, optimizer, place)
         under.append((setting, needs))
+        moves = optimizer is None or optimizer.moves
+        if moves and offload_to == "host" and not setting.eight_bit:
+            under.append((replace(setting, state_on_host=True), needs))
     return ProfiledModel(profile, under, optimizer)
 
 

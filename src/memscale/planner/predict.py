@@ -230,9 +230,14 @@ def _step(
         here = _stepped_here(model, device, needs)
         config = None if executor is None else executor.config
         _add_state(here, plan, model, tracker, device, needs, on_disk, config)
-        _make_temporaries([each for _, each in here if id(each) not in on_disk], needs)
-        if on_disk and plan is not None and plan.optimizer is not None:
-            _pages_of_a_bucket(model, on_disk, plan.optimizer.bucket_bytes)
+        stepped = [each for _, each in here if id(each) not in on_disk]
+        bucket = plan.optimizer.bucket_bytes if plan is not None and plan.optimizer is not None else 0
+        if _has_state_on_host(plan, needs, device):
+            _make_bucket(stepped, needs, bucket)
+        else:
+            _make_temporaries(stepped, needs)
+        if on_disk and bucket:
+            _pages_of_a_bucket(model, on_disk, bucket)
         for parameter in model.parameters():
             parameter.grad = None
     replays = [tracker.replay(log, (after_forward,)) for _ in range(REPLAYS)]
@@ -280,10 +285,11 @@ def _add_state(
 ) -> None:
     """Reserve the state of the parameters that are on the device, and the counts of steps, which are on the host.
 
-    Where the plan of a CPU has state on disk, all of it is there, but for what is smaller than a page, and for
-    optimizers whose state does not move. Under a cap on the disk it is where its parameter is.
+    Where the plan of a CPU has state on disk, or that of an accelerator on the host, all of it is there, but for what
+    is smaller than a page, and for optimizers whose state does not move. Under a cap on the disk it is where its
+    parameter is.
     """
-    is_below = (
+    is_below = _has_state_on_host(plan, needs, device) or (
         needs.moves
         and device.type == "cpu"
         and plan is not None
@@ -307,6 +313,21 @@ def _add_state(
         for size in sizes:  # without tensors: they would take a tenth of a simulation
             if not is_below or size < PAGE:
                 tracker.reserve(size, device, "optimizer state")
+
+
+def _has_state_on_host(plan: Plan | None, needs: OptimizerNeeds, device: torch.device) -> bool:
+    """Return whether the state of parameters on an accelerator is on the host."""
+    is_planned = plan is not None and plan.optimizer is not None and plan.optimizer.state == "host"
+    return is_planned and needs.moves and device.type != "cpu"
+
+
+def _make_bucket(here: Sequence[nn.Parameter], needs: OptimizerNeeds, bucket_bytes: int) -> None:
+    """Allocate and release the state and temporaries of the parameters that are stepped at once."""
+    # A bucket has as many bytes of parameters, of gradients and of each moment.
+    parameters = min(bucket_bytes // 4, sum(each.nbytes for each in here))
+    sizes = [parameters, parameters, int(needs.temporaries[0] * parameters)]
+    made = [torch.empty(size, dtype=torch.uint8, device=here[0].device) for size in sizes if size]
+    del made
 
 
 def _make_temporaries(here: Sequence[nn.Parameter], needs: OptimizerNeeds) -> None:

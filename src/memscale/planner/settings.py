@@ -47,12 +47,22 @@ class BatchSize:
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to treat a model as a whole."""
+    """One way to treat a model as a whole.
+
+    Attributes:
+        loss: how head and loss are tiled.
+        precision: what layers compute in.
+        mlp_rows: positions of a tile of an MLP.
+        eight_bit: Adam's moments are kept in 8 bits.
+        state_on_host: optimizer state of parameters on the device is on the host, and stepped in buckets there.
+        notes: for the user.
+    """
 
     loss: LossTiling | None = None
     precision: Precision | None = None
     mlp_rows: int | None = None
     eight_bit: bool = False
+    state_on_host: bool = False
     notes: tuple[str, ...] = ()
 
     @property

@@ -198,6 +198,8 @@ def build_profile(
         tail_peak_bytes=peaks.tail,
         other_flops=step.other_flops,
         other_traffic=step.other_traffic,
+        other_half_flops=step.other_half_flops,
+        other_product_traffic=step.other_product_traffic,
         peak_bytes=0 if stand_ins else step.peak,
         blocks_left_out=len(stand_ins),
         at_home=at_home,
@@ -311,6 +313,10 @@ def _block_profile(
         backward_flops=record.backward_flops,
         forward_traffic=record.forward_traffic,
         backward_traffic=record.backward_traffic,
+        forward_half_flops=record.forward_half_flops,
+        backward_half_flops=record.backward_half_flops,
+        forward_product_traffic=record.forward_product_traffic,
+        backward_product_traffic=record.backward_product_traffic,
         has_own_checkpointing=any(
             member == name or member.startswith(f"{name}.") or not name
             for member in block.members

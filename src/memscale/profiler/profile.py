@@ -27,11 +27,13 @@ class OpProfile:
         key: the overload and its number among the block's calls of it: "aten.addmm.default#3".
         flops: floating-point operations of one call.
         output_bytes: device memory of its result.
+        half: whether it computes in 16 bits.
     """
 
     key: str
     flops: int
     output_bytes: int
+    half: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,12 @@ class BlockProfile:
         backward_peak_bytes: the same for its backward.
         forward_flops: floating-point operations of forward.
         backward_flops: floating-point operations of backward.
+        forward_half_flops: those of forward in 16 bits.
+        backward_half_flops: those of backward in 16 bits.
         forward_traffic: bytes that forward's operations read and write.
         backward_traffic: bytes that backward's operations read and write.
+        forward_product_traffic: those of forward's operations that have floating-point operations (products).
+        backward_product_traffic: the same of backward.
         has_own_checkpointing: whether the model itself recomputes this block.
         ops: the operations whose results may be kept if the block is recomputed.
         dropped_bytes: what its forward allocates that lives until the model returns, and no longer (a cache).
@@ -98,6 +104,10 @@ class BlockProfile:
     passed_bytes: int = 0
     parameter_count: int = 0
     resident: tuple[str, ...] = ()
+    forward_half_flops: int = 0
+    backward_half_flops: int = 0
+    forward_product_traffic: int = 0
+    backward_product_traffic: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,6 +145,8 @@ class ModelProfile:
         tail_peak_bytes: the most in use from there to the first backward of a block, above the held bytes.
         other_flops: floating-point operations of a step outside of the blocks.
         other_traffic: bytes read and written outside of the blocks.
+        other_half_flops: those operations outside of the blocks in 16 bits.
+        other_product_traffic: those bytes outside of the blocks that products read and write.
         peak_bytes: the recorded peak of the step; 0 if the model was shortened.
         blocks_left_out: how many blocks did not run, and have the figures of an equal one.
         at_home: parameters were offloaded: peaks of blocks include their working copies.
@@ -162,6 +174,8 @@ class ModelProfile:
     at_home: bool = False
     unseen: tuple[Unseen, ...] = ()
     step_temporaries: tuple[float, float] | None = None
+    other_half_flops: int = 0
+    other_product_traffic: int = 0
 
     @property
     def calls_blocks(self) -> bool:

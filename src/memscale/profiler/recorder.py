@@ -48,6 +48,10 @@ class BlockRecord:
     backward_flops: int = 0
     forward_traffic: int = 0
     backward_traffic: int = 0
+    forward_half_flops: int = 0
+    backward_half_flops: int = 0
+    forward_product_traffic: int = 0
+    backward_product_traffic: int = 0
     ops: list[OpProfile] = field(default_factory=list)
     # Parameters, as (member, name in it), that were read while no block that has them was running: in forward
     # by another module or a hook, in backward by a checkpoint inside the block, which runs a part of it again.
@@ -66,6 +70,8 @@ class StepRecord:
     tail_peak: int = 0  # from there to the first operation of a block's backward
     other_flops: int = 0
     other_traffic: int = 0
+    other_half_flops: int = 0
+    other_product_traffic: int = 0
     peak: int = 0
     largest_convolution: int = 0  # bytes of its operands and its result
     guesses: int = 0  # made-up numbers that Python code read
@@ -234,12 +240,16 @@ class Recorder:
         name = self._block_in_backward() if backward else (self._running[-1] if self._running else None)
         flops = _flops(func, args, kwargs, result)
         traffic = 0 if _is_view(func) else _bytes((args, kwargs)) + _bytes(result)
+        half = flops if flops and _is_half(args) else 0
+        product_traffic = traffic if flops else 0
         in_use = self._in_use() + self._tracker.temporary_bytes
         if func is torch.ops.aten.convolution.default:
             self.step.largest_convolution = max(self.step.largest_convolution, traffic)
         if name is None:
             self.step.other_flops += flops
             self.step.other_traffic += traffic
+            self.step.other_half_flops += half
+            self.step.other_product_traffic += product_traffic
             if backward and self._last_backward is not None:
                 self._last_backward.backward_peak = max(self._last_backward.backward_peak, in_use)
             else:
@@ -251,14 +261,18 @@ class Recorder:
             record.backward_peak = max(record.backward_peak, in_use)
             record.backward_flops += flops
             record.backward_traffic += traffic
+            record.backward_half_flops += half
+            record.backward_product_traffic += product_traffic
             return
         record.forward_peak = max(record.forward_peak, in_use)
         record.forward_flops += flops
         record.forward_traffic += traffic
+        record.forward_half_flops += half
+        record.forward_product_traffic += product_traffic
         if flops and record.calls == 1:
             overload = str(func)
             number = self._counts[-1].get(overload, 0)
-            record.ops.append(OpProfile(f"{overload}#{number}", flops, _bytes(result)))
+            record.ops.append(OpProfile(f"{overload}#{number}", flops, _bytes(result), half > 0))
         if record.calls == 1:
             overload = str(func)
             self._counts[-1][overload] = self._counts[-1].get(overload, 0) + 1
@@ -312,6 +326,13 @@ def _nbytes(tensor: torch.Tensor) -> int:
 def _is_view(func: Any) -> bool:
     # A view reads and writes nothing.
     return bool(func.is_view)
+
+
+def _is_half(args: tuple[Any, ...]) -> bool:
+    """Return whether an operation computes in 16 bits, by its first floating-point operand."""
+    tensors = (leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor))
+    dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
+    return dtype in (torch.float16, torch.bfloat16)
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:

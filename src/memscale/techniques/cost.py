@@ -1,7 +1,7 @@
 """What a technique tells the planner: what it can do with a block, in bytes and seconds.
 
 Times are floating-point operations and bytes over the device's rates. They come from the profile and from tables, never
-from a clock, so that a plan is the same on every run.
+from a clock, so that a plan is the same on every run. `docs/step_times.md` compares them with published measurements.
 """
 
 from __future__ import annotations
@@ -12,70 +12,108 @@ from typing import Literal
 import torch
 
 from memscale.config import Config
-from memscale.execution_plan import Checkpointing, Precision
+from memscale.execution_plan import Checkpointing
 from memscale.hardware import Hardware
 from memscale.profiler.profile import BlockProfile, ModelProfile, OpProfile
 
 __all__ = ["BlockOption", "CostTerms", "Rates"]
 
-# The share of the published peak that training code reaches. It scales all computation alike; only its ratio to
-# memory traffic matters to a plan.
-COMPUTE_EFFICIENCY = 0.5
-LINK_EFFICIENCY = 0.8  # of the link's theoretical rate, from page-locked memory
-HOST_BANDWIDTH = 20e9  # bytes per second of Adam in host memory; an assumption, since hosts are not described
+COMPUTE_EFFICIENCY = 0.65  # of the published rate, which matrix products reach in training code
+MEMORY_EFFICIENCY = 0.8  # of the published bandwidth of device memory, which pointwise kernels reach
+LINK_EFFICIENCY = (
+    0.83  # of the link's theoretical rate, from page-locked memory (torchtitan: 53.1 of 64 GB/s)
+)
+PAGEABLE_BANDWIDTH = 11e9  # bytes per second from memory that is not page-locked (torchtitan: 11.2 GB/s)
+# Seconds of Adam on the host for each byte of fp32 parameters: torch's loop over parameters takes 2.5 ns and more a
+# parameter (DeepSpeed PR 735: 4.8), its fused implementation 0.7 to 1.1.
+HOST_ADAM_LOOP = 2.5e-9 / 4
+HOST_ADAM_FUSED = 0.9e-9 / 4
 OPTIMIZER_READS = 4  # Adam reads weight, gradient and two moments
 OPTIMIZER_WRITES = 3  # and writes weight and both moments
-# Fixed seconds of each transfer of a block: launching copies, or page faults and calls of the file system.
-LINK_LATENCY = 30e-6
+# Fixed seconds of each transfer of a tensor: launching a copy, or page faults and calls of the file system.
+LINK_LATENCY = 15e-6
 DISK_LATENCY = 2e-3
+HOOK_SECONDS = 100e-6  # of Python around the forward and backward of a block that a technique is attached to
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of a device and of the tier below it.
+    """The rates of a device and of the tier below it, as training code reaches them.
 
     Attributes:
-        flops_per_second: of the device.
+        fp32_flops: products of fp32 a second, in TF32 if torch's switch allows it.
+        half_flops: products in 16 bits a second.
         bytes_per_second: of the device's own memory.
-        h2d_per_second: bytes copied to the device from the tier below.
+        h2d_per_second: bytes copied to the device from page-locked memory, or from disk.
         d2h_per_second: bytes copied back.
-        latency: fixed seconds of each transfer.
+        pageable_per_second: bytes copied each way from memory that is not page-locked.
+        latency: fixed seconds of each transfer of a tensor.
         below_is_disk: whether the tier below is the disk, not host memory.
     """
 
-    flops_per_second: float
+    fp32_flops: float
+    half_flops: float
     bytes_per_second: float
     h2d_per_second: float
     d2h_per_second: float
+    pageable_per_second: float
     latency: float = LINK_LATENCY
     below_is_disk: bool = False
 
     @classmethod
-    def of(cls, hardware: Hardware, precision: Precision | None = None) -> Rates:
-        """Return the rates of a device that computes in a precision."""
+    def of(cls, hardware: Hardware) -> Rates:
+        """Return the rates of a device."""
         device, disk = hardware.device, hardware.disk
-        rate = device.rates.fp32 if precision is None else device.rates.of(getattr(torch, precision.dtype))
-        flops = rate * COMPUTE_EFFICIENCY
+        fp32 = device.rates.fp32
+        if torch.get_float32_matmul_precision() != "highest" and device.kind != "cpu":
+            fp32 = device.rates.tf32 or fp32
+        half = device.rates.of(torch.bfloat16 if device.supports_bf16 else torch.float16)
+        compute = fp32 * COMPUTE_EFFICIENCY, half * COMPUTE_EFFICIENCY
+        memory = device.memory_bandwidth * MEMORY_EFFICIENCY
         link = float("inf") if device.kind == "cpu" else device.link_bandwidth * LINK_EFFICIENCY
-        if device.kind == "cpu" or hardware.offloads_to_disk:
+        if hardware.offloads_to_disk:
             h2d, d2h = min(link, disk.read_bandwidth), min(link, disk.write_bandwidth)
-            return cls(flops, device.memory_bandwidth, h2d, d2h, DISK_LATENCY, below_is_disk=True)
-        return cls(flops, device.memory_bandwidth, link, link)
+            return cls(*compute, memory, h2d, d2h, min(h2d, d2h), DISK_LATENCY, below_is_disk=True)
+        return cls(*compute, memory, link, link, min(link, PAGEABLE_BANDWIDTH))
 
-    def seconds(self, flops: int, traffic: int) -> float:
-        """Return the time of so many operations that read and write so many bytes."""
-        return flops / self.flops_per_second + traffic / self.bytes_per_second
+    def seconds(self, flops: int, half_flops: int, traffic: int, product_traffic: int) -> float:
+        """Return the time of operations that read and write so many bytes.
+
+        Args:
+            flops: floating-point operations of products.
+            half_flops: those of them in 16 bits.
+            traffic: bytes that all operations read and write.
+            product_traffic: those of products, which are read while they compute.
+        """
+        compute = (flops - half_flops) / self.fp32_flops + half_flops / self.half_flops
+        pointwise = (traffic - product_traffic) / self.bytes_per_second
+        return max(compute, product_traffic / self.bytes_per_second) + pointwise
 
     def forward(self, block: BlockProfile) -> float:
-        return self.seconds(block.forward_flops, block.forward_traffic)
+        return self.seconds(
+            block.forward_flops,
+            block.forward_half_flops,
+            block.forward_traffic,
+            block.forward_product_traffic,
+        )
 
     def backward(self, block: BlockProfile) -> float:
-        return self.seconds(block.backward_flops, block.backward_traffic)
+        return self.seconds(
+            block.backward_flops,
+            block.backward_half_flops,
+            block.backward_traffic,
+            block.backward_product_traffic,
+        )
 
     def step(self, profile: ModelProfile) -> float:
         """Return the time of a whole plain step."""
         blocks = sum(self.forward(block) + self.backward(block) for block in profile.blocks)
-        other = self.seconds(profile.other_flops, profile.other_traffic)
+        other = self.seconds(
+            profile.other_flops,
+            profile.other_half_flops,
+            profile.other_traffic,
+            profile.other_product_traffic,
+        )
         return blocks + other + self.optimizer(profile.gradient_bytes)
 
     def optimizer(self, gradient_bytes: int) -> float:
@@ -85,7 +123,7 @@ class Rates:
     def optimizer_below(self, gradient_bytes: int) -> float:
         """Return the time of Adam on the tier below."""
         if not self.below_is_disk:
-            return (OPTIMIZER_READS + OPTIMIZER_WRITES) * gradient_bytes / HOST_BANDWIDTH
+            return HOST_ADAM_LOOP * gradient_bytes
         reads = OPTIMIZER_READS * gradient_bytes / self.h2d_per_second
         return reads + OPTIMIZER_WRITES * gradient_bytes / self.d2h_per_second
 
@@ -120,7 +158,8 @@ class BlockOption:
             state are on the tier below, and a working copy is on the device while the block computes.
         held_bytes: what forward then holds for backward on the device, all calls together.
         returned_bytes: what comes back for backward, one call at a time.
-        reruns_forward: whether backward runs forward again, from the block's input.
+        reruns_forward: whether backward runs forward again, from the block's input. Of an option for parameters:
+            whether it is the one beside such an option for activations, which covers transfers as well.
         keep: the operations whose outputs are not recomputed.
         settings: the technique's entry in the `LayerPlan`, if it has one.
         reason: what is done, in words and numbers; the planner adds to it why.
