@@ -119,8 +119,6 @@ class Activations:
     ) -> None:
         self._engine = engine
         self._device = device
-        self._store = store
-        self._capacity = capacity
         self._logs = logs
         self._tier = _Tier(engine, store or HostMemory(capacity, engine.pinned_bytes), meter or Meter())
         self._known: weakref.WeakValueDictionary[tuple[object, ...], OffloadedStorage] = (
@@ -204,19 +202,6 @@ class Activations:
             if self._engine.is_async:
                 self._calls.limit_in_flight(call, self._engine.depth + 1)
         return _SavedView(stored, call, view, whole=whole)
-
-    def __getstate__(self) -> dict[str, object]:
-        return {
-            "engine": self._engine,
-            "device": self._device,
-            "store": self._store,
-            "capacity": self._capacity,
-            "logs": self._logs,
-            "meter": self._tier.meter,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
 
 
 class OffloadActivationsStage(ForwardStage):

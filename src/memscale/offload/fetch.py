@@ -33,6 +33,7 @@ copies.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ from memscale.checkpointing.state import KeptTensor, mark_as_copy
 from memscale.observe.counters import Meter
 from memscale.offload.activations import Refetch
 from memscale.offload.prefetch import Prefetcher
-from memscale.techniques.forward import ForwardStage, Stage, WeakModule
+from memscale.techniques.forward import ForwardStage, Stage
 from memscale.tiers.engine import Engine, Lane, Transfer
 
 __all__ = ["FetchStage", "GradientTransfer", "bring_inputs"]
@@ -76,7 +77,7 @@ class FetchStage(ForwardStage):
     in_evaluation = True  # the parameters are on the host then as well
 
     def __init__(self, module: nn.Module, device: torch.device, meter: Meter, *, recomputed: bool) -> None:
-        self._module = WeakModule(module)
+        self._module = weakref.ref(module)
         self.device = device
         self.meter = meter
         self.prefetcher: Prefetcher | None = None

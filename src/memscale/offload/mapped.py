@@ -211,12 +211,6 @@ class MappedParameters:
         if gradient is not None and not self.store.holds(gradient) and can_be_mapped(gradient):
             parameter.grad = self.store.copy_of(gradient)
 
-    def __getstate__(self) -> dict[str, object]:
-        return {"store": self.store, "meter": self._meter}  # a copy's parameters are ordinary ones
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
-
 
 class _GradientHook:
     """Moves a parameter's gradient to disk when it was accumulated."""

@@ -28,7 +28,7 @@ from memscale.recovery.shortage import (
     planned_forward,
 )
 from memscale.recovery.steps import StepRecovery
-from memscale.techniques.forward import ForwardStage, Stage, WeakModule
+from memscale.techniques.forward import ForwardStage, Stage
 
 if TYPE_CHECKING:
     from memscale.techniques.undo_log import UndoLog
@@ -43,7 +43,7 @@ class StepGuard:
 
     def __init__(self) -> None:
         self._calls: weakref.WeakKeyDictionary[GraphHandle, ModelCall] = weakref.WeakKeyDictionary()
-        self._model: WeakModule | None = None
+        self._model: weakref.ref[nn.Module] | None = None
 
     @property
     def calls(self) -> list[ModelCall]:
@@ -61,7 +61,7 @@ class StepGuard:
 
     def begin(self, model: nn.Module, log: UndoLog) -> None:
         """Guard backward passes and optimizer steps."""
-        self._model = WeakModule(model)
+        self._model = weakref.ref(model)
         log.add(_GuardedBackward(self))
         log.add(StepRecovery(model))
 
@@ -77,13 +77,6 @@ class StepGuard:
         executor = None if model is None else executor_of(model)
         return executor if executor is not None and executor.attached else None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"model": self._model}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]  # no graph is copied
-        self._model = state["model"]
-
 
 class _GuardedBackward:
     """The subscription of a guard to backward passes, as a change that can be undone."""
@@ -94,9 +87,6 @@ class _GuardedBackward:
 
     def undo(self) -> None:
         BACKWARD.unsubscribe(guarded_backward, self._guard)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_guard"])  # type: ignore[misc]  # a copy of the model is guarded by itself
 
 
 class RecoverStage(ForwardStage):

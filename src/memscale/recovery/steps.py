@@ -21,6 +21,7 @@ of torch.optim's (``optimizer/kinds.py``) is not repeated.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -37,7 +38,6 @@ from memscale.optimizer.buckets import Member, SplitStep, members_of
 from memscale.optimizer.interceptor import StepOrder, StepSubscriber
 from memscale.optimizer.kinds import why_whole
 from memscale.recovery.shortage import add_note, explain, free_memory
-from memscale.techniques.forward import WeakModule
 
 __all__ = ["StepRecovery"]
 
@@ -59,21 +59,12 @@ class StepRecovery(StepSubscriber):
     order = StepOrder.RECOVERY
 
     def __init__(self, model: nn.Module) -> None:
-        self._begin(WeakModule(model))
-
-    def _begin(self, model: WeakModule) -> None:
-        self._model = model
+        self._model = weakref.ref(model)
         self._ran_out = False
         self.subscribe()
 
     def undo(self) -> None:
         self.unsubscribe()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"model": self._model}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._begin(state["model"])
 
     def parameter_ids(self) -> set[int]:
         """Return the ids of the model's parameters."""

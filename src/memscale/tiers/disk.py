@@ -65,7 +65,7 @@ WRITE_BYTES = 2**18
 class DiskStore:
     """A model's share of the disk: parameters, gradients, optimizer state and activations under one cap.
 
-    The file is made when the first tensor goes there. A copy has the same settings and nothing in it.
+    The file is made when the first tensor goes there.
 
     Args:
         directory: Where (`offload_dir`); None for what `find_disk` chooses.
@@ -217,12 +217,6 @@ class DiskStore:
             return None
         strided = tensor.layout is torch.strided
         return self._file.mapped_at(tensor.untyped_storage().data_ptr()) if strided else None
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"directory": self._directory, "capacity": self._capacity}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
 
 
 def _in_the_same_order(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

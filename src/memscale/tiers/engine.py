@@ -203,9 +203,6 @@ class Engine:
                 self._streams[device, outward] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             return self._streams[device, outward]
 
-    def __reduce__(self) -> tuple[type[Engine], tuple[AsyncOffloadConfig | None]]:
-        return Engine, (self._config,)
-
 
 def _record_use(value: object, stream: torch.cuda.Stream) -> None:
     if isinstance(value, torch.Tensor) and value.device.type == "cuda":
