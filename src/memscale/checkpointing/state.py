@@ -35,8 +35,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from memscale._torch import Hooks, same_version
-from memscale._util.attributes import Attributes
-from memscale._util.rng import HostRngState, TorchRngState
+from memscale._util.snapshots import Attributes, HostRngState, TorchRngState
 from memscale._util.trees import Tree
 from memscale.errors import RecomputeError
 
