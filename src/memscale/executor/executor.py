@@ -28,7 +28,7 @@ from memscale.profiler.sample import PlannedBatches
 from memscale.techniques.base import EXECUTOR, LayerSite, ModelSite
 from memscale.techniques.forward import CompileNotice
 from memscale.techniques.undo_log import UndoLog
-from memscale.tiers.store import DiskStore
+from memscale.tiers.disk import DiskStore
 
 if TYPE_CHECKING:
     from memscale.optimizer.needs import OptimizerNeeds

@@ -25,7 +25,7 @@ from memscale.offload.materialise import Materialised, materialise
 from memscale.optimizer.placement import PlacementSteps
 from memscale.optimizer.states import OptimizerStates
 from memscale.simulator.simulate import PLAIN_KINDS
-from memscale.tiers.store import DiskStore
+from memscale.tiers.disk import DiskStore
 
 __all__ = ["HOST", "Homes", "training_device"]
 

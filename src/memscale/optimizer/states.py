@@ -15,7 +15,7 @@ from memscale.observe.counters import Meter, WatchedState
 from memscale.optimizer.bucketed_steps import BucketedSteps
 from memscale.optimizer.eight_bit import EightBitState, Unavailable, find_quantizer
 from memscale.optimizer.state_stores import PAGE, DiskStateStore, HostStateStore, StateStore
-from memscale.tiers.store import DiskStore
+from memscale.tiers.disk import DiskStore
 
 __all__ = ["OptimizerStates", "StateSettings"]
 
