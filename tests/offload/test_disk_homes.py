@@ -19,7 +19,7 @@ from memscale.execution_plan import LayerPlan, Offloading, Plan
 from memscale.executor import Executor
 from memscale.offload.mapped import MappedParameters
 from memscale.testing import executing
-from memscale.tiers.disk_file import PAGE
+from memscale.tiers.disk import PAGE
 from support.disk import QUIET, adamw, assert_same, disk_plan, on_disk, resident_bytes, train
 from support.families import FAMILIES, Family
 from support.wrapping import Stack

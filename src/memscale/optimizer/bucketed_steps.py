@@ -67,7 +67,7 @@ class BucketedSteps(StepSubscriber):
 
     Example:
         >>> from memscale.optimizer.state_stores import HostStateStore
-        >>> from memscale.tiers.store import DiskStore
+        >>> from memscale.tiers.disk import DiskStore
         >>> model = nn.Linear(64, 64)
         >>> steps = BucketedSteps(model.parameters(), HostStateStore(DiskStore()), bucket_bytes=2**20)
         >>> steps.attach()

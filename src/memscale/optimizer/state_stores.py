@@ -27,7 +27,7 @@ from torch import Tensor
 from memscale._torch import is_traceable_wrapper_subclass, tree_map_only
 from memscale.errors import TierFullError
 from memscale.observe.counters import WatchedState
-from memscale.tiers.store import DiskStore
+from memscale.tiers.disk import DiskStore
 from memscale.units import format_bytes
 
 __all__ = ["PAGE", "DiskStateStore", "HostStateStore", "Origins", "StateMover", "StateStore"]

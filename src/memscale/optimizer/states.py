@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,7 +15,7 @@ from memscale.observe.counters import Meter, WatchedState
 from memscale.optimizer.bucketed_steps import BucketedSteps
 from memscale.optimizer.eight_bit import EightBitState, Unavailable, find_quantizer
 from memscale.optimizer.state_stores import PAGE, DiskStateStore, HostStateStore, StateStore
-from memscale.tiers.store import DiskStore
+from memscale.tiers.disk import DiskStore
 
 __all__ = ["OptimizerStates", "StateSettings"]
 
@@ -151,22 +150,6 @@ class OptimizerStates:
             eight_bit=eight_bit,
             quantizing=WatchedState(self._meter, cost="8-bit optimizer"),
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy of the model has parameters of its own; no optimizer has stepped them yet.
-        return {
-            "disk": self._disk,
-            "meter": self._meter,
-            "settings": self._settings,
-            "stored": self._stored,
-            "eight_bit": self._eight_bit,
-            "is_attached": self._is_attached,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["disk"], state["meter"])  # type: ignore[misc]
-        if state["is_attached"]:
-            self.attach(state["stored"], state["eight_bit"], state["settings"])
 
 
 def _same(one: list[nn.Parameter], other: list[nn.Parameter]) -> bool:

@@ -192,23 +192,6 @@ class LossScaling(StepSubscriber):
                 self.scale.value,
             )
 
-    # ------------------------------------------------------------------ copies
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            "module": self._module(),
-            "scale": self.scale,
-            "skipped": self.skipped,
-            "logs": self._logs,
-            "attached": self._is_attached,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["module"], state["scale"], logs=state["logs"])  # type: ignore[misc]
-        self.skipped = state["skipped"]
-        if state["attached"]:
-            self.attach()
-
 
 def _is_finite(optimizer: Optimizer) -> bool:
     """Return whether all gradients of an optimizer are finite; fake ones are."""
