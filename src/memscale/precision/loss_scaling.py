@@ -32,8 +32,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._torch import FakeTensor, largest_magnitudes
-from memscale.optimizer.buckets import members_of
-from memscale.optimizer.interceptor import StepOrder, StepSubscriber, closure_of, evaluate_closure
+from memscale.optimizer.interceptor import (
+    StepOrder,
+    StepSubscriber,
+    closure_of,
+    evaluate_closure,
+    members_of,
+)
 from memscale.optimizer.kinds import has_own_step
 from memscale.precision.backward import start_scaling, stop_scaling
 
