@@ -139,7 +139,7 @@ def test_the_cap_on_host_memory_holds() -> None:
 
 
 def test_host_memory_is_counted_while_it_is_used() -> None:
-    from memscale.tiers.store import DiskStore
+    from memscale.tiers.disk import DiskStore
 
     with executing() as gpu:
         store = HostStateStore(DiskStore(), capacity=10_000)

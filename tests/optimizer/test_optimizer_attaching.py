@@ -13,7 +13,7 @@ from torch import nn, optim
 from torch.optim import optimizer as torch_optimizer
 
 from memscale.optimizer.bucketed_steps import BucketedSteps
-from memscale.tiers.store import DiskStore
+from memscale.tiers.disk import DiskStore
 from support.optimizers import (
     Elsewhere,
     Mapped,

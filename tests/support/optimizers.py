@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 from memscale.optimizer.bucketed_steps import BucketedSteps
-from memscale.tiers.store import DiskStore
+from memscale.tiers.disk import DiskStore
 
 SHAPES = ((16, 8), (8,), (32, 16), (4, 3, 2, 2), (), (24, 16), (16,), (5, 7))
 

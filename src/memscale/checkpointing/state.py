@@ -35,8 +35,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from memscale._torch import Hooks, same_version
-from memscale._util.attributes import Attributes
-from memscale._util.rng import HostRngState, TorchRngState
+from memscale._util.snapshots import Attributes, HostRngState, TorchRngState
 from memscale._util.trees import Tree
 from memscale.errors import RecomputeError
 
@@ -124,21 +123,19 @@ class Inputs:
     Args:
         tree: The arguments.
         hooks: The saved-tensor hooks around the call.
-        find_link: Finds a slot for an input that need not be kept; see Note [Chained regions].
+        links: Slots of inputs that need not be kept, by the tensors' ids; see Note [Chained regions].
     """
 
     __slots__ = ("_tree", "slots")
 
-    def __init__(
-        self, tree: Tree, hooks: Hooks | None, find_link: Callable[[torch.Tensor], Slot | None] | None = None
-    ) -> None:
+    def __init__(self, tree: Tree, hooks: Hooks | None, links: Mapping[int, Slot] | None = None) -> None:
         indices: dict[int, _Index] = {}
         self.slots: list[Slot] = []
 
         def index_of(tensor: torch.Tensor) -> _Index:
             if id(tensor) not in indices:
                 indices[id(tensor)] = _Index(len(self.slots))
-                link = None if find_link is None else find_link(tensor)
+                link = None if links is None else links.get(id(tensor))
                 self.slots.append(link or _keep(tensor, len(self.slots), hooks))
             return indices[id(tensor)]
 

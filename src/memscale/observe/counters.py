@@ -183,7 +183,7 @@ def _read(figure: Callable[[], int]) -> int | None:
 
 
 class Meter:
-    """Counts of one executor, over all of its plans. A copy, by ``deepcopy`` or pickle, begins at zero.
+    """Counts of one executor, over all of its plans.
 
     Example:
         >>> meter = Meter()
@@ -358,16 +358,6 @@ class Meter:
                         sum_before = self._seconds.get(name) or 0.0
                         self._seconds[name] = None if seconds is None else sum_before + sign * seconds
         return True
-
-    # ------------------------------------------------------------------ copies
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"device": self._device, "simulated": self._simulated}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
-        if state["device"] is not None:
-            self.begin(state["device"], simulated=state["simulated"])
 
 
 class _OpenSpans(threading.local):

@@ -11,7 +11,6 @@ import enum
 from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +25,7 @@ from memscale.offload.materialise import Materialised, materialise
 from memscale.optimizer.bucketed_steps import BucketedSteps
 from memscale.optimizer.placement import PlacementSteps
 from memscale.simulator.simulate import PLAIN_KINDS
-from memscale.tiers.store import DiskStore
+from memscale.tiers.disk import DiskStore
 
 __all__ = ["HOST", "Homes", "training_device"]
 
@@ -238,27 +237,23 @@ class Homes:
             and (with_disk_bound or not each.disk_bound)
         ]
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy of the model has parameters of its own, in memory; no optimizer has stepped them yet.
-        return {
-            "device": self.device,
-            "host_capacity": self.host_capacity,
-            "store": self.store,
-            "mapped": self.mapped,
-            "states": self.states,
-            "parameters": [(each.parameter, each.origin) for each in self._placed.values()],
-            "buffers": self._buffers,
-        }
+    def origins(self, model: nn.Module) -> dict[str, torch.device]:
+        """Return where parameters and buffers were before, by their names."""
+        if self.device is None:
+            return {}
+        found = {name: self._placed[id(each)].origin for name, each in model.named_parameters()}
+        moved = {id(module._buffers.get(name)): device for module, name, device in self._buffers}
+        return found | {name: moved.get(id(each), each.device) for name, each in model.named_buffers()}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["store"])  # type: ignore[misc]
-        self.device = state["device"]
-        self.mapped, self.states = state["mapped"], state["states"]
-        self.host_capacity = state["host_capacity"]
-        self._placed = {id(each): _Placed(each, origin) for each, origin in state["parameters"]}
-        self._buffers = state["buffers"]
-        if self._placed:
-            self._steps.subscribe()
+    def set_origins(self, model: nn.Module, origins: dict[str, torch.device]) -> None:
+        """Have parameters and buffers go elsewhere on :meth:`restore` than where they were before."""
+        for path, origin in origins.items():
+            module_path, _, name = path.rpartition(".")
+            module = model.get_submodule(module_path)
+            if name in module._parameters:
+                self._placed[id(module._parameters[name])].origin = origin
+            elif (buffer := module._buffers[name]) is not None and buffer.device != origin:
+                self._buffers.append((module, name, origin))
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:

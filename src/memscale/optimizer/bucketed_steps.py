@@ -58,7 +58,7 @@ from memscale.optimizer.kinds import (
     why_whole,
 )
 from memscale.optimizer.state_stores import PAGE, Origins, StateMover, StateStore, tensors_in
-from memscale.tiers.store import DiskStore
+from memscale.tiers.disk import DiskStore
 
 __all__ = ["BucketedSteps", "bytes_of_gradient"]
 
@@ -252,21 +252,6 @@ class BucketedSteps(StepSubscriber):
         if self._eight_bit is not None:
             hook = functools.partial(_ordinary_state_dict, self._eight_bit)
             self._state_dict_hooks[optimizer] = optimizer.register_state_dict_post_hook(hook)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy of the model has parameters of its own; no optimizer has stepped them yet.
-        eight_bit = [] if self._eight_bit is None else list(self._eight_bit.parameters.values())
-        parameters = list(self._parameters.values())
-        kind, capacity = type(self.store), self.store.capacity
-        plan = (parameters, kind, capacity, eight_bit, not self._logger.disabled, self._bucket_bytes)
-        return {"disk": self._disk, "meter": self._meter, "plan": plan}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["disk"], state["meter"])  # type: ignore[misc]
-        parameters, kind, capacity, eight_bit, logs, bucket_bytes = state["plan"]
-        if parameters or eight_bit:
-            store = kind(state["disk"], capacity)
-            self.attach(parameters, store, bucket_bytes, eight_bit=eight_bit, logs=logs)
 
     def copied(self, state: Any, parameter: Tensor) -> Any:
         """Return a parameter's state as it would be in memory and in 32 bits; the original stays as it is."""

@@ -26,7 +26,7 @@ from memscale.errors import TierFullError
 from memscale.observe.counters import Below, Meter
 from memscale.optimizer.eight_bit import BLOCK, EightBitState, Moment, is_moment, stored_layout
 from memscale.optimizer.kinds import STATE_NAMES
-from memscale.tiers.store import DiskStore
+from memscale.tiers.disk import DiskStore
 from memscale.units import format_bytes
 
 __all__ = ["PAGE", "DiskStateStore", "HostStateStore", "Origins", "StateMover", "StateStore", "tensors_in"]
