@@ -115,8 +115,8 @@ def run_region(
 
     Loss and gradients are bit for bit those of the plain call, dropout included, as long as the function
     depends on its arguments, `modules` and the global random generators of torch, Python and NumPy only. Of
-    the modules, parameters, buffers, plain attributes and generators are put back; containers that forward
-    changes, such as a list that it appends to, are not.
+    the modules, parameters, buffers and attributes (tensors, containers and generators among them) are put back;
+    objects of other classes that forward changes in place are not.
 
     Where gradients are off, or nothing requires one, this is the plain call; so it is for modules that cannot
     be run again: a lazy one in its first call, a scripted one.

@@ -26,6 +26,7 @@ name is exchanged for the old one, a change in place raises.
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -464,8 +465,8 @@ class Buffers:
     __slots__ = ("_attributes", "_bare", "_owners")
 
     def __init__(self, modules: Sequence[nn.Module], *, copy_all: bool = True) -> None:
-        self._attributes = Attributes(modules)
         with torch.no_grad():
+            self._attributes = Attributes(modules, copy_bytes=math.inf if copy_all else SMALL_BYTES)
             copies: dict[int, torch.Tensor] = {}  # a buffer shared by two modules has one copy
             self._owners = [
                 _Owner(module, dict(module._buffers), copies, copy_all)
@@ -477,7 +478,7 @@ class Buffers:
 
     def end_forward(self) -> None:
         """Learn which modules changed their buffers in forward, and drop the other copies."""
-        self._attributes.record_added()
+        self._attributes.end_forward()
         for owner in self._owners:
             owner.end_forward()
         for module, before in self._bare:
@@ -491,6 +492,7 @@ class Buffers:
         Raises:
             RecomputeError: A buffer's value at the beginning is not known any more.
         """
+        self._check_attributes()
         self._attributes.restore()
         with torch.no_grad():
             for owner in self._owners:
@@ -505,6 +507,7 @@ class Buffers:
         Raises:
             RecomputeError: A buffer's value at forward is not known any more.
         """
+        self._check_attributes()
         copies: dict[int, torch.Tensor] = {}
         with torch.no_grad():
             exchanged = [(owner.module, owner.at_forward(copies)) for owner in self._owners]
@@ -518,6 +521,15 @@ class Buffers:
         finally:
             for module, original in real:
                 module.__dict__["_buffers"] = original
+
+    def _check_attributes(self) -> None:
+        tensor = self._attributes.unknown_tensor()
+        if tensor is not None:
+            raise RecomputeError(
+                f"A tensor (shape {tuple(tensor.shape)}, {tensor.dtype}) that a module has as an attribute was changed "
+                "in place, so its value at forward is not known and the forward pass cannot be recomputed. Change it "
+                "after backward, assign a new tensor instead, or register it as a buffer."
+            )
 
 
 class _Owner:
