@@ -188,7 +188,7 @@ def _foreign_forward(head: nn.Module) -> str | None:
 
 
 class TileHeadStage(ForwardStage):
-    """Makes a head's logits lazy. See Note [Lazy logits].
+    """Makes a head's logits lazy, `rows` tokens per tile. See Note [Lazy logits].
 
     Args:
         rows: Tokens per tile.
