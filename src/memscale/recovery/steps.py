@@ -34,8 +34,7 @@ from memscale.config import Config
 from memscale.errors import is_out_of_memory
 from memscale.executor import Executor, executor_of
 from memscale.observe.log import open_log
-from memscale.optimizer.buckets import Member, SplitStep, members_of
-from memscale.optimizer.interceptor import StepOrder, StepSubscriber
+from memscale.optimizer.interceptor import Member, SplitStep, StepOrder, StepSubscriber, members_of
 from memscale.optimizer.kinds import why_whole
 from memscale.recovery.shortage import explain, free_memory
 
