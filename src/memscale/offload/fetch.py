@@ -317,7 +317,7 @@ class GradientTransfer:
         self.host = host
         self._source: torch.Tensor | None = None
         self._transfer: Transfer[torch.Tensor] | None = None
-        self._pinned_bytes = 0
+        self._is_pinned = False
 
     def start(self, gradient: torch.Tensor) -> torch.Tensor:
         """Start the copy; returns the tensor that it goes to, which may be read after :meth:`finish`."""
@@ -331,8 +331,9 @@ class GradientTransfer:
         self._source = gradient  # its memory must not be used again before it was read
         self._transfer = self._engine.run(
             lambda: target.copy_(gradient, non_blocking=on_stream),
-            Lane.D2H if on_stream else Lane.CALLER,
+            Lane.STREAM if on_stream else Lane.CALLER,
             gradient.device,
+            outward=True,
         )
         return target
 
@@ -343,12 +344,8 @@ class GradientTransfer:
             return target
         transfer.finish()
         self._source = None
-        nbytes, self._pinned_bytes = self._pinned_bytes, 0
-        if not nbytes:
-            return target
-        gradient = target.clone()  # page-locked memory is for what is being copied
-        self._engine.gradients.release(nbytes)
-        return gradient
+        # Page-locked memory is for what is being copied.
+        return target.clone() if self._is_pinned else target
 
     def _copy_sparse(self, gradient: torch.Tensor) -> torch.Tensor:
         """Copy a sparse gradient (that of an embedding with ``sparse=True``): its indices and its values."""
@@ -369,7 +366,7 @@ class GradientTransfer:
         memory = self._engine.gradients.allocate(gradient.nbytes) if gradient.numel() else None
         if memory is None:
             return None
-        self._pinned_bytes = gradient.nbytes
+        self._is_pinned = True
         return memory.view(gradient.dtype).as_strided(gradient.shape, strides)
 
 

@@ -2,7 +2,7 @@
 
 Parameters keep their identity when they move, so that optimizers, schedulers and the user's own references go on
 as before. An optimizer's state follows its parameter, before a step and when everything goes back, unless the plan
-has a place of its own for it (``optimizer/states.py``).
+has a place of its own for it (``optimizer/bucketed_steps.py``).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from memscale.observe.counters import Meter
 from memscale.offload.freed_memory import freed_memory_returns
 from memscale.offload.mapped import MappedParameters, exchange_data
 from memscale.offload.materialise import Materialised, materialise
+from memscale.optimizer.bucketed_steps import BucketedSteps
 from memscale.optimizer.placement import PlacementSteps
-from memscale.optimizer.states import OptimizerStates
 from memscale.simulator.simulate import PLAIN_KINDS
-from memscale.tiers.store import DiskStore
+from memscale.tiers.disk import DiskStore
 
 __all__ = ["HOST", "Homes", "training_device"]
 
@@ -92,7 +92,7 @@ class Homes:
         self.host_capacity: int | None = None
         self.store = store or DiskStore()
         self.mapped = MappedParameters(self.store, meter)
-        self.states = OptimizerStates(self.store, meter)
+        self.states = BucketedSteps(self.store, meter)
         self._placed: dict[int, _Placed] = {}  # by the parameter's id
         self._buffers: list[tuple[nn.Module, str, torch.device]] = []
         self._steps = PlacementSteps(self)
@@ -150,7 +150,8 @@ class Homes:
                 if buffer is not None and buffer.device != device:
                     self._buffers.append((module, name, buffer.device))
                     module._buffers[name] = buffer.to(device)
-        self._steps.subscribe()
+        if device != HOST:  # where nothing leaves the device, optimizers have nothing to follow
+            self._steps.subscribe()
 
     def materialise(
         self,
@@ -198,9 +199,9 @@ class Homes:
             buffer = module._buffers.get(name)
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
-        for optimizer in self._steps.optimizers:
+        for optimizer in list(self._steps.optimizers):
             self._steps.follow(optimizer)
-        self._steps.forget_optimizers()
+        self._steps.optimizers.clear()
         self._placed.clear()
         self._buffers.clear()
         self.store.close()
@@ -208,11 +209,11 @@ class Homes:
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Note an optimizer that steps the model's parameters: its state is where these are, or are to be."""
-        self._steps.note_optimizer(optimizer)
+        self._steps.optimizers.add(optimizer)
 
     def settle_states(self) -> None:
         """Move optimizer state to its tier now, instead of before the next step: the device may be short of memory."""
-        for optimizer in self._steps.optimizers:
+        for optimizer in list(self._steps.optimizers):
             self._steps.follow(optimizer)
             self.states.store_state(optimizer)
 

@@ -239,7 +239,7 @@ def _lane(parameter: nn.Parameter, device: torch.device) -> Lane:
     if device.type != "cuda" or is_fake(parameter):
         return Lane.CALLER
     # From pages that are not locked a copy holds up the thread that starts it: that had better be a worker.
-    return Lane.H2D if parameter.is_pinned() else Lane.READ
+    return Lane.STREAM if parameter.is_pinned() else Lane.WORKER
 
 
 def _after_backward(reference: weakref.ref[Prefetcher], task: int) -> None:
