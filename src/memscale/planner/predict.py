@@ -213,6 +213,7 @@ def _step(
 ) -> Step:
     """See Note [The step that is predicted]."""
     on_disk = {id(each) for each in executor.homes.on_disk} if executor is not None else set()
+    tracker.reset_peak()
     with tracker.logging(device) as log:
         call = ModelCall(model, batch.args, batch.kwargs, device)
         output = model(*batch.args, **batch.kwargs)
@@ -233,15 +234,17 @@ def _step(
         stepped = [each for _, each in here if id(each) not in on_disk]
         bucket = plan.optimizer.bucket_bytes if plan is not None and plan.optimizer is not None else 0
         if _has_state_on_host(plan, needs, device):
-            _make_bucket(stepped, needs, bucket)
+            _step_in_buckets(stepped, needs, bucket)
         else:
             _make_temporaries(stepped, needs)
         if on_disk and bucket:
             _pages_of_a_bucket(model, on_disk, bucket)
         for parameter in model.parameters():
             parameter.grad = None
+    # Without state to come, the first step may need as much as the later ones: the allocator's blocks are new.
+    first = tracker.peak_bytes(device) if _has_state_on_host(plan, needs, device) else 0
     replays = [tracker.replay(log, (after_forward,)) for _ in range(REPLAYS)]
-    return Step(max(each.peak_bytes for each in replays), replays[-1].above_start[after_forward])
+    return Step(max(first, *(each.peak_bytes for each in replays)), replays[-1].above_start[after_forward])
 
 
 # ---------------------------------------------------------------------- the optimizer
@@ -321,13 +324,19 @@ def _has_state_on_host(plan: Plan | None, needs: OptimizerNeeds, device: torch.d
     return is_planned and needs.moves and device.type != "cpu"
 
 
-def _make_bucket(here: Sequence[nn.Parameter], needs: OptimizerNeeds, bucket_bytes: int) -> None:
-    """Allocate and release the state and temporaries of the parameters that are stepped at once."""
-    # A bucket has as many bytes of parameters, of gradients and of each moment.
-    parameters = min(bucket_bytes // 4, sum(each.nbytes for each in here))
-    sizes = [parameters, parameters, int(needs.temporaries[0] * parameters)]
-    made = [torch.empty(size, dtype=torch.uint8, device=here[0].device) for size in sizes if size]
-    del made
+def _step_in_buckets(here: Sequence[nn.Parameter], needs: OptimizerNeeds, bucket_bytes: int) -> None:
+    """Allocate and release the state and temporaries of a step, of one bucket of parameters after the other."""
+    limit = bucket_bytes // 4  # a bucket has as many bytes of parameters, of gradients and of each moment
+    sizes = [min(each.nbytes, limit) for each in here]  # larger ones are stepped in slices
+    bucket: list[int] = []
+    for size in [*sizes, limit]:
+        if bucket and sum(bucket) + size > limit:
+            tensors = [part for part in bucket for _ in range(2)]
+            tensors += [int(needs.temporaries[0] * part) for part in bucket]
+            made = [torch.empty(each, dtype=torch.uint8, device=here[0].device) for each in tensors if each]
+            del made
+            bucket = []
+        bucket.append(size)
 
 
 def _make_temporaries(here: Sequence[nn.Parameter], needs: OptimizerNeeds) -> None:

@@ -1,0 +1,75 @@
+"""What is predicted of each placement that a plan can contain is what two training steps need on the virtual GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from memscale import Config, Plan
+from memscale.executor import Executor
+from memscale.hardware import virtual_hardware
+from memscale.planner.assembly import Verdict, plan_of
+from memscale.planner.cost_model import CostModel, full_checkpointing
+from memscale.planner.make_plan import profile_settings
+from memscale.planner.predict import Step, predict, rehearsal
+from memscale.profiler import Place, Sample
+from memscale.simulator import simulate
+
+GPU = "RTX 3090"
+HARDWARE = virtual_hardware(GPU)
+CONFIG = Config(enable_logging=False)
+TOKENS = torch.zeros(4, 256, dtype=torch.long)
+
+
+def gpt2() -> nn.Module:
+    return GPT2LMHeadModel(GPT2Config(n_layer=6, n_embd=512, n_head=8, vocab_size=8192)).train()
+
+
+def trained(plan: Plan) -> int:
+    """Return the peak of two steps of training with a plan."""
+    with simulate(GPU) as simulation:
+        model = gpt2()
+        Executor(model, plan, CONFIG, device=simulation.device).attach()
+        tokens = TOKENS.to(simulation.device)
+        simulation.tracker.reset_peak()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return simulation.peak_bytes
+
+
+@pytest.mark.parametrize("state_on_host", [False, True], ids=["state beside", "state on host"])
+@pytest.mark.parametrize("inputs", [False, True], ids=["inputs kept", "inputs offloaded"])
+@pytest.mark.parametrize("offloaded", [0, 3, 6], ids="{} layers offloaded".format)
+@pytest.mark.parametrize("prefetch", [0, 1], ids=["waiting", "prefetching"])
+def test_predicted_is_what_training_needs(
+    state_on_host: bool, inputs: bool, offloaded: int, prefetch: int
+) -> None:
+    with torch.device("meta"):
+        model = gpt2()
+    sample = Sample((), {"input_ids": TOKENS, "labels": TOKENS})
+    with rehearsal(model):
+        known = profile_settings(model, sample, CONFIG, HARDWARE)
+    setting, needs = next(each for each in known.under if each[0].state_on_host == state_on_host)
+    costs = CostModel(needs, HARDWARE, CONFIG, setting, prefetch)
+    layers = [index for index, block in enumerate(costs.blocks) if block.role == "repeated"]
+    choices = tuple(
+        each._replace(
+            offloaded=index in layers[len(layers) - offloaded :],
+            input_offloaded=inputs and each.recompute and index > layers[0],
+        )
+        for index, each in enumerate(full_checkpointing(costs.blocks))
+    )
+    point = costs.point(choices)
+    plan = plan_of(Verdict(point, "by-hand"), known.profile, HARDWARE, CONFIG, under=known.under)
+    assert (plan.optimizer is not None and plan.optimizer.state == "host") == state_on_host
+    with rehearsal(model):
+        predicted = predict(model, plan, sample, Place.of(HARDWARE.device), CONFIG, Step(1, 1))
+    peak = trained(predicted)
+    assert peak <= predicted.predicted_peak_bytes + predicted.allowance_bytes
+    assert predicted.predicted_peak_bytes == pytest.approx(peak, rel=0.01)
+    assert point.peak_bytes == pytest.approx(peak, rel=0.05)  # estimated
