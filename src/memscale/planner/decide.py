@@ -5,7 +5,7 @@
 | CONSERVATIVE | the least peak whose step time is within 1.15 × of the fastest plan that fits |
 | BALANCED | the model fits as it is: the fastest plan at 24% of the plain peak or less, or the least peak at twice \
 the plain step time where that is too slow; it does not fit: the fastest plan within `target_gpu_utilization` |
-| AGGRESSIVE | the least peak; within 2% of it the fastest plan |
+| AGGRESSIVE | the least peak; within 2% of it the fastest plan; of equal peaks the one that holds the least |
 | a memory budget | the fastest plan that fits it |
 | any mode but AGGRESSIVE, and the plain step needs less than 10% of the device | nothing is done |
 
@@ -23,7 +23,7 @@ from memscale.config import AsyncOffloadConfig, Config, OptimizationMode
 from memscale.execution_plan import Plan
 from memscale.hardware import Hardware
 from memscale.planner.assembly import Verdict, pareto_frontier, plain_point, plan_of
-from memscale.planner.cost_model import PLAIN, Choices, CostModel, Point, room_below
+from memscale.planner.cost_model import PLAIN, Choices, CostModel, Point, full_checkpointing, room_below
 from memscale.planner.frontier import Trade, best_trades, fastest_within
 from memscale.planner.settings import NOTHING, Under
 from memscale.profiler.profile import ModelProfile
@@ -34,7 +34,9 @@ __all__ = ["cost_models", "decide", "frontier_points", "room_of"]
 CONSERVATIVE_TIME = 1.15  # times the fastest plan that fits
 BALANCED_SHARE = 0.24  # of the plain peak
 BALANCED_TIME = 2.0  # times the plain step
-AGGRESSIVE_PEAK = 1.02  # times the least peak
+AGGRESSIVE_SHARE = (
+    0.02  # of the least peak, or of what it saves if that is less: what a faster plan may need more
+)
 UNTOUCHED_SHARE = 0.1  # of the device: a model whose plain step needs less is left as it is
 FREE_STEP = (
     64 * 2**20
@@ -125,6 +127,8 @@ def frontier_points(
     found: list[Point] = []
     for model in cost_models(under, hardware, config, prefetch=prefetch):
         found.append(model.point((PLAIN,) * len(model.blocks)))
+        if config.enable_checkpointing:  # at the same peak it may hold less
+            found.append(model.point(full_checkpointing(model.blocks)))
         found += [model.point(_choices(trade)) for row in model.rows() for trade in best_trades(row, most)]
     room = room_below(hardware, config)
     return [point for point in found if point.peak_below_bytes <= room]
@@ -180,8 +184,14 @@ def _by_rule(
         note = f"no plan fits the budget of {format_bytes(budget)}: {_shortage(smallest, budget - margin)}"
         return Verdict(smallest, "smallest-plan", (note,))
     if config.mode is OptimizationMode.AGGRESSIVE:
-        most = min(room, int(AGGRESSIVE_PEAK * smallest.peak_bytes))
-        return Verdict(_fastest(fitting, most), "least-peak", within=most)
+        least = smallest.peak_bytes
+        saved = plain.peak_bytes - least
+        most = min(room, least + int(AGGRESSIVE_SHARE * max(0, min(least, saved))))
+        chosen = _fastest(fitting, most)
+        if chosen.peak_bytes == least:  # of equal peaks the one that holds the least for backward
+            chosen = min(points, key=lambda each: (each.peak_bytes, each.saved_bytes, each.seconds))
+            return Verdict(chosen, "least-peak")
+        return Verdict(chosen, "least-peak", within=most)
     if config.mode is OptimizationMode.CONSERVATIVE:
         limit = CONSERVATIVE_TIME * fitting[0].seconds
         return Verdict(_slowest(fitting, limit), "least-peak-within-1.15x")

@@ -30,6 +30,7 @@ from memscale.hardware import Hardware
 from memscale.planner.assembly import unseen_bytes
 from memscale.planner.cost_model import CostModel, Point
 from memscale.planner.decide import cost_models, frontier_points
+from memscale.planner.frontier import fastest_within
 from memscale.planner.settings import Under
 from memscale.profiler import ModelProfile
 from memscale.profiler.sample import Sample, named_tensors, resized
@@ -86,7 +87,11 @@ class Estimates:
 
     def has_room(self, size: int) -> bool:
         """Return whether there is a plan for a size that fits."""
-        return next(self._fitting(size), None) is not None
+        if next(self._fitting(size), None) is not None:
+            return True  # mostly a plan of another size fits if any does
+        room, models = self._models(size)
+        rows = (row for model in models for row in model.rows())
+        return any(fastest_within(row, room, FRONTIER_WIDTH) is not None for row in rows)
 
     def seconds(self, size: int) -> float | None:
         """Return the step time of the fastest plan for a size that fits; None if none does."""

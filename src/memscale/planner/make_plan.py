@@ -46,6 +46,10 @@ FEWER_TECHNIQUES: tuple[tuple[str, ConfigFields], ...] = (
     ("any technique", {**_ONLY_CHECKPOINTING, "enable_checkpointing": False}),
 )
 """What a plan is made without, one after the other, if a step with the plan before it raises."""
+OVERESTIMATE = (
+    0.01  # of a limit: what a plan must need less than was estimated for a faster one to be looked for
+)
+NEAR_LIMIT = 0.95  # of a limit: where a plan's estimate is lower, the limit did not decide
 DEEP = 8  # equal blocks beyond the two that the profile runs, from which on a plain step is not simulated
 
 
@@ -162,9 +166,10 @@ def _plan_that_fits(
     simulated: dict[object, Plan] = {}  # plans that do the same are simulated once
     plain = _plain_step(model, needs, sample, hardware)
     excess, underestimated, difference = 1.0, 0, 0
+    best: Plan | None = None
     for attempt, refine in enumerate(ATTEMPTS):
         if attempt and refine:
-            underestimated += max(1, difference)
+            underestimated += difference if best is not None else max(1, difference)
         under = [
             (setting, replace(each, other_saved_bytes=each.other_saved_bytes + underestimated))
             for setting, each in needs.under
@@ -183,8 +188,24 @@ def _plan_that_fits(
         difference = predicted.predicted_peak_bytes - plan.predicted_peak_bytes
         if attempt == 0:
             excess = predicted.predicted_peak_bytes / max(1, plan.predicted_peak_bytes)
-        if plan.predicted_peak_bytes > limit or fits(predicted, hardware, config):
+        if best is not None:  # the second plan, made with what the first was overestimated by
+            if (
+                fits(predicted, hardware, config)
+                and predicted.predicted_time_ratio < best.predicted_time_ratio
+            ):
+                best = predicted
+            predicted = best
             break
+        if plan.predicted_peak_bytes > limit:
+            break
+        if fits(predicted, hardware, config):
+            if (
+                attempt
+                or difference > -OVERESTIMATE * limit
+                or plan.predicted_peak_bytes < NEAR_LIMIT * limit
+            ):
+                break
+            best = predicted
     notes = list(predicted.notes)
     if profile.blocks_left_out >= DEEP:
         notes.append(f"the plain step was not simulated: its figures follow from {profile.reason}")
