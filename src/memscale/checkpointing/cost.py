@@ -36,9 +36,7 @@ def recompute_options(block: BlockProfile, terms: CostTerms) -> Iterator[BlockOp
         kept_bytes = sum(op.output_bytes for op in keep)
         flops = max(0, block.forward_flops - sum(op.flops for op in keep) * block.calls)
         half = max(0, block.forward_half_flops - sum(op.flops for op in keep if op.half) * block.calls)
-        again = block.forward_product_traffic * flops // max(1, block.forward_flops)
-        traffic = block.forward_traffic - block.forward_product_traffic + again
-        seconds = terms.rates.seconds(flops, half, traffic, again)
+        seconds = terms.rates.seconds(flops, half, block.forward_traffic)
         reason = f"holds {format_bytes(block.saved_bytes)} for backward, recomputed instead"
         if keep:
             reason += f"; keeps {format_bytes(kept_bytes * block.calls)} that are expensive to compute"

@@ -199,7 +199,6 @@ def build_profile(
         other_flops=step.other_flops,
         other_traffic=step.other_traffic,
         other_half_flops=step.other_half_flops,
-        other_product_traffic=step.other_product_traffic,
         peak_bytes=0 if stand_ins else step.peak,
         blocks_left_out=len(stand_ins),
         at_home=at_home,
@@ -315,8 +314,6 @@ def _block_profile(
         backward_traffic=record.backward_traffic,
         forward_half_flops=record.forward_half_flops,
         backward_half_flops=record.backward_half_flops,
-        forward_product_traffic=record.forward_product_traffic,
-        backward_product_traffic=record.backward_product_traffic,
         has_own_checkpointing=any(
             member == name or member.startswith(f"{name}.") or not name
             for member in block.members

@@ -66,8 +66,6 @@ class BlockProfile:
         backward_half_flops: those of backward in 16 bits.
         forward_traffic: bytes that forward's operations read and write.
         backward_traffic: bytes that backward's operations read and write.
-        forward_product_traffic: those of forward's operations that have floating-point operations (products).
-        backward_product_traffic: the same of backward.
         has_own_checkpointing: whether the model itself recomputes this block.
         ops: the operations whose results may be kept if the block is recomputed.
         dropped_bytes: what its forward allocates that lives until the model returns, and no longer (a cache).
@@ -106,8 +104,6 @@ class BlockProfile:
     resident: tuple[str, ...] = ()
     forward_half_flops: int = 0
     backward_half_flops: int = 0
-    forward_product_traffic: int = 0
-    backward_product_traffic: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,7 +142,6 @@ class ModelProfile:
         other_flops: floating-point operations of a step outside of the blocks.
         other_traffic: bytes read and written outside of the blocks.
         other_half_flops: those operations outside of the blocks in 16 bits.
-        other_product_traffic: those bytes outside of the blocks that products read and write.
         peak_bytes: the recorded peak of the step; 0 if the model was shortened.
         blocks_left_out: how many blocks did not run, and have the figures of an equal one.
         at_home: parameters were offloaded: peaks of blocks include their working copies.
@@ -175,7 +170,6 @@ class ModelProfile:
     unseen: tuple[Unseen, ...] = ()
     step_temporaries: tuple[float, float] | None = None
     other_half_flops: int = 0
-    other_product_traffic: int = 0
 
     @property
     def calls_blocks(self) -> bool:

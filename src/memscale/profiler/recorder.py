@@ -50,8 +50,6 @@ class BlockRecord:
     backward_traffic: int = 0
     forward_half_flops: int = 0
     backward_half_flops: int = 0
-    forward_product_traffic: int = 0
-    backward_product_traffic: int = 0
     ops: list[OpProfile] = field(default_factory=list)
     # Parameters, as (member, name in it), that were read while no block that has them was running: in forward
     # by another module or a hook, in backward by a checkpoint inside the block, which runs a part of it again.
@@ -71,7 +69,6 @@ class StepRecord:
     other_flops: int = 0
     other_traffic: int = 0
     other_half_flops: int = 0
-    other_product_traffic: int = 0
     peak: int = 0
     largest_convolution: int = 0  # bytes of its operands and its result
     guesses: int = 0  # made-up numbers that Python code read
@@ -241,7 +238,6 @@ class Recorder:
         flops = _flops(func, args, kwargs, result)
         traffic = 0 if _is_view(func) else _bytes((args, kwargs)) + _bytes(result)
         half = flops if flops and _is_half(args) else 0
-        product_traffic = traffic if flops else 0
         in_use = self._in_use() + self._tracker.temporary_bytes
         if func is torch.ops.aten.convolution.default:
             self.step.largest_convolution = max(self.step.largest_convolution, traffic)
@@ -249,7 +245,6 @@ class Recorder:
             self.step.other_flops += flops
             self.step.other_traffic += traffic
             self.step.other_half_flops += half
-            self.step.other_product_traffic += product_traffic
             if backward and self._last_backward is not None:
                 self._last_backward.backward_peak = max(self._last_backward.backward_peak, in_use)
             else:
@@ -262,13 +257,11 @@ class Recorder:
             record.backward_flops += flops
             record.backward_traffic += traffic
             record.backward_half_flops += half
-            record.backward_product_traffic += product_traffic
             return
         record.forward_peak = max(record.forward_peak, in_use)
         record.forward_flops += flops
         record.forward_traffic += traffic
         record.forward_half_flops += half
-        record.forward_product_traffic += product_traffic
         if flops and record.calls == 1:
             overload = str(func)
             number = self._counts[-1].get(overload, 0)

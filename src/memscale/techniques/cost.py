@@ -18,7 +18,7 @@ from memscale.profiler.profile import BlockProfile, ModelProfile, OpProfile
 
 __all__ = ["BlockOption", "CostTerms", "Rates"]
 
-COMPUTE_EFFICIENCY = 0.65  # of the published rate, which matrix products reach in training code
+COMPUTE_EFFICIENCY = 0.65  # of the published rate, which training code reaches
 MEMORY_EFFICIENCY = 0.8  # of the published bandwidth of device memory, which pointwise kernels reach
 LINK_EFFICIENCY = (
     0.83  # of the link's theoretical rate, from page-locked memory (torchtitan: 53.1 of 64 GB/s)
@@ -28,6 +28,7 @@ PAGEABLE_BANDWIDTH = 11e9  # bytes per second from memory that is not page-locke
 # parameter (DeepSpeed PR 735: 4.8), its fused implementation 0.7 to 1.1.
 HOST_ADAM_LOOP = 2.5e-9 / 4
 HOST_ADAM_FUSED = 0.9e-9 / 4
+FOREACH_ACCESSES = 22  # reads and writes of torch's foreach AdamW, for each byte of parameters
 OPTIMIZER_READS = 4  # Adam reads weight, gradient and two moments
 OPTIMIZER_WRITES = 3  # and writes weight and both moments
 # Fixed seconds of each transfer of a tensor: launching a copy, or page faults and calls of the file system.
@@ -76,49 +77,30 @@ class Rates:
             return cls(*compute, memory, h2d, d2h, min(h2d, d2h), DISK_LATENCY, below_is_disk=True)
         return cls(*compute, memory, link, link, min(link, PAGEABLE_BANDWIDTH))
 
-    def seconds(self, flops: int, half_flops: int, traffic: int, product_traffic: int) -> float:
-        """Return the time of operations that read and write so many bytes.
+    def seconds(self, flops: int, half_flops: int, traffic: int) -> float:
+        """Return the time of so many operations, those of them in 16 bits, that read and write so many bytes.
 
-        Args:
-            flops: floating-point operations of products.
-            half_flops: those of them in 16 bits.
-            traffic: bytes that all operations read and write.
-            product_traffic: those of products, which are read while they compute.
+        Kernels that compute and kernels that move bytes overlap in the caches and between each other: the larger of
+        the two times is close to what is measured, their sum is not.
         """
         compute = (flops - half_flops) / self.fp32_flops + half_flops / self.half_flops
-        pointwise = (traffic - product_traffic) / self.bytes_per_second
-        return max(compute, product_traffic / self.bytes_per_second) + pointwise
+        return max(compute, traffic / self.bytes_per_second)
 
     def forward(self, block: BlockProfile) -> float:
-        return self.seconds(
-            block.forward_flops,
-            block.forward_half_flops,
-            block.forward_traffic,
-            block.forward_product_traffic,
-        )
+        return self.seconds(block.forward_flops, block.forward_half_flops, block.forward_traffic)
 
     def backward(self, block: BlockProfile) -> float:
-        return self.seconds(
-            block.backward_flops,
-            block.backward_half_flops,
-            block.backward_traffic,
-            block.backward_product_traffic,
-        )
+        return self.seconds(block.backward_flops, block.backward_half_flops, block.backward_traffic)
 
     def step(self, profile: ModelProfile) -> float:
         """Return the time of a whole plain step."""
         blocks = sum(self.forward(block) + self.backward(block) for block in profile.blocks)
-        other = self.seconds(
-            profile.other_flops,
-            profile.other_half_flops,
-            profile.other_traffic,
-            profile.other_product_traffic,
-        )
+        other = self.seconds(profile.other_flops, profile.other_half_flops, profile.other_traffic)
         return blocks + other + self.optimizer(profile.gradient_bytes)
 
     def optimizer(self, gradient_bytes: int) -> float:
-        """Return the time of Adam on the device."""
-        return (OPTIMIZER_READS + OPTIMIZER_WRITES) * gradient_bytes / self.bytes_per_second
+        """Return the time of Adam on the device, by torch's foreach implementation."""
+        return FOREACH_ACCESSES * gradient_bytes / self.bytes_per_second
 
     def optimizer_below(self, gradient_bytes: int) -> float:
         """Return the time of Adam on the tier below."""
