@@ -403,6 +403,7 @@ class Executor:
                 logger.info("%s", self._materialised)
         if on_host or on_disk or self._device is not None or self.homes.device is not None:
             self.homes.arrange(model, on_host, device, on_disk=on_disk)
+        if device.type != "cpu":
             self._techniques.add_forward_pre_hook(model, _inputs_to_device)
         return {id(parameter) for parameter in (*on_host, *on_disk)}
 
@@ -532,8 +533,7 @@ def _inputs_to_device(
     # torch calls it without kwargs if a hook before it has changed the plan, and so removed it: the new plan's own hook
     # does not run in this call, and offloaded layers copy their arguments themselves.
     executor = executor_of(model)
-    device = None if executor is None else executor.homes.device
-    return None if device is None or kwargs is None else bring_inputs(args, kwargs, device)
+    return None if executor is None or kwargs is None else bring_inputs(args, kwargs, executor.device)
 
 
 # Copies. See Note [Copies].
