@@ -193,9 +193,12 @@ class TiledLoss:
         if settings is None:
             return
         name, head, reason = find_head(site.model)
-        foreign = None if head is None else _foreign_forward(head)
+        foreign = None if head is None else vars(head).get("forward")
+        if isinstance(foreign, ForwardOverride):  # a tiled head does without its other stages
+            foreign = foreign.inner
         if foreign is not None:
-            head, reason = None, f"{name} has a forward of its own ({foreign}), put there by others"
+            kind = type(foreign).__name__
+            head, reason = None, f"{name} has a forward of its own ({kind}), put there by others"
         if head is None:
             if site.logs:
                 logger.warning("Head and loss are not tiled: %s.", reason)
@@ -204,14 +207,6 @@ class TiledLoss:
         log.add_stage(
             head, TileHeadStage(settings.rows, device, site.homes.mapped, logs=site.logs), name=name
         )
-
-
-def _foreign_forward(head: nn.Module) -> str | None:
-    """Return the class of a forward that others have put on the head; None if there is none."""
-    forward = vars(head).get("forward")
-    if isinstance(forward, ForwardOverride):  # a tiled head does without its other stages
-        forward = forward.inner
-    return None if forward is None else type(forward).__name__
 
 
 class TileHeadStage(ForwardStage):
