@@ -83,7 +83,7 @@ class Settings:
         except WrapError as error:  # the original has got other modules since
             logger.warning("The copy of a wrapped %s is not wrapped. %s", type(model).__name__, error)
         else:
-            executor.homes.set_origins(model, self.origins)
+            executor.placement.set_origins(model, self.origins)
 
 
 class CopiedAsPlain:

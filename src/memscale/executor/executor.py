@@ -21,9 +21,9 @@ from memscale.executor.hooks import Placeholder, before_forward, inputs_to_devic
 from memscale.executor.registry import LAYER_TECHNIQUES, MODEL_TECHNIQUES
 from memscale.observe.counters import Meter
 from memscale.observe.report import Report
-from memscale.offload.homes import Homes, training_device
 from memscale.offload.loading import forget_pending
 from memscale.offload.materialise import Materialised, has_meta_tensors
+from memscale.offload.placement import ModelPlacement, training_device
 from memscale.profiler.sample import PlannedBatches
 from memscale.techniques.base import EXECUTOR, LayerSite, ModelSite
 from memscale.techniques.forward import CompileNotice
@@ -130,8 +130,8 @@ class Executor:
         self._batch_hook = UndoLog()
         self._meter = meter or Meter()
         self.metrics = metrics
-        self._homes = Homes(disk or disk_of(config), self._meter)
-        self._homes.host_capacity = None if config is None else config.max_cpu_offload_bytes
+        self._placement = ModelPlacement(disk or disk_of(config), self._meter)
+        self._placement.host_capacity = None if config is None else config.max_cpu_offload_bytes
         self._techniques = UndoLog(notice)
         self.technique_state: dict[str, Any] = {}
         self.optimizer: OptimizerNeeds | None = None
@@ -153,17 +153,17 @@ class Executor:
     @property
     def device(self) -> torch.device:
         """Where the model trains, wherever its parameters are at home."""
-        return self._homes.device or self._device or training_device(self.model)
+        return self._placement.device or self._device or training_device(self.model)
 
     @property
-    def homes(self) -> Homes:
+    def placement(self) -> ModelPlacement:
         """Where the model's parameters, gradients and optimizer state are, and the disk below them."""
-        return self._homes
+        return self._placement
 
     @property
     def bytes_on_disk(self) -> int:
         """Bytes of the model's tensors, optimizer state and activations that are on disk now."""
-        return self._homes.store.bytes_used
+        return self._placement.store.bytes_used
 
     @property
     def meter(self) -> Meter:
@@ -299,13 +299,13 @@ class Executor:
             return
         model = self.model
         # Parameters stay where they are: the device may have no room for all of them.
-        homes, self._homes = self._homes, Homes()
+        placement, self._placement = self._placement, ModelPlacement()
         self._detach()
         try:
             yield model
         finally:
             with interrupts_deferred():
-                self._homes = homes
+                self._placement = placement
                 self.attach()
 
     def _apply(self, model: nn.Module) -> None:
@@ -325,7 +325,7 @@ class Executor:
 
     def _attach_techniques(self, model: nn.Module, plan: Plan) -> None:
         log = self._techniques
-        around = (model, plan, self.device, self.config, self._homes, self._meter, self.technique_state)
+        around = (model, plan, self.device, self.config, self._placement, self._meter, self.technique_state)
         sites = [
             LayerSite(*around, layer, tuple(find_module(model, layer, name) for name in layer.members))
             for layer in plan.layers
@@ -375,18 +375,18 @@ class Executor:
         on_host = [parameter for parameter in tiers["host"] if id(parameter) not in staying]
         on_disk = [parameter for parameter in tiers["disk"] if id(parameter) not in staying]
         if has_meta_tensors(model):
-            self._materialised = self._homes.materialise(model, on_host, device, on_disk=on_disk)
+            self._materialised = self._placement.materialise(model, on_host, on_disk, device)
             if self._logs:
                 logger.info("%s", self._materialised)
-        if on_host or on_disk or self._device is not None or self._homes.device is not None:
-            self._homes.arrange(model, on_host, device, on_disk=on_disk)
+        if on_host or on_disk or self._device is not None or self._placement.device is not None:
+            self._placement.place_parameters(model, on_host, on_disk, device)
             self._techniques.add_forward_pre_hook(model, inputs_to_device)
         return {id(parameter) for parameter in (*on_host, *on_disk)}
 
     def _undo(self, model: nn.Module) -> None:
         """Undo everything, whatever one of the parts raises; after an interrupt it can be called again."""
         errors = []
-        for undo in (self._techniques.undo, self._batch_hook.undo, self._hooks.undo, self._homes.restore):
+        for undo in (self._techniques.undo, self._batch_hook.undo, self._hooks.undo, self._placement.restore):
             try:
                 undo()
             except Exception as error:
@@ -424,13 +424,13 @@ class Executor:
         return Settings(
             self._plan,
             self.config,
-            self._homes.device or self._device,
+            self._placement.device or self._device,
             None if self._guard is None else type(self._guard),
             self._on_training_batch,
             self.batches,
             self.optimizer,
             self.technique_state,
-            self._homes.origins(self.model),
+            self._placement.origins(self.model),
             self._techniques.changed_objects(),
         )
 

@@ -34,7 +34,7 @@ from torch import nn
 
 from memscale._torch import outside_compiler
 from memscale.checkpointing.technique import is_cache
-from memscale.offload.fetch import bring_inputs
+from memscale.offload.layer import bring_inputs
 from memscale.techniques.base import EXECUTOR
 from memscale.techniques.forward import ForwardStage, override_of
 
@@ -77,7 +77,7 @@ def inputs_to_device(
     # torch calls it without kwargs if a hook before it has changed the plan, and so removed it: the new plan's own hook
     # does not run in this call, and offloaded layers copy their arguments themselves.
     executor: Executor | None = vars(model).get(EXECUTOR)
-    device = None if executor is None else executor.homes.device
+    device = None if executor is None else executor.placement.device
     return None if device is None or kwargs is None else bring_inputs(args, kwargs, device)
 
 

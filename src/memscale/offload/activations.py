@@ -7,7 +7,7 @@ its inputs (Note [Inputs go through the surrounding hooks]). It is stored when i
 
 *By storage.* What holds device memory is the storage, whichever view of it was saved. So the storage is stored, once,
 and its views (queries, keys and values cut from one product; a mask that all layers share) are described by their
-geometry. Of a storage that a view covers little of, the view alone is stored.
+geometry.
 
 *Backward.* The first view that is asked for loads the storage; it stays until all of its views were asked for in
 this backward pass, or the pass ends. A second pass over a retained graph loads it again.
@@ -17,8 +17,9 @@ freed with the graph: by backward, or with the output of a forward pass without 
 still be run backward.
 
 *What stays.* Parameters, buffers and leaves, which are on the device anyway (of their 16-bit copies, which autocast
-makes, nothing is kept: they are made again); small tensors; what is on another device; and what the tier has no room
-for: then that much more device memory is used, and a line is logged once.
+makes, nothing is kept: they are made again); small tensors; parts of a storage that are no views of one tensor; what is
+on another device; and what the tier has no room for: then that much more device memory is used, and a line is logged
+once.
 
 *In place.* Backward gets a tensor as it was when it was saved. With an asynchronous engine a tensor must not be changed
 while it is being stored, as a copy of it would cost the memory that offloading saves: by its version counter that is an
@@ -65,7 +66,7 @@ from memscale.units import format_bytes
 __all__ = ["LEAST_BYTES", "Activations", "OffloadActivationsStage", "OffloadedStorage", "Refetch", "unpack"]
 
 if TYPE_CHECKING:
-    from memscale.offload.fetch import FetchStage
+    from memscale.offload.layer import OffloadedLayer
 
 logger = logging.getLogger("memscale")
 
@@ -73,12 +74,10 @@ LEAST_BYTES = 64 * 2**10
 """Smaller storages stay on the device. A transfer takes some ten microseconds however small it is, in which a link of
 10 GB/s moves a hundred kilobytes: below this, the time is spent and hardly any memory is saved."""
 
-_MIN_COVERED = 4  # a view that covers less than a fourth of its storage is stored alone
-
 _CPU = torch.device("cpu")
 
 _Geometry = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""A tensor's offset in what is stored, its shape and its stride, in elements."""
+"""A tensor's offset in its storage, its shape and its stride, in elements."""
 
 
 class Activations:
@@ -181,27 +180,18 @@ class Activations:
 
     def _store_storage(self, tensor: torch.Tensor, call: _Call) -> _SavedView:
         storage = tensor.untyped_storage()
-        count, rest = divmod(storage.nbytes(), tensor.element_size())
-        view: _Geometry = (int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
-        covered = min(tensor.numel(), count)
-        # Views of one tensor share its version, so one copy of its memory serves all of them. The results of
-        # `unsafe_chunk` (the gates of a GRU) are no views: each has a part of the memory and its own version.
-        owner = tensor._base if tensor._is_view() else tensor
-        covers_storage = owner is not None and owner.nbytes >= storage.nbytes()
-        whole = not rest and covers_storage and _MIN_COVERED * covered >= count
-        key = (storage._cdata, tensor.dtype, *(() if whole else view))
+        key = (storage._cdata, tensor.dtype)
         version = _version(tensor)
         stored = self._known.get(key)
         if stored is None or stored.storage() is not storage or stored.version != version:
-            source = tensor.detach()
-            # Of a part of a storage its elements are stored one after the other, and spread out again on loading.
-            run = source.as_strided((count,), (1,), 0) if whole else source.reshape(-1)
+            run = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
             stored = self._known[key] = OffloadedStorage(self._tier, run, weakref.ref(storage), version)
             call.stored.append(weakref.ref(stored))
             self.bytes_sent += run.nbytes
             if self._engine.is_async:
                 self._calls.limit_in_flight(call, self._engine.depth + 1)
-        return _SavedView(stored, call, view, whole=whole)
+        geometry = (int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
+        return _SavedView(stored, call, geometry)
 
 
 class OffloadActivationsStage(ForwardStage):
@@ -244,7 +234,7 @@ class Refetch:
 
     __slots__ = ("_device", "_dtype", "_layer", "_master", "_offset", "_shape", "_stride", "_version")
 
-    def __init__(self, master: nn.Parameter, tensor: torch.Tensor, layer: FetchStage | None) -> None:
+    def __init__(self, master: nn.Parameter, tensor: torch.Tensor, layer: OffloadedLayer | None) -> None:
         self._master = master
         self._layer = layer
         self._version = master._version
@@ -342,7 +332,7 @@ class StorageState(enum.Enum):
 
 
 class OffloadedStorage:
-    """A storage, or the elements of one view of it, that a tier keeps for backward.
+    """A storage that a tier keeps for backward.
 
     Args:
         tier: Where it goes.
@@ -473,13 +463,12 @@ def _drop_prefetched(reference: weakref.ref[_Tier]) -> None:
 class _SavedView:
     """What autograd has in place of a saved tensor."""
 
-    __slots__ = ("__weakref__", "_call", "_stored", "_view", "_whole")
+    __slots__ = ("__weakref__", "_call", "_geometry", "_stored")
 
-    def __init__(self, stored: OffloadedStorage, call: _Call, view: _Geometry, *, whole: bool) -> None:
+    def __init__(self, stored: OffloadedStorage, call: _Call, geometry: _Geometry) -> None:
         self._stored = stored
         self._call = call
-        self._view = view
-        self._whole = whole
+        self._geometry = geometry
         stored.views.add(self)
 
     def load(self) -> torch.Tensor:
@@ -488,13 +477,8 @@ class _SavedView:
         with torch.no_grad():
             with self._stored.tier.meter.timing("offloading"):
                 run = self._stored.load(task, self)
-            offset, shape, stride = self._view
-            if self._whole:
-                return run.as_strided(shape, stride, run.storage_offset() + offset).detach()
-            packed = run.view(shape)
-            if packed.stride() == stride:
-                return packed.detach()
-            return torch.empty_strided(shape, stride, dtype=run.dtype, device=run.device).copy_(packed)
+            offset, shape, stride = self._geometry
+            return run.as_strided(shape, stride, run.storage_offset() + offset).detach()
 
 
 # ---------------------------------------------------------------------- calls of layers
@@ -571,7 +555,16 @@ def _is_worth_storing(tensor: torch.Tensor, resident: Collection[int]) -> bool:
     if not _has_storage(tensor) or tensor.is_conj() or tensor.is_neg():
         return False
     storage = tensor.untyped_storage()
-    return storage.nbytes() >= LEAST_BYTES and storage._cdata not in resident
+    if (
+        storage.nbytes() < LEAST_BYTES
+        or storage._cdata in resident
+        or storage.nbytes() % tensor.element_size()
+    ):
+        return False
+    # Views of one tensor share its version, so one copy of its memory serves all of them. The results of
+    # `unsafe_chunk` (the gates of a GRU) are no views: each has a part of the memory and its own version.
+    owner = tensor._base if tensor._is_view() else tensor
+    return owner is not None and owner.nbytes >= storage.nbytes()
 
 
 def _parameter_behind(tensor: torch.Tensor) -> nn.Parameter | None:

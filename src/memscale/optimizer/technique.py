@@ -34,7 +34,7 @@ class OptimizerState:
     """Keeps optimizer state as ``plan.optimizer`` says."""
 
     def attach(self, site: ModelSite, log: UndoLog) -> None:
-        states, wanted = site.homes.states, site.plan.optimizer
+        states, wanted = site.placement.states, site.plan.optimizer
         eight_bit = parameters_in_eight_bits(site.model) if wanted is not None and wanted.eight_bit else []
         tier: Tier = "device" if wanted is None else wanted.state
         if tier == "host" and site.device.type == "cpu":
@@ -45,7 +45,7 @@ class OptimizerState:
             return
         capacity = None if site.config is None else site.config.max_cpu_offload_bytes
         if capacity is not None:
-            capacity = max(0, capacity - site.homes.bytes_on_host)
+            capacity = max(0, capacity - site.placement.bytes_on_host)
         bucket_bytes = (wanted.bucket_bytes if wanted else 0) or DEFAULT_BUCKET_BYTES
         states.attach(stored, eight_bit, StateSettings(tier, bucket_bytes, capacity, site.logs))
         log.add(_AttachedStates(states))
@@ -55,7 +55,7 @@ def _stored_parameters(site: ModelSite, tier: Tier) -> Sequence[nn.Parameter]:
     """Return the parameters that are stepped in buckets, with their state on that tier."""
     is_beside = tier == "disk" and site.device.type != "cpu"  # state of others is on the accelerator
     if tier == "device" or is_beside or not takes_all_state(tier, site.config):
-        return site.homes.on_disk
+        return site.placement.on_disk
     return list(site.model.parameters())
 
 
@@ -68,7 +68,7 @@ def takes_all_state(tier: Tier, config: Config | None) -> bool:
 
 
 class _AttachedStates:
-    """Bucketed steps of one plan. State stays where it is between two plans; `Homes.restore` brings it back."""
+    """Bucketed steps of one plan. State stays on its tier between two plans."""
 
     def __init__(self, states: OptimizerStates) -> None:
         self._states = states

@@ -185,7 +185,7 @@ class _Pass:
                 for executor, plan in zip(executors, plans, strict=True):
                     if plan is not None:
                         executor.replan(plan)
-                        executor.homes.settle_states()
+                        executor.placement.store_states()
                 self._bring_missing(backward)
                 return True
             except Exception as error:
@@ -227,7 +227,7 @@ class _Pass:
                 continue
             try:
                 executor.replan(plan)
-                executor.homes.settle_states()
+                executor.placement.store_states()
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise

@@ -110,7 +110,7 @@ class RecoverStage(ForwardStage):
         executor = executor_of(module)
         if executor is None or not hooks_are_allowed() or cast(Any, torch.jit).is_tracing():
             return call_next(*args, **kwargs)
-        call = ModelCall(module, args, kwargs, executor.homes.device)
+        call = ModelCall(module, args, kwargs, executor.placement.device)
         failure: Exception | None = None
         try:
             output = call_next(*args, **kwargs)
@@ -149,7 +149,7 @@ def _run_under(executor: Executor, call: ModelCall, plan: Plan) -> Any:
     """Return the output of a call under another plan, or `_FAILED` if it runs out of memory again."""
     try:
         executor.replan(plan)
-        executor.homes.settle_states()
+        executor.placement.store_states()
         call.conditions.flags.parameters_moved()
         return planned_forward(executor.model)(*call.sample.args, **call.sample.kwargs)
     except Exception as error:

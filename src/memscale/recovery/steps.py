@@ -76,7 +76,7 @@ class StepRecovery(StepSubscriber):
         model = self._model()
         executor = None if model is None else executor_of(model)
         if executor is not None:
-            executor.homes.note_optimizer(optimizer)
+            executor.placement.note_optimizer(optimizer)
 
     def around_step(self, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Explain an out-of-memory error in a step that cannot be repeated."""
