@@ -21,6 +21,7 @@ import memscale
 from memscale import AsyncOffloadConfig, Config
 from memscale.errors import ConfigError, TransferError
 from memscale.execution_plan import Checkpointing, LayerPlan, Offloading, Plan
+from memscale.observe.counters import Meter
 from memscale.offload.activations import Activations
 from memscale.offload.layer import GradientTransfer
 from memscale.offload.prefetch import Prefetcher
@@ -536,7 +537,7 @@ def test_the_cap_on_disk_is_kept(tmp_path: Any) -> None:
 
 def test_a_gradient_goes_home_on_a_stream_of_its_own(cuda: Any) -> None:  # noqa: F811
     engine = Engine(AsyncOffloadConfig())
-    transfer = GradientTransfer(engine, torch.device("cpu"))
+    transfer = GradientTransfer(engine, torch.device("cpu"), Meter())
     gradient = torch.arange(6.0).view(2, 3).t().as_subclass(Pretend)
     LOG.clear()
     landing = transfer.start(gradient)
