@@ -176,11 +176,11 @@ def test_activations_on_disk(tmp_path) -> None:
             activations = activations_of(executor)
             sent = activations.bytes_sent
             assert sent > MIB
-            at_home = executor._placement.store.bytes_used
+            at_home = executor.placement.store.bytes_used
             loss = family.loss(model, batch)
-            assert executor._placement.store.bytes_used - at_home >= sent // 2
+            assert executor.placement.store.bytes_used - at_home >= sent // 2
             del loss
-            assert executor._placement.store.bytes_used == at_home
+            assert executor.placement.store.bytes_used == at_home
 
 
 def test_recurrent_layers_send_activations_and_keep_their_weights() -> None:

@@ -2,13 +2,20 @@
 
 Note [Attributes of a region]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A module may count its calls (`self.steps += 1`), remember that it has been called, or draw from a generator of its own.
-A recomputation that found this state as forward left it could silently compute something else. So plain values
-(numbers, strings, None) and random generators among a module's attributes are read before forward; those that have
-changed are restored while it is recomputed, and set back afterwards.
+A module may count its calls (`self.steps += 1`), keep its last hidden state, append to a list, draw from a generator of
+its own, or pass a tensor to a later module through a dictionary that both have. If it computes with that, a
+recomputation that finds the state as forward left it silently computes something else. So the attributes of modules are
+read before forward, restored while it is recomputed, and set back afterwards:
 
-Modules of `torch.nn` do not do such things and are skipped. Containers that forward changes (a list that it appends to)
-are not restored: they may hold anything.
+- Attributes by identity, including those that forward adds or deletes.
+- Lists, dictionaries, sets and deques by their elements, nested ones too.
+- Tensors among them by value: each is copied, and the copy dropped when forward ends unless the tensor was changed in
+  place. One with a history is given to the recomputation as a leaf, as the inputs of a region are, because with its
+  history it would keep the graph before the region alive.
+- Random generators by their state.
+
+Not restored are objects of other classes that forward changes in place, and modules of `torch.nn`, which are most of a
+model's and do not do such things.
 """
 
 from __future__ import annotations
@@ -16,15 +23,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
+import operator
 import random
 import sys
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from memscale._torch import Generator
+from memscale._torch import Generator, same_version
+from memscale._util.trees import is_lazy
 
 __all__ = ["Attributes", "HostRngState", "RngState", "TorchRngState"]
 
@@ -146,74 +157,196 @@ def _module_with_rng(device_type: str) -> Any:
 # -- attributes of modules
 
 _PLAIN = frozenset({int, float, bool, str, complex, type(None)})
-_IGNORED = frozenset({"_memscale_executor", "_memscale_forward", "forward", "training"})  # handled by others
-_MISSING = object()  # the value of an attribute that was not there
+_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, set, deque})
+_IGNORED = frozenset(
+    {*vars(nn.Module()), "_memscale_executor", "_memscale_forward", "forward"}
+)  # not the user's
+_MISSING = object()
 
 
 class Attributes:
-    """The plain attributes and generators of some modules before a forward. See Note [Attributes of a region]."""
+    """The attributes of some modules before a forward. See Note [Attributes of a region].
 
-    __slots__ = ("_generators", "_names", "_plain")
+    Args:
+        modules: Whose attributes; those of `torch.nn` are skipped.
+        copy_bytes: A larger tensor is not copied.
+    """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._plain: list[dict[str, Any]] = []
-        self._names: list[tuple[dict[str, Any], frozenset[str]]] = []
+    __slots__ = ("_containers", "_copy_bytes", "_generators", "_modules", "_tensors")
+
+    def __init__(self, modules: Sequence[nn.Module], *, copy_bytes: float = math.inf) -> None:
+        self._copy_bytes = copy_bytes
+        self._containers: dict[int, tuple[Any, Any]] = {}
         self._generators: list[tuple[_Generator, Any]] = []
+        self._tensors: dict[int, _HeldTensor] = {}
+        self._modules: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for module in modules:
             if not type(module).__module__.startswith("torch.nn."):
-                self._read(vars(module))
+                read = {name: self._read(value) for name, value in _attributes(module.__dict__)}
+                self._modules.append((module.__dict__, read))
 
-    def _read(self, own: dict[str, Any]) -> None:
-        plain = {}
-        for name, value in own.items():
-            kind = type(value)
-            if kind in _PLAIN:
-                plain[name] = value
-            elif (generator := _generator(value)) is not None:
-                self._generators.append((generator, generator.read()))
-        self._plain.append(plain)
-        self._names.append((own, frozenset(own)))
+    def _read(self, value: Any) -> Any:
+        """Return what stands for a value in the snapshot: itself, or what its value at forward can be had from."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind in _CONTAINERS:
+            if id(value) not in self._containers:
+                self._containers[id(value)] = (value, None)  # it may contain itself
+                self._containers[id(value)] = (value, _mapped(value, self._read))
+        elif kind is tuple:
+            return _mapped(value, self._read)
+        elif isinstance(value, torch.Tensor):
+            if isinstance(value, nn.Parameter) or is_lazy(value):
+                return value
+            if id(value) not in self._tensors:
+                self._tensors[id(value)] = _HeldTensor(value, self._copy_bytes)
+            return self._tensors[id(value)]
+        elif (generator := _generator(value)) is not None:
+            self._generators.append((generator, generator.read()))
+        return value
 
-    def record_added(self) -> None:
-        """Record after a forward which attributes it added."""
-        for plain, (own, names) in zip(self._plain, self._names, strict=True):
-            plain.update((name, _MISSING) for name in own if name not in names)
+    def end_forward(self) -> None:
+        """Drop the copies of tensors that forward has not changed, and the history of all."""
+        for tensor in self._tensors.values():
+            tensor.end_forward()
+
+    def unknown_tensor(self) -> torch.Tensor | None:
+        """Return a tensor that was changed in place, of which no copy was made."""
+        return next((each.tensor for each in self._tensors.values() if each.is_unknown()), None)
 
     def restore(self) -> None:
-        """Set everything as it was before forward."""
-        self.record_added()
-        self._exchange()
+        """Set everything as it was before a forward that has failed, or that has ended and is to leave no trace."""
+        with torch.no_grad():
+            for each in self._tensors.values():
+                each.write_back()
+        self._exchange(lambda each: each.tensor)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Run the block with everything as it was before forward, and set it back afterwards."""
-        now = self._exchange()
+        values: dict[_HeldTensor, torch.Tensor] = {}
+
+        def value_of(held: _HeldTensor) -> torch.Tensor:
+            if held not in values:
+                values[held] = held.at_forward()
+            return values[held]
+
+        put_back = self._exchange(value_of)
         try:
             yield
         finally:
-            now._exchange()
+            put_back()
 
-    def _exchange(self) -> Attributes:
-        """Set everything as it was before forward, and return a snapshot of what it was until now."""
-        now = Attributes(())
-        for plain, (own, names) in zip(self._plain, self._names, strict=True):
-            changed = {
-                name: own.get(name, _MISSING)
-                for name, before in plain.items()
-                if own.get(name, _MISSING) is not before and name not in _IGNORED
-            }
-            if changed:
-                now._plain.append(changed)
-                now._names.append((own, names))
-            for name in changed:
-                if plain[name] is _MISSING:
-                    del own[name]
-                else:
-                    own[name] = plain[name]
+    def _exchange(self, value_of: Callable[[_HeldTensor], torch.Tensor]) -> Callable[[], None]:
+        """Set everything as it was before forward, and return a function that sets it as it was until now."""
+
+        def thawed(value: Any) -> Any:
+            if isinstance(value, _HeldTensor):
+                return value_of(value)
+            return _mapped(value, thawed) if type(value) is tuple else value
+
+        modules = [(own, dict(_attributes(own))) for own, _ in self._modules]
+        containers = [(container, container.copy()) for container, _ in self._containers.values()]
+        generators = [(generator, generator.read()) for generator, _ in self._generators]
+        for own, before in self._modules:
+            _set_attributes(own, {name: thawed(value) for name, value in before.items()})
+        for container, before in self._containers.values():
+            _set_elements(container, _mapped(before, thawed))
         for generator, state in self._generators:
-            now._generators.append((generator, generator.read()))
             generator.write(state)
-        return now
+
+        def put_back() -> None:
+            for own, now in modules:
+                _set_attributes(own, now)
+            for container, elements in containers:
+                _set_elements(container, elements)
+            for generator, state in generators:
+                generator.write(state)
+
+        return put_back
+
+
+class _HeldTensor:
+    """A tensor that an attribute or a container had before forward."""
+
+    __slots__ = ("_copy", "_is_large", "_requires_grad", "_version", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, copy_bytes: float) -> None:
+        self.tensor = tensor
+        self._requires_grad = tensor.requires_grad
+        self._version = _version_of(tensor)
+        self._is_large = tensor.layout is torch.strided and tensor.nbytes > copy_bytes
+        self._copy = None if self._is_large else tensor.detach().clone()
+
+    def end_forward(self) -> None:
+        if _version_of(self.tensor) == self._version:
+            self._copy = None
+        if self.tensor.grad_fn is not None and self._is_large:
+            # Most likely the last result of a model, which nothing reads again: not worth its memory. Were it read, an
+            # operation on a tensor without data would raise.
+            self.tensor = torch.empty_like(self.tensor, device="meta")
+            self._version = 0
+        elif self.tensor.grad_fn is not None:
+            self.tensor = self.tensor.detach()
+
+    def is_unknown(self) -> bool:
+        return self._copy is None and _version_of(self.tensor) != self._version
+
+    def at_forward(self) -> torch.Tensor:
+        """Return the tensor as forward found it, for a recomputation to change."""
+        if self._copy is not None:
+            return self._copy.clone().requires_grad_(self._requires_grad)
+        if self.tensor.requires_grad == self._requires_grad:
+            return self.tensor
+        return self.tensor.detach().requires_grad_(self._requires_grad)
+
+    def write_back(self) -> None:
+        if self._copy is not None and _version_of(self.tensor) != self._version:
+            with same_version(self.tensor):
+                self.tensor.copy_(self._copy)
+            self._version = _version_of(self.tensor)
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _mapped(container: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a container's elements, changed, in a dictionary, set or list; of a tuple, a tuple or itself."""
+    if isinstance(container, tuple):
+        changed = tuple(map(change, container))
+        return container if all(map(operator.is_, changed, container)) else changed
+    if isinstance(container, dict):
+        return {key: change(value) for key, value in container.items()}
+    return set(container) if isinstance(container, set) else list(map(change, container))
+
+
+def _attributes(own: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in own.items() if name not in _IGNORED]
+
+
+def _set_attributes(own: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for name, _ in _attributes(own):
+        if name not in wanted:
+            del own[name]
+    for name, value in wanted.items():
+        if own.get(name, _MISSING) is not value:
+            own[name] = value
+
+
+def _set_elements(container: Any, wanted: Any) -> None:
+    """Set the elements of a container, unless it has them: someone may be iterating over it."""
+    now, then = (
+        list(each.values()) if isinstance(each, dict) else list(each) for each in (container, wanted)
+    )
+    if len(now) == len(then) and all(map(operator.is_, [*container, *now], [*wanted, *then])):
+        return
+    container.clear()
+    if isinstance(container, dict | set):
+        container.update(wanted)
+    else:
+        container.extend(wanted)
 
 
 class _Generator(NamedTuple):

@@ -2,7 +2,7 @@
 
 Parameters keep their identity when they move, so that optimizers, schedulers and the user's own references go on
 as before. An optimizer's state follows its parameter, before a step and when everything moves back, unless the plan
-has a tier of its own for it (``optimizer/states.py``).
+has a tier of its own for it (``optimizer/bucketed_steps.py``).
 
 Note [Parameters on disk]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -46,8 +46,8 @@ from memscale.memory.tracker import ResidentPages
 from memscale.observe.counters import Meter
 from memscale.offload.freed_memory import freed_memory_returns
 from memscale.offload.materialise import Materialised, materialise, swap_keeping_hooks
+from memscale.optimizer.bucketed_steps import BucketedSteps
 from memscale.optimizer.placement import PlacementSteps
-from memscale.optimizer.states import OptimizerStates
 from memscale.simulator.simulate import PLAIN_KINDS
 from memscale.tiers.disk import PAGE, DiskStore
 
@@ -217,7 +217,7 @@ class ModelPlacement:
         self.device: torch.device | None = None
         self.host_capacity: int | None = None
         self.store = store or DiskStore()
-        self.states = OptimizerStates(self.store, meter)
+        self.states = BucketedSteps(self.store, meter)
         self._meter = meter or Meter()
         self._placed: dict[int, PlacedParameter] = {}  # by the parameter's id
         self._buffers: list[tuple[nn.Module, str, torch.device]] = []
@@ -291,7 +291,8 @@ class ModelPlacement:
                 if buffer is not None and buffer.device != device:
                     self._buffers.append((module, name, buffer.device))
                     module._buffers[name] = buffer.to(device)
-        self._steps.subscribe()
+        if device != HOST:  # where nothing leaves the device, optimizers have nothing to follow
+            self._steps.subscribe()
 
     def materialise(
         self,
@@ -344,9 +345,9 @@ class ModelPlacement:
             buffer = module._buffers.get(name)
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
-        for optimizer in self._steps.optimizers:
+        for optimizer in list(self._steps.optimizers):
             self._steps.follow(optimizer)
-        self._steps.forget_optimizers()
+        self._steps.optimizers.clear()
         self._placed.clear()
         self._buffers.clear()
         self.store.close()
@@ -374,11 +375,11 @@ class ModelPlacement:
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Note an optimizer that steps the model's parameters, whose state follows them."""
-        self._steps.note_optimizer(optimizer)
+        self._steps.optimizers.add(optimizer)
 
     def store_states(self) -> None:
         """Move optimizer state to its tier now, instead of before the next step: the device may be short of memory."""
-        for optimizer in self._steps.optimizers:
+        for optimizer in list(self._steps.optimizers):
             self._steps.follow(optimizer)
             self.states.store_state(optimizer)
 

@@ -24,7 +24,7 @@ from torch import nn
 from memscale._torch import backward_keeps_graph
 from memscale.checkpointing.state import Conditions, ModuleFlags, version_of
 from memscale.errors import RecomputeError
-from memscale.tiling.tiles import first_order_only, sum_dtype, tiles_of, without_saved_tensor_hooks
+from memscale.tiling.layers import first_order_only, sum_dtype, tiles_of, without_saved_tensor_hooks
 
 __all__ = ["Head", "LogitsStep", "Reduction", "TiledHead", "compute_tiled"]
 
