@@ -22,7 +22,6 @@ gradient stays as it is: a sparse one, a view of a bucket, one with a graph of i
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
@@ -404,7 +403,7 @@ class ModelPlacement:
             if in_backward:
                 if task != self._task:
                     self._task = task
-                    at_end_of_backward(functools.partial(_after_backward, weakref.ref(self)))
+                    at_end_of_backward(self.release_pages_of_backward)
                 self.release_pages_of_backward()
                 self._used_in_backward += mapped
         self._meter.up("parameters", "disk", sum(each.parameter.nbytes for each in mapped))
@@ -428,12 +427,6 @@ class ModelPlacement:
         """Release the pages of the layers that backward has used so far."""
         while self._used_in_backward:
             self._used_in_backward.pop().release_pages()
-
-
-def _after_backward(reference: weakref.ref[ModelPlacement]) -> None:
-    placement = reference()
-    if placement is not None:
-        placement.release_pages_of_backward()
 
 
 # ---------------------------------------------------------------------- a parameter's memory

@@ -99,7 +99,7 @@ class Prefetcher:
             if self._enter(graph_task_id()):
                 self._fetch(self._backward.next(self.engine.depth), in_backward=True)
 
-    def end_backward(self, task: int) -> None:
+    def _end_backward(self, task: int) -> None:
         """Drop what was not used, and learn the order."""
         with self._lock:
             if task == self._task:
@@ -122,7 +122,7 @@ class Prefetcher:
             return False
         self._task = task
         self._backward.begin()
-        at_end_of_backward(functools.partial(_after_backward, weakref.ref(self), task))
+        at_end_of_backward(self._end_backward, task)
         return True
 
     # ------------------------------------------------------------------ layers
@@ -222,9 +222,3 @@ def _state(parameter: nn.Parameter, dtype: torch.dtype) -> _MasterState:
 def _copy(layer: OffloadedLayer, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     with torch.no_grad():  # which belongs to a thread
         return layer.copy_to_device(values, dtype)
-
-
-def _after_backward(reference: weakref.ref[Prefetcher], task: int) -> None:
-    prefetcher = reference()
-    if prefetcher is not None:
-        prefetcher.end_backward(task)
