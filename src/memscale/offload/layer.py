@@ -59,6 +59,8 @@ from memscale.tiers.engine import Engine, Lane, Transfer
 
 __all__ = ["GradientTransfer", "OffloadedLayer", "bring_inputs", "differentiable_copy"]
 
+_SYNCHRONOUS = Engine()
+
 
 class LayerState(enum.Enum):
     """What a layer's modules have as their parameters."""
@@ -101,9 +103,7 @@ class OffloadedLayer(ForwardStage):
         self.prefetcher: Prefetcher | None = None
         self.state = LayerState.OFFLOADED
         self._recomputed = recomputed
-        self._masters: list[
-            tuple[nn.Module, str, nn.Parameter]
-        ] = []  # while it is fetched: whose copies are where
+        self._masters: list[tuple[nn.Module, str, nn.Parameter]] = []  # while modules have copies of them
         self._copied: dict[int, nn.Parameter] = {}  # by the storage of the copy
         # By the parameters' ids: the types that the last pass had them in, and those that backward asks for.
         self._dtypes: dict[int, torch.dtype] = {}
@@ -134,12 +134,8 @@ class OffloadedLayer(ForwardStage):
         finally:
             self.post_forward()
             self._placement.end_use(mapped)
-        if (
-            mapped
-            and not self._recomputed
-            and torch.is_grad_enabled()
-            and graph_task_id() == OUTSIDE_BACKWARD
-        ):
+        in_training = torch.is_grad_enabled() and graph_task_id() == OUTSIDE_BACKWARD
+        if mapped and in_training and not self._recomputed:
             self._register_pre_backward(output, parameters)
         return output
 
@@ -233,7 +229,7 @@ class OffloadedLayer(ForwardStage):
             return self.copy_to_device(parameter.detach(), dtype) if prefetched is None else prefetched
 
     def _working_copy(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        engine = Engine() if self.prefetcher is None else self.prefetcher.engine
+        engine = _SYNCHRONOUS if self.prefetcher is None else self.prefetcher.engine
         copy = differentiable_copy(parameter, self._fetch(parameter, dtype), engine, self.meter)
         if parameter.requires_grad and not copy.requires_grad and dtype == parameter.dtype:
             # Gradients are off. Still torch.matmul looks at this flag of a weight to choose between mm and bmm.
