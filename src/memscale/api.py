@@ -192,7 +192,8 @@ def find_batch_size(
     """Find the largest batch that fits, the longest sequences, and the batch that trains the most samples a second.
 
     By prediction, not by crashing: batches are profiled on fake tensors, and what is returned was simulated. Each of
-    the three has its plan and the Config to give to ``wrap``; the mode that is searched is that of ``config``.
+    the three has its plan and the Config to give to ``wrap``; the mode that is searched is that of ``config``. The
+    optimizer is taken to be AdamW: ``plan(optimizer=...)`` says what one size needs with another.
 
     Args:
         model: the model; its weights may be on the meta device.

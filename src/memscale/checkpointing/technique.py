@@ -10,9 +10,9 @@ A Hugging Face model has `config.use_cache`, mostly on, and a forward that takes
 the config if it is not given. A cache is of no use in training, holds memory, and breaks recomputation, which
 would write to it twice. So each module with such a config and such a forward gets a hook, which in training
 passes `use_cache=False` for a caller who does not say anything. In `eval()` mode a call with gradients on is
-training if it has labels; without them it may be the first of a loop that generates. The config itself is
-never written to: it is at all times what its user set, also in the middle of a forward, after an interrupt,
-and in `save_pretrained`.
+training if it has labels; without them it may be the first of a loop that generates, so that the cache stays
+and it is logged once what that costs in training. The config itself is never written to: it is at all times
+what its user set, also in the middle of a forward, after an interrupt, and in `save_pretrained`.
 
 A caller who passes `use_cache=True` or a cache (as prefix tuning does, for the model to read) gets it. Layers
 that are given a cache are not recomputed in that call (`is_cache`), and it is logged once that this costs
@@ -261,29 +261,41 @@ class NoCache:
         # None: an earlier hook of the same call has removed this one, and torch calls it without its options.
         if kwargs is None or not torch.is_grad_enabled():
             return None
-        if not module.training and kwargs.get("labels") is None:
-            return None
+        is_training = module.training or kwargs.get("labels") is not None
         position = self._position
         if position is not None and len(args) <= position:
             position = None
         wanted = kwargs.get("use_cache") if position is None else args[position]
-        if wanted or kwargs.get("past_key_values") is not None or any(map(is_cache, args)):
-            self._log()
-            return None
-        if wanted is not None:
+        has_cache = wanted or kwargs.get("past_key_values") is not None or any(map(is_cache, args))
+        if is_training and has_cache:
+            self._log(
+                "A training step asked for a cache (use_cache=True, or past_key_values)",
+                "leave use_cache out",
+            )
+        elif not is_training and wanted is None and self._logs and _trains_with_cache(module):
+            self._log(
+                "A step in eval() mode, with gradients on and no labels, uses a cache", "pass use_cache=False"
+            )
+        if not is_training or has_cache or wanted is not None:
             return None
         if position is not None:
             return (*args[:position], False, *args[position + 1 :]), kwargs
         return args, {**kwargs, "use_cache": False}
 
-    def _log(self) -> None:
+    def _log(self, what: str, remedy: str) -> None:
         if self._logs:
             self._logs = False
             logger.warning(
-                "A training step asked for a cache (use_cache=True, or past_key_values). Layers that get one "
-                "are not checkpointed in such a step, as they would write to it twice. To save the memory, "
-                "leave use_cache out."
+                "%s. Layers that get one are not checkpointed in such a step, as they would write to it twice. "
+                "To save the memory in training, %s.",
+                what,
+                remedy,
             )
+
+
+def _trains_with_cache(module: nn.Module) -> bool:
+    config: Any = module.config
+    return bool(config.use_cache) and any(each.requires_grad for each in module.parameters())
 
 
 def no_cache_hooks(model: nn.Module, *, logs: bool) -> list[tuple[nn.Module, NoCache]]:

@@ -126,9 +126,9 @@ class Executor:
 
     Args:
         model: The model that the plan was made for.
-        plan: What to do.
+        plan: The plan.
         config: The settings that the plan was made with.
-        device: Where the model trains, if that is not where it is: what is not offloaded is brought there,
+        device: Where the model trains, if that is not where it is: what is not offloaded is moved there,
             and so are the arguments of each call.
         on_training_batch: Called before each forward pass of the model in training, as
             `on_training_batch(executor, args, kwargs)`. It may call `replan`: the pass that is about to begin
@@ -350,7 +350,7 @@ class Executor:
         log = self._techniques
         around = (model, plan, self.device, self.config, self.placement, self.meter, self.technique_state)
         sites = [
-            LayerSite(*around, layer, tuple(find_module(model, layer, name) for name in layer.members))
+            LayerSite(*around, layer, tuple(_find_module(model, layer, name) for name in layer.members))
             for layer in plan.layers
         ]
         moved = self._place_parameters(model, sites)
@@ -403,6 +403,7 @@ class Executor:
                 logger.info("%s", self._materialised)
         if on_host or on_disk or self._device is not None or self.placement.device is not None:
             self.placement.place_parameters(model, on_host, on_disk, device)
+        if device.type != "cpu":
             self._techniques.add_forward_pre_hook(model, _inputs_to_device)
         return {id(parameter) for parameter in (*on_host, *on_disk)}
 
@@ -470,11 +471,7 @@ _wrapped_models: weakref.WeakSet[Executor] = weakref.WeakSet()
 
 
 def refuse_nested(model: nn.Module) -> None:
-    """Check that no part of a model is wrapped, and no model around it: parameters would have two plans.
-
-    Raises:
-        WrapError: There is one.
-    """
+    """Raise a `WrapError` if a part of a model is wrapped, or a model around it: parameters would have two plans."""
     for name, module in model.named_modules():
         if module is not model and executor_of(module) is not None:
             raise WrapError(
@@ -491,12 +488,7 @@ def refuse_nested(model: nn.Module) -> None:
             )
 
 
-def find_module(model: nn.Module, layer: LayerPlan, name: str) -> nn.Module:
-    """Return a module of a plan's layer, by its name.
-
-    Raises:
-        WrapError: The model has none of that name.
-    """
+def _find_module(model: nn.Module, layer: LayerPlan, name: str) -> nn.Module:
     try:
         return model.get_submodule(name)
     except AttributeError:
@@ -541,8 +533,7 @@ def _inputs_to_device(
     # torch calls it without kwargs if a hook before it has changed the plan, and so removed it: the new plan's own hook
     # does not run in this call, and offloaded layers copy their arguments themselves.
     executor = executor_of(model)
-    device = None if executor is None else executor.placement.device
-    return None if device is None or kwargs is None else bring_inputs(args, kwargs, device)
+    return None if executor is None or kwargs is None else bring_inputs(args, kwargs, executor.device)
 
 
 # Copies. See Note [Copies].

@@ -286,13 +286,7 @@ MAX_WIDTHS_TRIED = 4
 
 @dataclass(frozen=True)
 class TiledMethod:
-    """A position-wise method of a module inside a block.
-
-    Attributes:
-        name: The module's name inside the block.
-        method: `"forward"`, or another method.
-        uses: The names of the module's children that it uses.
-    """
+    """A position-wise method of a module inside a block, and the names of the module's children that it uses."""
 
     name: str
     method: str
@@ -380,10 +374,10 @@ class PositionWise:
 def show_position_wise(
     function: Callable[[torch.Tensor], Any], module: nn.Module, width: int, dtype: torch.dtype
 ) -> PositionWise:
-    """Trace a function of a module to show that it is position-wise. See Note [Position-wise].
+    """Trace a module's forward, or another method, to show that it is position-wise. See Note [Position-wise].
 
     Args:
-        function: The module's forward, or another method.
+        function: The method.
         module: The module.
         width: The last dimension of the input.
         dtype: The type of the input.
@@ -395,10 +389,6 @@ def show_position_wise(
         >>> layer = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
         >>> show_position_wise(layer.forward, layer, 4, torch.float32)
         PositionWise(uses=('0', '1', '2'), width=4, widest=8)
-        >>> layer = nn.Softmax(dim=1)
-        >>> show_position_wise(layer.forward, layer, 4, torch.float32)
-        Traceback (most recent call last):
-        memscale.tiling.layers.NotPositionWise: _softmax over positions
     """
     # A simulation or a memory tracker around must neither see this nor change the result.
     with torch.no_grad(), disable_current_modes(), _without_data(module):

@@ -38,7 +38,7 @@ from memscale._torch import (
 )
 from memscale.checkpointing.state import version_of
 from memscale.errors import RecomputeError
-from memscale.tiling.head import Head, LogitsStep, Reduction, TiledHead, compute_tiled
+from memscale.tiling.head import Head, LogitsStep, TiledHead, compute_tiled
 from memscale.tiling.layers import first_order_only, without_saved_tensor_hooks
 
 __all__ = ["LazyLogits", "lazy_logits"]
@@ -200,8 +200,6 @@ def lazy_logits(hidden: Tensor, head: Head) -> LazyLogits:
         >>> logits = lazy_logits(torch.ones(3, 2, requires_grad=True), head)
         >>> logits.shape, logits.is_whole
         (torch.Size([3, 5]), False)
-        >>> logits.tolist()[0], logits.is_whole
-        ([2.0, 2.0, 2.0, 2.0, 2.0], True)
     """
     return _make(hidden, TiledHead(head), None)
 
@@ -258,7 +256,7 @@ def _answer(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 def _changes_in_place(function: Function, kwargs: dict[str, Any]) -> bool:
     name = getattr(function, "__name__", "")
     if name.startswith("__"):
-        return name.startswith("__i") or name in ("__setitem__", "__set__", "__setstate__")
+        return name.startswith("__i") or name in ("__setitem__", "__set__")
     return name.endswith("_") or kwargs.get("out") is not None
 
 
@@ -365,7 +363,7 @@ def _with_step(logits: LazyLogits, step: LogitsStep, args: Sequence[Any] | None 
 
 
 def _example(logits: LazyLogits) -> Tensor:
-    """Return a row of logits to learn from which type an operation gives."""
+    """Return a row of logits, to learn the type of an operation's result."""
     return torch.empty(1, logits.tiled.head.vocabulary, dtype=logits.dtype, device=logits.device)
 
 
@@ -434,16 +432,10 @@ def _is_over_vocabulary(logits: LazyLogits, dim: Any) -> bool:
 # Results for each token, and losses: computed tile by tile.
 
 
-def _reduced(
-    logits: LazyLogits,
-    of_tile: Callable[[Tensor, slice], Tensor],
-    *,
-    is_total: bool = False,
-    divisor: Tensor | None = None,
-) -> Tensor:
+def _reduced(logits: LazyLogits, of_tile: Callable[[Tensor, slice], Tensor], **options: Any) -> Tensor:
     logits.check()
     flat = logits.hidden.reshape(-1, logits.hidden.shape[-1])
-    return compute_tiled(logits.tiled, flat, Reduction(of_tile, is_total, divisor))
+    return compute_tiled(logits.tiled, flat, of_tile, **options)
 
 
 @_supports(

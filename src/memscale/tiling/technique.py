@@ -176,7 +176,7 @@ class TiledLoss:
                 logger.warning("Head and loss are not tiled: %s.", reason)
             return
         device = site.device if site.placement.device is not None else None
-        log.add_stage(head, TileHeadStage(settings.rows, device, site.placement), name=name)
+        log.add_stage(head, TileHeadStage(settings.rows, device, site.placement, logs=site.logs), name=name)
 
 
 def _foreign_forward(head: nn.Module) -> str | None:
@@ -188,17 +188,21 @@ def _foreign_forward(head: nn.Module) -> str | None:
 
 
 class TileHeadStage(ForwardStage):
-    """Makes a head's logits lazy. See Note [Lazy logits].
+    """Makes a head's logits lazy, `rows` tokens per tile. See Note [Lazy logits].
 
     Args:
         rows: Tokens per tile.
         device: Where it computes, if its parameters may be elsewhere.
         placement: Where the model's parameters are.
+        logs: Whether to log, once, that a static graph keeps it from tiling.
     """
 
     order = Stage.TILE_HEAD
 
-    def __init__(self, rows: int, device: torch.device | None, placement: ModelPlacement) -> None:
+    def __init__(
+        self, rows: int, device: torch.device | None, placement: ModelPlacement, *, logs: bool
+    ) -> None:
+        self._logs = logs
         self._rows = rows
         self._device = device
         self._placement = placement
@@ -209,7 +213,15 @@ class TileHeadStage(ForwardStage):
         hidden = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(hidden, torch.Tensor) or isinstance(hidden, LazyLogits):
             return call_next(*args, **kwargs)
-        if not hooks_are_allowed() or _in_static_graph():
+        if not hooks_are_allowed():
+            return call_next(*args, **kwargs)
+        if _in_static_graph():
+            if self._logs:
+                self._logs = False
+                logger.warning(
+                    "Head and loss are not tiled inside DistributedDataParallel(static_graph=True), which would not "
+                    "average their gradients. To save the memory of the logits, leave static_graph out."
+                )
             return call_next(*args, **kwargs)
         if self._device is not None and hidden.device.type == "cpu":
             hidden = hidden.to(self._device, non_blocking=True)
