@@ -1,4 +1,4 @@
-"""The device `vgpu`: torch's PrivateUse1 slot, answered from Python.
+"""The device `vgpu`: torch's PrivateUse1 slot, answered from Python, and the patches of torch that it needs.
 
 torch has one such slot per process and no way to clear it: after the first use the name `vgpu` stays known, but
 outside a `simulate` or `executing` block the device reports that it is not available.
@@ -19,15 +19,19 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from memscale._torch import (
     PRIVATE_DEVICE_TYPE,
+    FakeTensor,
     Generator,
     PrivateDeviceGuard,
     PrivateDeviceHooks,
+    destroy_library,
+    foreach_type_lists,
     private_device_name,
     set_up_private_device,
     wrapped_engine,
@@ -39,22 +43,59 @@ NAME = "vgpu"
 AMP_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-class VirtualDevice(Protocol):
-    """What answers for the device while a block runs: a simulation, or the executing device."""
+class VirtualDevice:
+    """A device that answers for `vgpu` while a block runs, and its memory.
 
-    capacity: int
-    device_name: str
-    compute_capability: tuple[int, int]
-    computes: bool  # True for real numbers, False for shapes only
+    Attributes:
+        computes: True for real numbers, False for shapes only.
+        device_name: as `torch.cuda.get_device_name` reports it.
+        capacity: its memory in bytes.
+        compute_capability: NVIDIA's (major, minor), which decides on attention kernels and workspaces.
+        device: the torch device.
+        tracker: the memory tracker of the device and its host.
+    """
+
+    computes = False
+
+    def __init__(
+        self,
+        device_name: str,
+        capacity: int,
+        compute_capability: tuple[int, int],
+        device: torch.device,
+        tracker: MemoryTracker,
+    ) -> None:
+        self.device_name = device_name
+        self.capacity = capacity
+        self.compute_capability = compute_capability
+        self.device = device
+        self.tracker = tracker
 
     @property
-    def tracker(self) -> MemoryTracker: ...
+    def peak_bytes(self) -> int:
+        """The most memory in use on the device at once (`max_memory_allocated`)."""
+        return self.tracker.peak_bytes(self.device)
 
-    def get_rng_state(self) -> torch.Tensor: ...
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """The most memory that the device's allocator held (`max_memory_reserved`)."""
+        return self.tracker.peak_reserved_bytes(self.device)
 
-    def set_rng_state(self, state: torch.Tensor) -> None: ...
+    @property
+    def host_peak_bytes(self) -> int:
+        """The most host memory in use at once."""
+        return self.tracker.peak_bytes("cpu")
 
-    def manual_seed(self, seed: int) -> None: ...
+    # Fake random numbers have no state, but code that saves and restores one must run.
+
+    def get_rng_state(self) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        pass
 
 
 def _device() -> torch.device:
@@ -342,3 +383,67 @@ def activate(device: VirtualDevice) -> Iterator[None]:
         yield
     finally:
         _active = before
+
+
+# -- patches of torch inside a block
+
+
+@contextlib.contextmanager
+def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set `owner.name` to `value` inside the block."""
+    inherited = name not in vars(owner)
+    before = None if inherited else vars(owner)[name]  # not by getattr: a staticmethod stays one
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def operators(key: str) -> Iterator[Callable[[Any, Callable[..., Any]], None]]:
+    """Provide a function that implements an aten operator for a dispatch key inside the block."""
+    library = cast(Any, torch.library.Library)("aten", "IMPL")
+    try:
+        yield lambda operator, kernel: library.impl(operator, kernel, key)
+    finally:
+        destroy_library(library)
+
+
+@contextlib.contextmanager
+def like_cuda_tensors(kind: type[torch.Tensor]) -> Iterator[None]:
+    """Let optimizers, `module.to` and backward treat tensors of a class as CUDA tensors inside the block.
+
+    Optimizers use `foreach`. `module.to(device)` swaps whole tensors, as the data of virtual ones can't be exchanged,
+    and leaves the hooks on a parameter's gradient with it. Backward runs in the calling thread, to which dispatch modes
+    belong, and its errors are raised there.
+    """
+    swap_before = torch.__future__.get_swap_module_params_on_conversion()
+    swap: Any = torch.utils.swap_tensors
+
+    def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
+        if isinstance(first, nn.Parameter) and isinstance(second, nn.Parameter):
+            second._backward_hooks = first._backward_hooks
+            second._post_accumulate_grad_hooks = first._post_accumulate_grad_hooks
+        if isinstance(first, FakeTensor):
+            # The converter's memo holds weak references, and tensors with weak references cannot be swapped.
+            first.fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        swap(first, second)
+
+    for kinds in foreach_type_lists:
+        kinds.append(kind)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with (
+            attribute(torch.utils, "swap_tensors", swap_tensors),
+            torch.autograd.set_multithreading_enabled(False),
+            errors_after_backward(),
+        ):
+            yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swap_before)
+        for kinds in foreach_type_lists:
+            kinds.remove(kind)

@@ -18,9 +18,7 @@ from torch import nn
 from memscale._torch import disabled_torch_function, make_wrapper_subclass, map_location_in_use, pytree
 from memscale.memory.allocator import CachingAllocator
 from memscale.simulator import device as backend
-from memscale.simulator import patches
-from memscale.simulator.cuda import cuda_attention, cuda_autocast, cuda_fused_kernels, cuda_names
-from memscale.simulator.device import errors_after_backward
+from memscale.simulator.cuda import behaving_as_cuda
 from memscale.simulator.simulate import PLAIN_KINDS
 from memscale.simulator.tracking import DeviceTracker, op_name, workspace_bytes
 from memscale.testing import kernels
@@ -29,15 +27,7 @@ from memscale.units import parse_bytes
 aten = torch.ops.aten
 
 # Operations that accept operands on two devices, as on CUDA.
-CROSS_DEVICE = {
-    "index",
-    "_index_put_impl_",
-    "index_put",
-    "index_put_",
-    "copy_",
-    "_to_copy",
-    "_unsafe_index",
-}
+CROSS_DEVICE = {"index", "_index_put_impl_", "index_put", "index_put_", "copy_", "_to_copy", "_unsafe_index"}
 
 
 class ExecutingTensor(torch.Tensor):
@@ -178,7 +168,9 @@ def _execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         host_args[0].copy_(*host_args[1:])
         return args[0]
     if name == "_to_copy" and device is not None:
-        result = _copied(host_args[0], host_kwargs)
+        layout = host_kwargs.get("memory_format") or torch.preserve_format
+        dtype = host_kwargs.get("dtype") or host_args[0].dtype
+        result = host_args[0].to(dtype, copy=True, memory_format=layout)
     else:
         kernel = kernels.CPU_KERNELS.get(func, func)
         with _device_random(func):
@@ -186,12 +178,6 @@ def _execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if to_host:
         return result
     return pytree.tree_map(lambda leaf: _wrap(leaf, wrappers, func._schema.is_mutable), result)
-
-
-def _copied(host: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    layout = options.get("memory_format") or torch.preserve_format
-    dtype = options.get("dtype") or host.dtype
-    return host.to(dtype, copy=True, memory_format=layout)
 
 
 def _wrap(leaf: Any, wrappers: dict[int, ExecutingTensor], mutable: bool) -> Any:
@@ -225,31 +211,19 @@ def _device_random(func: Any) -> Iterator[None]:
 _generator: torch.Generator | None = None
 
 
-class ExecutingDevice:
+class ExecutingDevice(backend.VirtualDevice):
     """The executing device of a block, and its memory."""
 
     computes = True
 
     def __init__(self, capacity: int, capability: tuple[int, int]) -> None:
-        self.capacity = capacity
-        self.compute_capability = capability
-        self.device_name = "executing virtual GPU"
-        self.device = torch.device(backend.NAME, 0)
-        self.tracker = ExecutingTracker(
+        tracker = ExecutingTracker(
             workspace_bytes=workspace_bytes(capability),
             allocators={backend.NAME: lambda: CachingAllocator(capacity)},
         )
+        device = torch.device(backend.NAME, 0)
+        super().__init__("executing virtual GPU", capacity, capability, device, tracker)
         self.generator = torch.Generator()
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most memory in use on the device at once."""
-        return self.tracker.peak_bytes(self.device)
-
-    @property
-    def host_peak_bytes(self) -> int:
-        """The most host memory in use at once."""
-        return self.tracker.peak_bytes("cpu")
 
     def get_rng_state(self) -> torch.Tensor:
         return self.generator.get_state()
@@ -293,7 +267,7 @@ def _copy_from(source: Any, target: Any, non_blocking: bool = False) -> Any:
 
 @contextlib.contextmanager
 def _kernels() -> Iterator[None]:
-    with patches.operators("PrivateUse1") as implement:
+    with backend.operators("PrivateUse1") as implement:
         implement("empty.memory_format", _empty)
         implement("empty_strided", _empty_strided)
         implement("_copy_from", _copy_from)
@@ -325,19 +299,14 @@ def executing(
     backend.register()
     device = ExecutingDevice(parse_bytes(capacity, field="executing(capacity)"), capability)
     device.manual_seed(seed)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(backend.activate(device))
-        stack.enter_context(_kernels())
-        stack.enter_context(cuda_attention(capability))
-        stack.enter_context(cuda_autocast())
-        stack.enter_context(cuda_fused_kernels())
-        stack.enter_context(cuda_names(device.device))
-        stack.enter_context(patches.swap_on_conversion())
-        stack.enter_context(patches.foreach_by_default(ExecutingTensor))
-        stack.enter_context(cast(Any, torch.serialization.safe_globals)([_rebuild]))
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(errors_after_backward())
-        stack.enter_context(device.tracker)
+    with (
+        backend.activate(device),
+        _kernels(),
+        behaving_as_cuda(device.device, capability),
+        backend.like_cuda_tensors(ExecutingTensor),
+        cast(Any, torch.serialization.safe_globals)([_rebuild]),
+        device.tracker,
+    ):
         _generator = device.generator
         try:
             yield device
