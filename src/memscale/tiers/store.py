@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from memscale._torch import is_fake
-from memscale.memory.ledger import is_mapped, mark_mapped, new_storages_are_mapped
+from memscale.memory.record import is_mapped, mark_mapped, new_storages_are_mapped
 from memscale.tiers import disk_file
 from memscale.tiers.disk_file import DiskFile, Extent, round_up
 from memscale.tiers.engine import Engine
