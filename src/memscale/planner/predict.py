@@ -35,7 +35,7 @@ from memscale.optimizer.eight_bit import moment_bytes, parameters_in_eight_bits
 from memscale.optimizer.needs import OptimizerNeeds, StateTensor
 from memscale.optimizer.state_stores import PAGE
 from memscale.optimizer.technique import takes_all_state
-from memscale.profiler.build import backward_targets, loss_of
+from memscale.profiler.recorder import backward_targets, loss_of
 from memscale.profiler.run import Place, is_reentrant, untouched
 from memscale.profiler.sample import Sample
 from memscale.simulator.tracking import DeviceTracker, workspace_bytes
