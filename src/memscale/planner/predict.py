@@ -38,7 +38,7 @@ from memscale.optimizer.technique import takes_all_state
 from memscale.profiler.recorder import backward_targets, loss_of
 from memscale.profiler.run import Place, is_reentrant, untouched
 from memscale.profiler.sample import Sample
-from memscale.simulator.tracking import DeviceTracker, workspace_bytes
+from memscale.simulator.device import DeviceTracker, workspace_bytes
 
 STEP_COUNT_BYTES = 4  # of the step count that an optimizer keeps for each parameter
 REPLAYS = 2  # of the first step's allocations: the third step finds the allocator as the second left it

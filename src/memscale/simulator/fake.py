@@ -24,13 +24,13 @@ from memscale._torch import (
     tree_leaves,
 )
 from memscale.errors import SimulationError
-from memscale.simulator.device import attribute
-from memscale.simulator.tracking import DeviceTracker, lstm_workspace_bytes, op_name
+from memscale.simulator.device import DeviceTracker, attribute, op_name
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 
 LSTM = 2  # oneDNN's number for it
+PAGE = 4096
 
 MANY = ("_foreach_", "_fused_")  # operations on many tensors at once
 
@@ -50,6 +50,23 @@ def _group_norm_backward(
     of_weight = values.new_empty(channels) if weight is None else torch.empty_like(weight)
     made = (torch.empty_like(values), of_weight, torch.empty_like(of_weight))
     return tuple(tensor if asked else None for tensor, asked in zip(made, wanted, strict=True))
+
+
+def lstm_workspace_bytes(steps: int, samples: int, inputs: int, hidden: int) -> int:
+    """Return the bytes that oneDNN's LSTM layer saves for backward on the CPU: gates, states and their gradients.
+
+    As measured with torch 2.13 in 32 bits; each part is rounded up to whole pages.
+    """
+    states = 2 * (steps + 1) * samples
+    parts = [steps * samples * _padded(4 * hidden), steps * samples * _padded(hidden)]
+    parts += [states * _padded(max(inputs, hidden))] * 3 + [states * hidden] * 2
+    return sum(-(-4 * part // PAGE) * PAGE for part in parts)
+
+
+def _padded(width: int) -> int:
+    """Return the length of a row in oneDNN's buffers: whole cache lines, and one more where rows would collide."""
+    padded = -(-width // 16) * 16
+    return padded + 16 if padded % 256 == 0 else padded
 
 
 def _mkldnn_rnn_layer(values: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:

@@ -4,7 +4,7 @@ Note [The virtual GPU]
 ~~~~~~~~~~~~~~~~~~~~~~
 Inside the block every tensor is fake: it has a shape, a dtype, a device and a lifetime, but no data. The device is
 torch's PrivateUse1 slot under the name `vgpu` (`device.py`), attention and autocast behave as on CUDA (`cuda.py`), and
-the memory tracker follows every storage through a model of CUDA's caching allocator (`tracking.py`). Nothing is
+the memory tracker follows every storage through a model of CUDA's caching allocator (`device.py`). Nothing is
 computed, so GPT-2 XL takes seconds. All patches are undone at the end.
 
 `simulate(..., device="cpu")` simulates the CPU: the same with the CPU's own kernels and exact bytes.
@@ -29,7 +29,6 @@ from memscale.memory.allocator import CachingAllocator, ExactAllocator
 from memscale.simulator import device as backend
 from memscale.simulator.cuda import behaving_as_cuda, cuda_attention
 from memscale.simulator.fake import FakeMode, StepTracker, data_protected, is_simulating, remember_values
-from memscale.simulator.tracking import workspace_bytes
 from memscale.units import parse_bytes
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -112,7 +111,7 @@ def simulate(on: str | int | GpuSpec = "RTX 3090", *, device: str = backend.NAME
         if device != "cpu":
             target = backend.virtual_device()
             tracker = StepTracker(
-                workspace_bytes=workspace_bytes(capability),
+                workspace_bytes=backend.workspace_bytes(capability),
                 allocators={target.type: lambda: CachingAllocator(capacity)},
             )
         simulation = Simulation(name, capacity, capability, target, tracker)
