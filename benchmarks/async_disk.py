@@ -29,7 +29,7 @@ from torch import nn
 from memscale.config import AsyncOffloadConfig, Config
 from memscale.execution_plan import LayerPlan, Offloading, Plan
 from memscale.executor import Executor
-from memscale.tiers import disk_file
+from memscale.tiers import disk
 from memscale.units import format_bytes
 
 __all__ = ["Measured", "main", "measure"]
@@ -79,11 +79,11 @@ def _past_the_page_cache() -> Iterator[None]:
         os.fdatasync(fd)
         os.posix_fadvise(fd, offset, tensor.nbytes, os.POSIX_FADV_DONTNEED)
 
-    plain_write_from, disk_file.write_from = disk_file.write_from, write_from
+    plain_write_from, disk.write_from = disk.write_from, write_from
     try:
         yield
     finally:
-        disk_file.write_from = plain_write_from
+        disk.write_from = plain_write_from
 
 
 @contextlib.contextmanager

@@ -431,7 +431,7 @@ def timeline(
     stacks = list(zip(*series.values(), strict=True))
     lines = terminal.heading(title)
     if not stacks:
-        return terminal.show([*lines, "(nothing recorded)"])
+        return "\n".join([*lines, "(nothing recorded)"])
     totals = [sum(stack) for stack in stacks]
     peak = max(totals)
     peak_event = totals.index(peak)
@@ -463,7 +463,7 @@ def timeline(
     lines.append("at the peak:")
     for number, (name, size) in enumerate(zip(series, stacks[peak_event], strict=True)):
         lines.append(f"  {_painted(FILLS[number], number, terminal)} {name} {format_bytes(size)}")
-    return terminal.show(lines)
+    return "\n".join(lines)
 
 
 def _category(stack: Sequence[int], low: int, high: int, scale: int) -> int | None:

@@ -97,11 +97,14 @@ def test_notes_are_warnings(caplog):
     )
 
 
-def test_the_plan_from_the_first_batch_is_said_as_well(caplog):
+def test_without_a_sample_one_plan_is_logged_from_the_first_batch(caplog):
     model = memscale.wrap(Stack(), LOUD)
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith("hardware: ")
+    assert second == "The plan is made from the first training batch; nothing is moved before."
     caplog.clear()
     model(X)
-    assert "planned anew from the first training batch" in caplog.text
+    assert "planned from the first training batch" in caplog.text
     assert_says_all(caplog.text, model._memscale_executor.plan)
     caplog.clear()
     model(X)

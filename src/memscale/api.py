@@ -53,8 +53,7 @@ def wrap(
             wrapped. In training, what has a technique on it runs without the compiler, and the log says so.
         config: what to use and how far to go; the defaults of BALANCED if not given.
         sample_input: a batch as the model is called with it: a tensor, a tuple, a dict or a batch object.
-            Without it the model's own hints are used, and the plan is made anew from the first training
-            batch.
+            Without it the plan is made from the first training batch, and nothing is moved before.
         optimizer: the optimizer, if there is one already: the plan reckons with the state that it keeps, by its
             class, its settings (``amsgrad``, ``momentum``, ...) and the parameters that it steps. AdamW over all of
             them if not given.
@@ -253,7 +252,12 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any, optimizer:
     try:
         with meter.planning():
             needs = None if optimizer is None else needs_of(optimizer, model, Place.of(hardware.device))
-            decided = _plan(model, sample_input, config, hardware, optimizer=needs)
+            # Nothing is moved on a guess; a model on the meta device needs a place for its weights now.
+            is_provisional = sample_input is None and not any(each.is_meta for each in model.parameters())
+            if is_provisional:
+                decided = make_plan(model, None, config, hardware)
+            else:
+                decided = _plan(model, sample_input, config, hardware, optimizer=needs)
         executor = Executor(
             model,
             decided,
@@ -270,7 +274,7 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any, optimizer:
             executor.batches.add(named_shapes(model, sample_of(sample_input, model)))
         # The log comes first: if its file cannot be opened, the model stays as it is.
         with open_log(config, strict=True) as log:
-            _attach(executor, lambda: log_plan(log, decided, hardware))
+            _attach(executor, lambda: log_plan(log, None if is_provisional else decided, hardware))
     except BaseException:
         disk.close()
         raise

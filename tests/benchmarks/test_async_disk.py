@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import async_disk
 from benchmarks.async_disk import main, measure
-from memscale.tiers import disk_file
+from memscale.tiers import disk
 
 
 def test_both_ways_move_the_same_and_come_to_the_same(tmp_path) -> None:
@@ -23,14 +23,14 @@ def test_both_ways_move_the_same_and_come_to_the_same(tmp_path) -> None:
 @pytest.mark.parametrize("cached", [False, True])
 def test_the_command_writes_what_it_measured(cached: bool, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(async_disk, "WIDTHS", (32, 64))
-    threads, write_from = torch.get_num_threads(), disk_file.write_from
+    threads, write_from = torch.get_num_threads(), disk.write_from
     result = tmp_path / "result.json"
     sizes = ["--layers", "2", "--elements", str(2**16), "--rounds", "1", "--repeats", "2"]
     try:
         assert main([*sizes, "--dir", str(tmp_path), "--json", str(result), *["--cached"] * cached]) == 0
     finally:
         torch.set_num_threads(threads)
-    assert disk_file.write_from is write_from
+    assert disk.write_from is write_from
     written = json.loads(result.read_text())
     assert written["source"] == "measured"
     assert written["numbers_equal"] is True

@@ -111,7 +111,7 @@ def test_training_is_bit_equal_to_the_plain_run(
             assert prefetcher_of(executor).bytes_prefetched == 0
             if activations:
                 assert activations_of(executor).bytes_sent > 0
-                assert activations_of(executor).bytes_below == 0
+                assert activations_of(executor).bytes_stored == 0
     got.assert_equals(expected)
     assert sum(taken) > 0.9 * len(taken), "nearly all were fetched ahead"
 
@@ -226,19 +226,22 @@ def test_the_first_step_is_as_every_other_and_as_simulated(recomputed: bool) -> 
             with attached(model, plan, config):
                 for _ in range(3):
                     gpu.tracker.reset_peak()
-                    family.loss(model, batch).backward()
+                    loss = family.loss(model, batch)
+                    of_forward = gpu.tracker.workspace_bytes(gpu.device)
+                    loss.backward()
+                    del loss
                     model.zero_grad()
                     found.append(gpu.peak_bytes)
+                    workspace.append(gpu.tracker.workspace_bytes(gpu.device) - of_forward)
             return found
 
+    workspace: list[int] = []  # of backward, which the first step makes, before its peak or after
     first, second, third = peaks(ASYNC, simulated=False)
     assert second == third
-    assert peaks(ASYNC, simulated=True)[1:] == [second, third]
-    workspace = second - first  # of backward, which the first step makes
-    assert peaks(ASYNC, simulated=True)[0] == first
+    assert 0 <= second - first <= workspace[0]
+    assert peaks(ASYNC, simulated=True) == [first, second, third]
     sync = peaks(Config(enable_logging=False), simulated=False)
-    assert workspace == sync[1] - sync[0]
-    assert second > sync[1], "what is fetched ahead is on the device"
+    assert second > sync[1], "what is prefetched is on the device"
 
 
 # Nothing stale ------------------------------------------------------------------------------------
@@ -547,6 +550,7 @@ def test_a_gradient_goes_home_on_a_stream_of_its_own(cuda: Any) -> None:  # noqa
     LOG.clear()
     home = transfer.finish(landing)
     assert LOG == ["synchronize event 2"]
+    del landing
     assert engine.gradients.bytes_in_use == 0
     assert torch.equal(home, torch.arange(6.0).view(2, 3).t())
     assert home.stride() == (1, 3)

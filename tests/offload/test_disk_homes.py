@@ -19,7 +19,7 @@ from memscale.execution_plan import LayerPlan, Offloading, Plan
 from memscale.executor import Executor
 from memscale.offload.mapped import MappedParameters
 from memscale.testing import executing
-from memscale.tiers.disk_file import PAGE
+from memscale.tiers.disk import PAGE
 from support.disk import QUIET, adamw, assert_same, disk_plan, on_disk, resident_bytes, train
 from support.families import FAMILIES, Family
 from support.wrapping import Stack
@@ -61,7 +61,7 @@ def test_trains_as_the_plain_model_does(name: str) -> None:
         assert homes.on_disk
         assert homes.store.bytes_used >= sum(parameter.nbytes for parameter in homes.on_disk)
         got = train(family, model)
-        moved = homes.states.steps.bytes_moved
+        moved = homes.states.bytes_moved
     assert_same(got, expected)
     assert moved > 0 or name == "lora"  # whose adapters are smaller than a page
 
@@ -308,7 +308,7 @@ def test_a_copy_is_in_ordinary_memory_and_trains(trained: Any, copied: Any) -> N
     optimizer = adamw(twin)
     twin(torch.randn(2, 128)).sum().backward()
     optimizer.step()
-    assert theirs.homes.states.steps.bytes_moved > 0
+    assert theirs.homes.states.bytes_moved > 0
     theirs.detach()
     assert all(not theirs.homes.store.holds(each["exp_avg"]) for each in optimizer.state.values())
     assert store.bytes_used == used

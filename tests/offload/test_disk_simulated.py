@@ -9,7 +9,7 @@ from torch import nn
 from memscale.executor import Executor
 from memscale.memory.tracker import MemoryTracker
 from memscale.simulator import simulate
-from memscale.tiers.disk_file import PAGE
+from memscale.tiers.disk import PAGE
 from support.disk import QUIET, disk_plan, on_disk
 from support.wrapping import Stack
 

@@ -18,7 +18,7 @@ from memscale import MemoryTracker
 from memscale.errors import WeightsError, WrapTypeError
 from memscale.execution_plan import Plan
 from memscale.executor import Executor
-from memscale.tiers.disk_file import PAGE
+from memscale.tiers.disk import PAGE
 from support.disk import QUIET, assert_same, disk_plan, on_disk, resident_bytes, train
 from support.families import FAMILIES, Family
 from support.wrapping import Stack, call

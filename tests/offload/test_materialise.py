@@ -21,7 +21,7 @@ from memscale.executor import EXECUTOR, Executor
 from memscale.memory.process import measure_in_fresh_process, reset_peak_rss, rss_bytes
 from memscale.offload.materialise import materialise
 from memscale.testing import executing
-from memscale.tiers.disk_file import PAGE
+from memscale.tiers.disk import PAGE
 from memscale.units import format_bytes
 from support.disk import QUIET, assert_same, disk_plan, on_disk, resident_bytes, train
 from support.families import FAMILIES, TINY, Family

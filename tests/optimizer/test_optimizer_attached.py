@@ -106,7 +106,7 @@ def test_state_on_the_host_of_a_device() -> None:
         ]
         assert moments
         assert {value.device.type for value in moments} == {"cpu"}  # `Homes` has not brought them back
-        assert executor.homes.states.steps.bytes_moved > 0
+        assert executor.homes.states.bytes_moved > 0
         executor.detach()
         values = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
         assert {value.device.type for value in values} == {gpu.device.type}
@@ -139,19 +139,19 @@ def test_the_cap_on_host_memory_holds() -> None:
 
 
 def test_host_memory_is_counted_while_it_is_used() -> None:
-    from memscale.tiers.store import DiskStore
+    from memscale.tiers.disk import DiskStore
 
     with executing() as gpu:
-        place = HostStateStore(DiskStore(), capacity=10_000)
-        first = place.store(torch.ones(1000, device=gpu.device))
-        second = place.allocate(torch.empty(1000, device="meta"))
-        assert place.bytes_used == 8000
+        store = HostStateStore(DiskStore(), capacity=10_000)
+        first = store.allocate(torch.ones(1000, device=gpu.device))
+        second = store.allocate(torch.empty(1000, device="meta"))
+        assert store.bytes_used == 8000
         with pytest.raises(TierFullError):
-            place.store(torch.ones(1000, device=gpu.device))
+            store.allocate(torch.ones(1000, device=gpu.device))
         del first
-        assert place.bytes_used == 4000
+        assert store.bytes_used == 4000
         del second
-        assert place.bytes_used == 0
+        assert store.bytes_used == 0
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
@@ -227,7 +227,7 @@ def test_optimizers_that_are_left_alone_are_named(caplog: pytest.LogCaptureFixtu
             return loss
 
         optimizer.step(closure)
-        assert optimizer in executor.homes.states.steps.skipped
+        assert optimizer in executor.homes.states.skipped
         assert "LBFGS stays" in caplog.text
         gradients = [each.grad for each in executor.homes.on_disk]
         assert resident_bytes(*executor.homes.on_disk, *gradients) <= 64 * 4096

@@ -13,6 +13,7 @@ from torch import nn, optim
 from torch.optim import optimizer as torch_optimizer
 
 from memscale.optimizer.bucketed_steps import BucketedSteps
+from memscale.tiers.disk import DiskStore
 from support.optimizers import (
     Elsewhere,
     Mapped,
@@ -58,11 +59,11 @@ def test_detach_leaves_nothing(mapped, tmp_path):
     moved = steps.bytes_moved
     steps_of(tensors, optimizer, 1, 2)
     assert steps.bytes_moved == moved
-    steps.attach()
+    steps.attach(tensors, Elsewhere(), 1, least_bytes=1)
     steps_of(tensors, optimizer, 1, 3)
     assert steps.bytes_moved > moved
-    steps.detach()
-    steps.detach()
+    steps.restore()
+    steps.restore()
     assert_equal((tensors, optimizer.state_dict()), plain_adamw())
 
 
@@ -99,7 +100,7 @@ def test_two_of_them_on_one_optimizer(first):
                 if tensor.dim()
             )
             duplicate = copy.deepcopy(optimizer)
-            (inner, outer)[first].detach()
+            (inner, outer)[first].restore()
             steps_of(tensors, optimizer, 1, 2)
     steps_of(tensors, optimizer, 1, 3)
     assert_equal((tensors, optimizer.state_dict()), plain_adamw())
@@ -149,8 +150,8 @@ def test_nothing_is_kept_alive():
     function = optim.AdamW.step.__closure__[0].cell_contents
     module, place = model(), Elsewhere()
     gone = weakref.ref(module), weakref.ref(place)
-    module.steps = BucketedSteps(module.parameters(), place, 1, least_bytes=1)
-    module.steps.attach()
+    module.steps = BucketedSteps(DiskStore())
+    module.steps.attach(module.parameters(), place, 1, least_bytes=1)
     optimizer = optim.AdamW(module.parameters())
     for step in range(3):
         if step == 2:

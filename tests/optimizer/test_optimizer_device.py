@@ -86,7 +86,7 @@ def test_fits_where_the_plain_step_does_not():
                 optimizer.step()
             if stream:  # there is no room for it beside the parameters
                 with pytest.raises(torch.OutOfMemoryError):
-                    streaming.detach()
+                    streaming.restore()
                 assert len(optimizer.state_dict()["state"]) == len(shapes)
                 optimizer.state.clear()
         return tensors
@@ -141,7 +141,7 @@ def test_simulated_as_executed():
                 optimizer.step()
                 peaks.append((tracker.peak_bytes(device), tracker.live_bytes(device)))
             assert on_host(optimizer)
-            return peaks, steps.bytes_moved, steps.buckets_run, place.stores, place.loads
+            return peaks, steps.bytes_moved, steps.buckets_run, place.allocations, place.loads
 
     with executing("64MiB") as gpu:
         executed = train(gpu.device, gpu.tracker)

@@ -96,7 +96,7 @@ def test_error_in_a_bucket(at, step, error, mapped, tmp_path):
     assert_equal((tensors, optimizer.state_dict()), (expected, plain.state_dict()))
 
 
-@pytest.mark.parametrize("method", ["store", "load", "release_pages"])
+@pytest.mark.parametrize("method", ["allocate", "load", "release_pages"])
 @pytest.mark.parametrize("at", [0, 1, 5, 7])
 def test_place_that_fails(method, at):
     """A full disk, say: what is not down stays up, nothing is lost, and the step after is a step."""
@@ -119,7 +119,7 @@ def test_place_that_fails(method, at):
     place = Breaking()
     with streamed(tensors, place, bucket_bytes=1) as steps:
         optimizer = optim.AdamW(in_groups(tensors))
-        if method != "store":
+        if method != "allocate":
             give_gradients(tensors, 0)
             optimizer.step()
         before = snapshot(optimizer)

@@ -9,10 +9,8 @@ import torch
 from torch import nn, optim
 from torch.optim import optimizer as torch_optimizer
 
-from memscale.errors import ConfigError, ConfigTypeError
-from memscale.optimizer.bucketed_steps import BucketedSteps
 from memscale.optimizer.kinds import ONE_BY_ONE, arithmetic_of, has_own_step, why_whole
-from support.optimizers import Elsewhere, assert_equal, give_gradients, in_groups, parameters, streamed
+from support.optimizers import assert_equal, give_gradients, in_groups, parameters, streamed
 
 
 class Wrapping(optim.Optimizer):
@@ -290,12 +288,3 @@ def test_closure_evaluated_twice():
         return tensors, losses, calls
 
     assert_equal(run(True), run(False))
-
-
-def test_wrong_arguments():
-    with pytest.raises(ConfigTypeError, match=r"bucket_bytes .* '1MB'"):
-        BucketedSteps([], Elsewhere(), "1MB")
-    with pytest.raises(ConfigTypeError):
-        BucketedSteps([], Elsewhere(), True)
-    with pytest.raises(ConfigError, match="bucket_bytes=0"):
-        BucketedSteps([], Elsewhere(), 0)

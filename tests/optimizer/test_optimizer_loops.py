@@ -33,8 +33,8 @@ def test_state_is_elsewhere_between_steps():
         homes = [each for each in leaves(optimizer.state_dict()["state"]) if each.dim()]
         assert all(steps.is_stored(each) for each in homes)
         large = [each for each in tensors if each.dim()]
-        assert place.stores == 2 * len(large)  # once, then the values go back into the same homes
-        assert place.loads == 2 * place.stores
+        assert place.allocations == 2 * len(large)  # once, then the values go back into the same tensors
+        assert place.loads == 2 * place.allocations
         total = sum(each.nbytes for each in homes)
         assert steps.bytes_moved == 5 * total  # down, up, down, up, down
         assert place.most_loaded < total

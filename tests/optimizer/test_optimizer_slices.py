@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from memscale.optimizer.buckets import LEAST_SLICE_BYTES
+from memscale.optimizer.bucketed_steps import LEAST_SLICE_BYTES
 from support.optimizers import Elsewhere, Mapped, assert_equal, steps_of, streamed
 
 ROWS, COLUMNS = 300, 256  # 300 KiB, not a whole number of slices

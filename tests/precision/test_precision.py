@@ -517,7 +517,7 @@ def test_a_grad_scaler_of_another_model_changes_nothing() -> None:
     scaler.scale(other(torch.ones(1, 4)).sum()).backward()
     assert torch.equal(other.weight.grad, torch.full((4, 4), 4.0))
     model(torch.ones(1, 4))
-    assert scale_of(model).factor == 2.0**16
+    assert scale_of(model).is_wanted
 
 
 def test_accelerates_precision_is_the_one_that_counts() -> None:
@@ -531,7 +531,7 @@ def test_accelerates_precision_is_the_one_that_counts() -> None:
         accelerator.backward(loss_of(prepared))
         optimizer.step()
         assert model.seen == [torch.bfloat16]
-        assert scaling.factor == 1
+        assert not scaling.is_wanted
         model._memscale_executor.detach()  # prepared by accelerate, a model is a cycle, and is not dropped at once
     finally:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -579,10 +579,10 @@ def test_a_copy_has_a_scale_of_its_own(duplicate: Callable[[Any], Any]) -> None:
     for one, two in zip(gradients(model), gradients(twin), strict=True):
         torch.testing.assert_close(one, two, rtol=0.01, atol=1e-5)
     assert scale_of(twin) is not scale_of(model)
-    assert (scale_of(model).factor, scale_of(twin).factor) == (2.0**15, 2.0**16)
+    assert (scale_of(model).scale.value, scale_of(twin).scale.value) == (2.0**15, 2.0**16)
     twin._memscale_executor.detach()
     assert "forward" not in vars(twin)
-    assert scale_of(model).factor == 2.0**15
+    assert scale_of(model).scale.value == 2.0**15
 
 
 def test_the_scale_outlives_a_plan() -> None:

@@ -12,7 +12,7 @@ import torch
 import memscale
 from memscale import Config, Plan
 from memscale._torch import LightDispatchMode
-from memscale.recovery import dump
+from memscale.recovery import shortage
 from support.observed import Stack, batch, train
 
 
@@ -50,28 +50,27 @@ def test_the_file_has_the_plan_the_report_and_the_peak(tmp_path: Path) -> None:
     assert contents["report"]["backward_passes"] == 2
     assert contents["plans_tried"]
     assert contents["torch"] == torch.__version__
-    assert contents["device"] == {"name": "cpu"}
+    assert contents["device"] == "cpu"
     peak = contents["simulated_peak"]
-    assert sum(peak["by_category"].values()) == peak["total_bytes"] > 0
-    assert peak["largest"][0]["bytes"] > 0
+    assert sum(size for _, size in peak["by_category"]) == peak["total"] > 0
+    assert peak["top"][0]["nbytes"] > 0
 
 
 def test_without_a_directory_of_the_users_it_goes_to_the_systems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dump.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(shortage.tempfile, "tempdir", str(tmp_path))
     model = memscale.wrap(Stack(), Config(enable_logging=False, enable_offloading=False), batch())
     note = fail(model)
     (path,) = tmp_path.glob("memscale-oom-*.json")
     assert str(path) in note
 
 
-def test_no_file_is_written_twice_and_there_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dump.time, "strftime", lambda form: "now")
+def test_no_file_is_written_twice_and_there_are_few(tmp_path: Path) -> None:
     model = wrapped(tmp_path)
-    notes = [fail(model) for _ in range(dump.MAX_FILES + 2)]
+    notes = [fail(model) for _ in range(shortage.MAX_DUMPS + 2)]
     files = sorted(tmp_path.glob("memscale-oom-*.json"))
-    assert len(files) == dump.MAX_FILES
+    assert len(files) == shortage.MAX_DUMPS
     assert all(json.loads(file.read_text())["what"] == "out of memory" for file in files)
     assert all(str(file) in notes[-1] for file in files)
 
@@ -79,23 +78,11 @@ def test_no_file_is_written_twice_and_there_are_few(tmp_path: Path, monkeypatch:
 def test_a_file_that_cannot_be_written_does_not_hide_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
     model = wrapped(tmp_path)
-    (tmp_path / "file").write_text("not a directory")
-    monkeypatch.setattr(dump, "_directory", lambda executor: str(tmp_path / "file"))
+    monkeypatch.setattr(shortage.tempfile, "NamedTemporaryFile", refuse)
     note = fail(model)
-    assert "a dump of this could not be written: NotADirectoryError" in note
+    assert "a dump of this could not be written: OSError: [Errno 28] No space left on device" in note
     assert "the plan:" in note
-
-
-def test_half_a_file_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = wrapped(tmp_path)
-    real = open
-
-    def full(path, *args, **kwargs):
-        file = real(path, *args, **kwargs)
-        file.write = lambda text: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-        return file
-
-    monkeypatch.setattr(dump, "open", full, raising=False)
-    assert "could not be written: OSError: [Errno 28] No space left on device" in fail(model)
-    assert list(tmp_path.glob("memscale-oom-*")) == []

@@ -9,22 +9,32 @@ import torch
 from torch import nn, optim
 
 from memscale.optimizer.bucketed_steps import BucketedSteps
+from memscale.tiers.disk import DiskStore
 
 SHAPES = ((16, 8), (8,), (32, 16), (4, 3, 2, 2), (), (24, 16), (16,), (5, 7))
 
 
 class Elsewhere:
-    """Host memory: state is copied down, and up to the parameter's device."""
+    """Host memory: state is copied there, and back to the parameter's device for a step."""
+
+    tier = "host"
+    capacity = None
 
     def __init__(self):
-        self.stores = self.loads = 0
-        self.released = []  # their ids: a place holds on to nothing
+        self.allocations = self.loads = 0
+        self.released = []  # their ids: a store holds on to nothing
         self.most_loaded = 0  # bytes of the copies that were alive at once
         self._alive = {}
 
-    def store(self, tensor):
-        self.stores += 1
-        return tensor.detach().to("cpu", copy=True)
+    def takes(self, parameter):
+        return True
+
+    def allocate(self, like):
+        self.allocations += 1
+        return torch.empty_like(like, device="cpu")
+
+    def fill(self, stored, values):
+        stored.copy_(values)
 
     def load(self, tensor, parameter):
         self.loads += 1
@@ -33,16 +43,6 @@ class Elsewhere:
         weakref.finalize(copy, self._alive.pop, id(copy))
         self.most_loaded = max(self.most_loaded, sum(self._alive.values()))
         return copy
-
-    def allocate(self, like):
-        self.stores += 1
-        return torch.empty_like(like, device="cpu")
-
-    def reserve(self, like, parameter):
-        return None  # it has all the room there is
-
-    def fill(self, home, values):
-        home.copy_(values)
 
     def release_pages(self, tensor):
         self.released.append(id(tensor))
@@ -55,11 +55,10 @@ class Mapped(Elsewhere):
         super().__init__()
         self._folder = folder
 
-    def store(self, tensor):
-        self.stores += 1
-        path = self._folder / f"{self.stores}.bin"
-        flat = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype)
-        return flat.view(tensor.shape).copy_(tensor)
+    def allocate(self, like):
+        self.allocations += 1
+        path = self._folder / f"{self.allocations}.bin"
+        return torch.from_file(str(path), shared=True, size=like.numel(), dtype=like.dtype).view(like.shape)
 
     def load(self, tensor, parameter):
         self.loads += 1
@@ -67,14 +66,14 @@ class Mapped(Elsewhere):
 
 
 @contextlib.contextmanager
-def streamed(parameters, place=None, bucket_bytes=4096, least_bytes=1):
-    """Steps are streamed inside the block; tests have small tensors, so every one moves."""
-    steps = BucketedSteps(parameters, place or Elsewhere(), bucket_bytes, least_bytes=least_bytes)
-    steps.attach()
+def streamed(parameters, store=None, bucket_bytes=4096, least_bytes=1):
+    """Steps run in buckets inside the block; tests have small tensors, so every one moves."""
+    steps = BucketedSteps(DiskStore())
+    steps.attach(parameters, store or Elsewhere(), bucket_bytes, least_bytes=least_bytes)
     try:
         yield steps
     finally:
-        steps.detach()
+        steps.restore()
 
 
 def parameters(shapes=SHAPES, seed=0, device="cpu", dtype=torch.float32):

@@ -1,10 +1,10 @@
 """Room on disk: the cap, a full disk, a directory that can't be used, and forks."""
 
+import contextlib
 import errno
 import gc
 import itertools
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memscale.errors import HardwareError, TierError, TierFullError
-from memscale.tiers import disk_file
-from memscale.tiers.disk_file import PAGE, WRITE_BYTES, DiskFile, FreeList, round_up
-from memscale.tiers.tier import DiskTier
+from memscale.tiers import disk
+from memscale.tiers.disk import PAGE, WRITE_BYTES, DiskFile, DiskStore, FreeList, round_up
 
 
 def blocks(where: DiskFile) -> int:
@@ -62,7 +61,7 @@ def test_free_ranges_never_overlap_and_lose_nothing(steps):
 @settings(max_examples=20)
 @given(st.lists(st.integers(1, 5 * PAGE), max_size=12), st.randoms())
 def test_the_cap_holds_and_the_disk_gets_its_space_back(sizes, random):
-    with DiskFile(capacity=20 * PAGE) as where:
+    with contextlib.closing(DiskFile(capacity=20 * PAGE)) as where:
         extents = []
         for size in sizes:
             try:
@@ -77,14 +76,11 @@ def test_the_cap_holds_and_the_disk_gets_its_space_back(sizes, random):
         for extent in extents:
             where.free(extent)
         assert where.bytes_used == 0
-        where.trim()
-        assert where.bytes_on_disk == 0
-        assert blocks(where) <= PAGE
 
 
 def test_without_holes_the_file_itself_stays_within_the_cap(monkeypatch, tmp_path):
-    monkeypatch.setattr(disk_file, "_punch_hole", lambda fd, offset, nbytes: False)
-    with DiskFile(tmp_path, 4 * PAGE) as where:
+    monkeypatch.setattr(disk, "_punch_hole", lambda fd, offset, nbytes: False)
+    with contextlib.closing(DiskFile(tmp_path, 4 * PAGE)) as where:
         first = where.allocate(2 * PAGE)
         where.allocate(2 * PAGE)
         where.free(first)
@@ -98,7 +94,7 @@ def test_a_second_step_allocates_nothing(tmp_path, monkeypatch):
     calls = []
     real = os.posix_fallocate
     monkeypatch.setattr(os, "posix_fallocate", lambda *args: (calls.append(args), real(*args)))
-    with DiskFile(tmp_path, 2**20) as where:
+    with contextlib.closing(DiskFile(tmp_path, 2**20)) as where:
         for _ in range(3):
             extents = [where.allocate(size) for size in (5 * PAGE, PAGE, 9 * PAGE)]
             for extent in extents:
@@ -109,7 +105,7 @@ def test_a_second_step_allocates_nothing(tmp_path, monkeypatch):
 
 
 def test_spares_make_way_for_other_sizes(tmp_path):
-    with DiskFile(tmp_path, 10 * PAGE) as where:
+    with contextlib.closing(DiskFile(tmp_path, 10 * PAGE)) as where:
         extents = [where.allocate(PAGE) for _ in range(10)]
         for extent in extents[::2]:
             where.free(extent)
@@ -126,7 +122,7 @@ def test_a_full_disk_takes_the_spares_first(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         real(*args)
 
-    with DiskFile(tmp_path, 2**20) as where:
+    with contextlib.closing(DiskFile(tmp_path, 2**20)) as where:
         where.free(where.allocate(PAGE))
         monkeypatch.setattr(os, "posix_fallocate", full_once)
         refusals.insert(0, False)
@@ -139,19 +135,19 @@ def test_a_full_disk_is_an_error_at_once_and_takes_nothing(tmp_path, monkeypatch
         os.pwrite(fd, bytes(PAGE), offset)  # a part of it is allocated before it fails
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with DiskTier(tmp_path, 2**20) as tier:
+    with contextlib.closing(DiskStore(tmp_path, 2**20)) as store:
         kept = torch.randn(1000)
-        ticket = tier.store(kept)
-        before = blocks(tier.file)
+        mapped = store.copy_of(kept)
+        before = blocks(store.file)
         monkeypatch.setattr(os, "posix_fallocate", full)
         with pytest.raises(TierFullError, match=r"no room for 16.0 KiB more: No space left") as error:
-            tier.store(torch.randn(4096))
+            store.copy_of(torch.randn(4096))
         assert "Config(offload_dir=...)" in str(error.value)
         assert isinstance(error.value.__cause__, OSError)
-        assert blocks(tier.file) == before
+        assert blocks(store.file) == before
         monkeypatch.undo()
-        assert torch.equal(tier.load(ticket), kept)
-        assert torch.equal(tier.load(tier.store(kept * 2)), kept * 2)
+        assert torch.equal(mapped, kept)
+        assert torch.equal(store.copy_of(kept * 2), kept * 2)
 
 
 TINY_DISK = """
@@ -170,24 +166,20 @@ if libc.mount(b"tmpfs", sys.argv[1].encode(), b"tmpfs", 0, b"size=1m") != 0:
 
 import torch
 from memscale.errors import TierFullError
-from memscale.tiers.engine import Engine
-from memscale.tiers.store import DiskStore
+from memscale.tiers.disk import DiskStore
 
 store = DiskStore(sys.argv[1], 2**30)
-tier = store.tier(Engine())
 stored = [torch.full((100_000,), 1.0), torch.full((100_000,), 2.0)]
-tickets = [tier.store(stored[0])]
-mapped = store.copy_of(stored[1])
-for full in (lambda: tier.store(torch.zeros(100_000)), lambda: store.empty((100_000,))):
-    try:
-        full()
-    except TierFullError as error:
-        print(error)
-    else:
-        sys.exit("it fitted")
-assert torch.equal(tier.load(tickets[0]), stored[0]) and torch.equal(mapped, stored[1])
+mapped = [store.copy_of(each) for each in stored]
+try:
+    store.empty((100_000,))
+except TierFullError as error:
+    print(error)
+else:
+    sys.exit("it fitted")
+assert torch.equal(mapped[0], stored[0]) and torch.equal(mapped[1], stored[1])
 del mapped
-assert torch.equal(tier.load(tier.store(stored[1])), stored[1])
+assert torch.equal(store.copy_of(stored[1]), stored[1])
 """
 
 
@@ -202,21 +194,21 @@ def test_a_disk_that_is_really_full(tmp_path):
     if done.returncode == 77:
         pytest.skip("mounting a small disk is not permitted here")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("has no room for 390.63 KiB more: No space left on device") == 2
+    assert done.stdout.count("has no room for 390.63 KiB more: No space left on device") == 1
 
 
 SMALL_FILES = """
 import resource, sys, torch
 from memscale.errors import TierFullError
-from memscale.tiers.tier import DiskTier
+from memscale.tiers.disk import DiskStore
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
-tier = DiskTier(sys.argv[1], 2**30)
-ticket = tier.store(torch.ones(100_000))
+store = DiskStore(sys.argv[1], 2**30)
+mapped = store.copy_of(torch.ones(100_000))
 try:
-    tier.store(torch.zeros(1_000_000))
+    store.copy_of(torch.zeros(1_000_000))
 except TierFullError as error:
     print(error)
-assert bool((tier.load(ticket) == 1).all())
+assert bool((mapped == 1).all())
 """
 
 
@@ -228,9 +220,9 @@ def test_a_file_in_place_of_the_directory(tmp_path):
     place = tmp_path / "file"
     place.write_text("")
     with pytest.raises(HardwareError, match="is not a directory"):
-        DiskTier(place)
+        DiskFile(place)
     with pytest.raises(HardwareError):
-        DiskTier(place / "below")
+        DiskFile(place / "below")
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
@@ -238,10 +230,9 @@ def test_a_directory_that_may_not_be_written_to(tmp_path, monkeypatch, code):
     def refuse(*args, **kwargs):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(disk_file.Path, "mkdir", refuse)
+    monkeypatch.setattr(disk.Path, "mkdir", refuse)
     where = DiskFile(tmp_path / "new", 2**20)
-    tensor = torch.randn(10)
-    for call in (lambda: where.fd, lambda: DiskTier(file=where).store(tensor)):
+    for call in (lambda: where.fd, lambda: where.allocate(10)):
         with pytest.raises(TierError, match=f"{os.strerror(code)}.*MEMSCALE_OFFLOAD_DIR") as error:
             call()
         assert isinstance(error.value.__cause__, OSError)
@@ -249,34 +240,23 @@ def test_a_directory_that_may_not_be_written_to(tmp_path, monkeypatch, code):
 
 
 def test_the_directory_is_made_with_the_first_byte_and_the_file_has_no_name(tmp_path):
-    with DiskTier(tmp_path / "a" / "b", 2**20) as tier:
+    with contextlib.closing(DiskStore(tmp_path / "a" / "b", 2**20)) as store:
         assert not (tmp_path / "a").exists()
-        ticket = tier.store(torch.ones(1))
+        mapped = store.copy_of(torch.ones(1))
         assert list((tmp_path / "a" / "b").iterdir()) == []
-        assert float(tier.load(ticket)) == 1
-
-
-def test_a_directory_that_goes_away_takes_nothing_with_it(tmp_path):
-    import shutil
-
-    with DiskTier(tmp_path / "gone", 2**20) as tier:
-        tensor = torch.randn(1000)
-        ticket = tier.store(tensor)
-        shutil.rmtree(tmp_path / "gone")
-        assert torch.equal(tier.load(ticket), tensor)
-        assert torch.equal(tier.load(tier.store(tensor + 1)), tensor + 1)
+        assert float(mapped) == 1
 
 
 def test_a_file_that_is_cut_is_an_error_not_garbage(tmp_path):
-    with DiskTier(tmp_path, 2**20) as tier:
-        ticket = tier.store(torch.randn(10_000))
-        os.ftruncate(tier.file.fd, PAGE)
-        with pytest.raises(TierError, match=r"could not be loaded by the disk tier.*the file ends"):
-            tier.load(ticket)
+    with contextlib.closing(DiskStore(tmp_path, 2**20)) as store:
+        mapped = store.copy_of(torch.randn(10_000))
+        os.ftruncate(store.file.fd, PAGE)
+        with pytest.raises(OSError, match="the file ends"):
+            store.read(mapped)
 
 
 def test_room_that_is_only_counted_takes_no_disk(tmp_path):
-    with DiskFile(tmp_path, 10 * PAGE) as where:
+    with contextlib.closing(DiskFile(tmp_path, 10 * PAGE)) as where:
         extent = where.allocate(10 * PAGE, counted_only=True)
         assert list(tmp_path.iterdir()) == []
         with pytest.raises(TierFullError):
@@ -288,23 +268,23 @@ def test_room_that_is_only_counted_takes_no_disk(tmp_path):
 FORK = """
 import os, sys, torch
 from memscale.errors import TierError
-from memscale.tiers.engine import Engine
-from memscale.tiers.store import DiskStore
+from memscale.tiers.disk import DiskStore
 
 store = DiskStore(sys.argv[1], 2**24)
-tier = store.tier(Engine())
-ticket, mapped = tier.store(torch.ones(5000)), store.copy_of(torch.ones(5000))
+mapped = store.copy_of(torch.ones(5000))
 if os.fork() == 0:
-    assert bool((tier.load(ticket) == 1).all()) and bool((mapped == 1).all())
+    assert bool((mapped == 1).all())
+    mapped.fill_(2)
+    assert bool((store.read(mapped) == 2).all())
     try:
-        tier.store(torch.ones(1))
+        store.copy_of(torch.ones(1))
     except TierError as error:
         print(error, flush=True)
-    del ticket, mapped
+    del mapped
     sys.exit(0)  # finalizers and exit handlers run
 assert os.wait()[1] == 0
 assert not os.listdir(sys.argv[1])
-assert bool((tier.load(ticket) == 1).all()) and bool((mapped == 1).all())
+assert bool((store.read(mapped) == 1).all()) and bool((mapped == 1).all())
 """
 
 
@@ -316,9 +296,8 @@ def test_a_fork_can_read_and_neither_allocates_nor_frees(tmp_path):
 
 def test_the_default_directory_is_the_one_of_the_hardware(monkeypatch, tmp_path):
     monkeypatch.setenv("MEMSCALE_OFFLOAD_DIR", str(tmp_path))
-    with DiskTier(capacity=2**20) as tier:
-        tier.store(torch.ones(1))
-        assert tier.file.directory == Path(tmp_path)
+    with contextlib.closing(DiskStore(capacity=2**20)) as store:
+        assert store.file.directory == Path(tmp_path)
 
 
 def test_round_up():
@@ -337,85 +316,29 @@ def test_writes_are_in_pieces(monkeypatch):
         return pwrite(fd, data, offset)
 
     values = torch.arange(WRITE_BYTES, dtype=torch.float32)[: WRITE_BYTES - 5]  # four, the last one shorter
-    with DiskTier(capacity=2**22) as tier:
+    with contextlib.closing(DiskStore(capacity=2**22)) as store:
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwrite", noted)
-            ticket = tier.store(values)
+            mapped = store.copy_of(values)
         written = [size for size in sizes if size > 4096]
         assert written == [WRITE_BYTES] * 3 + [WRITE_BYTES - 20]
-        assert torch.equal(tier.load(ticket), values)
+        assert torch.equal(mapped, values)
 
 
 def test_a_write_that_takes_less_is_continued(monkeypatch):
     pwrite = os.pwrite
     values = torch.arange(1000, dtype=torch.float32)
-    with DiskTier(capacity=2**20) as tier:
+    with contextlib.closing(DiskStore(capacity=2**20)) as store:
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:700], offset))
-            ticket = tier.store(values)
-        assert torch.equal(tier.load(ticket), values)
-
-
-# ---------------------------------------------------------------------- nothing is left behind
-
-CHILD = """
-import os, sys, threading, time, torch
-from memscale.config import AsyncOffloadConfig
-from memscale.tiers.engine import Engine
-from memscale.tiers.store import DiskStore
-
-engine = Engine(AsyncOffloadConfig())
-store = DiskStore(sys.argv[1], 2**30)
-tier = store.tier(engine)
-tickets = [tier.store(torch.randn(2**20)) for _ in range(4)]
-mapped = store.copy_of(torch.randn(2**20))
-tier.prefetch(tickets[0])
-{end}
-"""
-
-
-def start(tmp_path, end):
-    return subprocess.Popen(
-        [sys.executable, "-c", CHILD.format(end=end), str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-@pytest.mark.parametrize(
-    ("end", "code"),
-    [
-        ("", 0),
-        ("tier.flush()", 0),
-        ("tier.close(); engine.close()", 0),
-        ("raise RuntimeError('crash')", 1),
-        ("sys.exit(3)", 3),
-    ],
-    ids=["end", "flushed", "closed", "crash", "exit"],
-)
-def test_a_process_that_ends_leaves_nothing(tmp_path, end, code):
-    child = start(tmp_path, end)
-    _, stderr = child.communicate(timeout=120)
-    assert child.returncode == code, stderr
-    assert "crash" in stderr or not stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGTERM])
-def test_a_process_that_is_killed_leaves_nothing(tmp_path, kill):
-    child = start(tmp_path, 'tier.flush(); print("stored", flush=True); time.sleep(600)')
-    assert child.stdout.readline() == "stored\n"
-    child.send_signal(kill)
-    child.wait(timeout=60)
-    child.communicate()
-    assert list(tmp_path.iterdir()) == []
+            mapped = store.copy_of(values)
+        assert torch.equal(mapped, values)
 
 
 def test_dropped_without_closing(tmp_path):
-    tier = DiskTier(tmp_path, 2**20)
-    tier.store(torch.ones(5))
+    store = DiskStore(tmp_path, 2**20)
+    store.copy_of(torch.ones(5))
     fds = len(os.listdir("/proc/self/fd"))
-    del tier
+    del store
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) < fds

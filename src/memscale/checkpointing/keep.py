@@ -43,7 +43,7 @@ from memscale._torch import (
     storage_key,
     written_tensors,
 )
-from memscale._util.rng import TorchRngState
+from memscale._util.snapshots import TorchRngState
 from memscale._util.trees import Tree
 from memscale.checkpointing.state import version_of
 from memscale.errors import ConfigError, shown

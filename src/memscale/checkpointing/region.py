@@ -17,31 +17,56 @@ proceeds. If one is asked for twice in one pass (a custom function that reads `s
 region runs again for it alone. What was recomputed and not asked for is dropped when the pass ends.
 
 *Early stop.* A private exception ends the recomputation when the last holder that the graph still has is
-filled: the rest of the function would compute what nobody reads. It is also why a function may call
-`torch.autograd.grad` in the middle: its recomputation stops before that call.
+filled. So a function may call `torch.autograd.grad` in the middle: its recomputation stops before that call.
 
 *Nested regions.* The innermost region takes the saved tensors; to the one around it, an inner region's inputs
 are saved tensors (Note [Inputs go through the surrounding hooks]). So opening an inner holder recomputes the
 outer region first, once.
 
 *Threads.* On an accelerator, backward runs in threads of its own, one per device. Recomputing sets global
-state (random generators, buffers, flags), so one recomputation runs at a time, under one lock for all
-regions.
+state (random generators, buffers, flags), so one recomputation runs at a time, under one lock for all regions.
+
+Note [Chained regions]
+~~~~~~~~~~~~~~~~~~~~~~
+Of two blocks in a row, each a region, the tensor between them is kept as the second one's input. If the second is
+called with `chain=True` it is not: the second region refers to the first (`Link`), and when it must be recomputed has
+the first recomputed before it, to its end, and takes its output. This fills the first region's holders as well,
+which its own backward needs next: nothing is computed more often, and nothing more is kept, than if both blocks were
+one checkpointed function.
+
+*Which tensor comes from which region* is in `_origins`, weakly by the tensor. If the region is gone, or the tensor
+was changed in place, the second region keeps its input.
+
+*Segments.* A region that chains joins the segment of the latest region among its inputs' origins, and leaves
+out just the inputs that come from its own segment. A tensor from further back (an encoder's output that each
+decoder block takes, a skip connection of a U-Net) is kept: it is kept elsewhere anyway, and recomputing it
+from each of its users would cost a whole encoder each time.
+
+*Inside another region* a region chains only to regions of the same run of the outer one. When that is recomputed, a
+tensor from outside it is no region's output any more; were it one in forward, the outer region would see another
+number of saved tensors the second time.
+
+*How long an output lives.* Until the last chained region that will ask for it, in this backward pass, has it, or
+until the pass ends.
+
+*No cycles.* A region refers to earlier regions only. An earlier one knows of its successors weakly.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from memscale._torch import (
     OUTSIDE_BACKWARD,
@@ -52,7 +77,6 @@ from memscale._torch import (
     surrounding_hooks,
 )
 from memscale._util.trees import Tree
-from memscale.checkpointing.chain import Link, OuterHooks, Segment, links_to, order_to_run, remember
 from memscale.checkpointing.keep import KeepMode, Kept, ReplayMode
 from memscale.checkpointing.state import (
     FREED,
@@ -91,8 +115,8 @@ def run_region(
 
     Loss and gradients are bit for bit those of the plain call, dropout included, as long as the function
     depends on its arguments, `modules` and the global random generators of torch, Python and NumPy only. Of
-    the modules, parameters, buffers, plain attributes and generators are put back; containers that forward
-    changes, such as a list that it appends to, are not.
+    the modules, parameters, buffers and attributes (tensors, containers and generators among them) are put back;
+    objects of other classes that forward changes in place are not.
 
     Where gradients are off, or nothing requires one, this is the plain call; so it is for modules that cannot
     be run again: a lazy one in its first call, a scripted one.
@@ -130,19 +154,7 @@ def run_region(
     if inside and not flags.any_requires_grad and not any(tensor.requires_grad for tensor in tensors):
         return function(*args, **kwargs)
 
-    types = {tensor.device.type for tensor in tensors}
-    hooks = surrounding_hooks()
-    outer_hooks = OuterHooks(hooks)
-    segment, find_link = links_to(tensors, outer_hooks) if chain else (None, None)
-    region = Region(
-        function,
-        Inputs(tree, hooks, find_link),
-        Conditions(flags, types),
-        Buffers(inside),
-        Kept(keep, sorted(types | flags.device_types)) if keep else None,
-        outer_hooks,
-        segment or Segment(),
-    )
+    region = Region(function, tree, tensors, inside, flags, keep, chain)
     versions = [version_of(tensor) for tensor in tensors]
     output: T = region.run_forward(args, kwargs)
     returned = list(Tree.of(output).tensors())
@@ -155,7 +167,11 @@ def run_region(
                 "operation on that input out of place (inplace=False), or switch recomputation off: "
                 "memscale.Config(enable_checkpointing=False)."
             )
-    remember(region, returned, tensors)
+    given = {id(tensor) for tensor in tensors}
+    number = next(_numbers)
+    for index, tensor in enumerate(returned):
+        if id(tensor) not in given and not isinstance(tensor, nn.Parameter):
+            _origins[tensor] = _Origin(weakref.ref(region), index, number, version_of(tensor))
     return output
 
 
@@ -176,30 +192,59 @@ class Region:
     def __init__(
         self,
         function: Callable[..., Any],
-        inputs: Inputs,
-        conditions: Conditions,
-        buffers: Buffers,
-        kept: Kept | None,
-        outer_hooks: OuterHooks,
-        segment: Segment,
+        tree: Tree,
+        tensors: Sequence[torch.Tensor],
+        modules: Sequence[nn.Module],
+        flags: ModuleFlags,
+        keep: tuple[str, ...],
+        chain: bool,
     ) -> None:
+        types = {tensor.device.type for tensor in tensors}
+        hooks = surrounding_hooks()
+        # What tells one run of an outer region from another. A bound method is made anew at every use.
+        owner = _Outermost if hooks is None else getattr(hooks[0], "__self__", hooks[0])
+        self._outer: Callable[[], object] = weakref.ref(owner)
+        self._segment = object()
+        self._successors: list[weakref.ref[Link]] = []
         self.function = function
-        self.inputs = inputs
-        self.conditions = conditions
-        self.buffers = buffers
-        self.kept = kept
-        self.outer_hooks = outer_hooks
-        self.segment = segment
-        self.saved: list[Saved] = []
-        self.successors: list[weakref.ref[Link]] = []
-        self.is_released = False
+        self.inputs = Inputs(tree, hooks, self._links_to(tensors) if chain else {})
+        self.conditions = Conditions(flags, types)
+        self.buffers = Buffers(modules)
+        self.kept = Kept(keep, sorted(types | flags.device_types)) if keep else None
+        self.saved: list[_Saved] = []
         self.filled: set[int] = set()  # backward passes in which all holders have been filled once
+        self._is_released = False
         self._outputs: dict[tuple[int, int], _ChainedOutput] = {}
+
+    def _links_to(self, tensors: Iterable[torch.Tensor]) -> dict[int, Link]:
+        """Join the segment of the latest region that made an input; return the links to it, by the inputs' ids."""
+        found: dict[int, tuple[_Origin, Region, bool]] = {}
+        for tensor in tensors:
+            origin = _origins.get(tensor)
+            region = None if origin is None else origin.region()
+            if origin is None or region is None or origin.version != version_of(tensor):
+                continue
+            if region._outer() is self._outer() is not None:
+                found[id(tensor)] = (origin, region, tensor.requires_grad)
+        if not found:
+            return {}
+        _, latest, _ = max(found.values(), key=lambda each: each[0].number)
+        self._segment = latest._segment
+        return {
+            key: Link(region, origin.position, requires_grad)
+            for key, (origin, region, requires_grad) in found.items()
+            if region._segment is self._segment
+        }
 
     def run_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         mode = contextlib.nullcontext() if self.kept is None else KeepMode(self.kept)
         with saved_tensors_hooks(self._pack, _unpack), mode:
             return self.function(*args, **kwargs)
+
+    def _pack(self, tensor: torch.Tensor) -> Holder:
+        holder = Holder(self, len(self.saved))
+        self.saved.append(_Saved(holder, tensor))
+        return holder
 
     def end_forward(self, returned: Sequence[torch.Tensor]) -> None:
         """Drop the state that forward, which has returned these tensors, has not changed."""
@@ -210,16 +255,11 @@ class Region:
 
     def release(self) -> None:
         """Free what is kept for a recomputation: the graph will not be used again."""
-        self.is_released = True
+        self._is_released = True
         self.inputs = Inputs(Tree.of(((), {})), None)
         self.buffers = Buffers(())
         self.kept = None
         self._outputs.clear()
-
-    def _pack(self, tensor: torch.Tensor) -> Holder:
-        holder = Holder(self, len(self.saved))
-        self.saved.append(Saved(holder, tensor))
-        return holder
 
     def forget(self, task: int) -> None:
         """Drop whatever is still here for a backward pass."""
@@ -232,29 +272,84 @@ class Region:
             if holder is not None:
                 holder.drop(task)
 
-    def has_output(self, task: int, index: int) -> bool:
-        return (task, index) in self._outputs
+    def recompute(self, holder: Holder, task: int) -> None:
+        """Fill a holder, and with it all others of the region, if they were not yet in this backward pass."""
+        if self._is_released:
+            raise RuntimeError(FREED)
+        order = self._order_to_run(task)
+        try:
+            for region in order[:-1]:
+                region._recompute_outputs(task)
+            if self._may_fill(task):
+                _Rerun(self, task, fill=True, to_the_end=False).run()
+                self._mark_filled(task)
+            else:
+                _Rerun(self, task, fill=holder, to_the_end=False).run()
+        except BaseException:
+            for region in order:
+                region.forget(task)
+            raise
+        if task == OUTSIDE_BACKWARD:
+            for region in order[:-1]:
+                region.forget(task)
 
-    def put_outputs(self, task: int, outputs: Sequence[torch.Tensor]) -> None:
-        """Hold those outputs of a recomputation that chained regions will ask for."""
-        for successor in self.successors:
+    def _may_fill(self, task: int) -> bool:
+        return task != OUTSIDE_BACKWARD and task not in self.filled
+
+    def _mark_filled(self, task: int) -> None:
+        self.filled.add(task)
+        at_end_of_backward(functools.partial(_end_of_backward, weakref.ref(self), task))
+
+    # Chained regions. See the note.
+
+    def _order_to_run(self, task: int) -> list[Region]:
+        """Return the regions to recompute so that this one can be: the head of its chain first, itself last.
+
+        In a loop and not by recursion: a chain may be longer than Python's stack is deep.
+        """
+        order: list[Region] = []
+        seen: set[int] = set()
+        pending: list[tuple[Region, bool]] = [(self, False)]
+        while pending:
+            region, inputs_are_in = pending.pop()
+            if inputs_are_in:
+                order.append(region)
+            elif id(region) not in seen:
+                seen.add(id(region))
+                pending.append((region, True))
+                for slot in region.inputs.slots:
+                    if isinstance(slot, Link) and (task, slot.index) not in slot.region._outputs:
+                        pending.append((slot.region, False))
+        return order
+
+    def _recompute_outputs(self, task: int) -> None:
+        """Run to the end, and hold those outputs that chained regions will ask for."""
+        fill = self._may_fill(task)
+        outputs = _Rerun(self, task, fill=fill, to_the_end=True).run()
+        if fill:
+            self._mark_filled(task)
+        for successor in self._successors:
             link = successor()
-            if link is not None:
-                if link.index >= len(outputs):
-                    raise RecomputeError(
-                        f"Recomputing a checkpointed region returned {len(outputs)} tensors; its forward "
-                        f"pass returned at least {link.index + 1}.\n{CAUSES}"
-                    )
-                key = (task, link.index)
-                if key not in self._outputs:
-                    self._outputs[key] = _ChainedOutput(outputs[link.index].detach())
-                self._outputs[key].waiting.add(id(link))
+            if link is None:
+                continue
+            if link.index >= len(outputs):
+                raise RecomputeError(
+                    f"Recomputing a checkpointed region returned {len(outputs)} tensors; its forward "
+                    f"pass returned at least {link.index + 1}.\n{CAUSES}"
+                )
+            key = (task, link.index)
+            if key not in self._outputs:
+                self._outputs[key] = _ChainedOutput(outputs[link.index].detach(), set())
+            self._outputs[key].waiting.add(id(link))
+
+    def add_successor(self, link: Link) -> None:
+        self._successors.append(weakref.ref(link))
 
     def take_output(self, task: int, link: Link) -> torch.Tensor:
         """Return an output for a region chained to this one; it is dropped when all that wait for it have it."""
         key = (task, link.index)
         if key not in self._outputs:  # taken before: a region asks twice only if it is itself run twice
-            recompute_outputs(self, task)
+            self._recompute_outputs(task)
         output = self._outputs[key]
         output.waiting.discard(id(link))
         if not output.waiting:
@@ -262,19 +357,49 @@ class Region:
         return output.tensor.detach()
 
 
-class _ChainedOutput:
-    """A recomputed output, and the links that have not had it yet."""
-
-    __slots__ = ("tensor", "waiting")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.waiting: set[int] = set()
+def _end_of_backward(region: weakref.ref[Region], task: int) -> None:
+    found = region()
+    if found is not None:
+        found.forget(task)
 
 
-def _unpack(holder: Holder) -> torch.Tensor:
-    # A plain function, not a method: autograd holds it for as long as the graph lives.
-    return hand_out(holder, graph_task_id())
+class _Outermost:
+    """Stands for the hooks around a region that has none around it."""
+
+
+class _Origin(NamedTuple):
+    """The region that made a tensor, as which of its outputs, in which order, and the tensor's version then."""
+
+    region: weakref.ref[Region]
+    position: int
+    number: int
+    version: int
+
+
+class _ChainedOutput(NamedTuple):
+    """A recomputed output, and the ids of the links that have not had it yet."""
+
+    tensor: torch.Tensor
+    waiting: set[int]
+
+
+_numbers = itertools.count()
+_origins: MutableMapping[torch.Tensor, _Origin] = WeakTensorKeyDictionary()
+
+
+class Link:
+    """An input that is an earlier region's output and is not kept. See Note [Chained regions]."""
+
+    __slots__ = ("__weakref__", "_requires_grad", "index", "region")
+
+    def __init__(self, region: Region, index: int, requires_grad: bool) -> None:
+        self.region = region
+        self.index = index
+        self._requires_grad = requires_grad
+        region.add_successor(self)
+
+    def fetch(self, task: int) -> torch.Tensor:
+        return self.region.take_output(task, self).requires_grad_(self._requires_grad)
 
 
 # ---------------------------------------------------------------------- saved tensors
@@ -291,11 +416,9 @@ class Holder:
     def __init__(self, region: Region, index: int) -> None:
         self.region = region
         self.index = index
-        self._tensors: dict[int, tuple[torch.Tensor, int]] | None = None
+        self._tensors: dict[int, tuple[torch.Tensor, int]] = {}
 
     def put(self, task: int, tensor: torch.Tensor) -> None:
-        if self._tensors is None:
-            self._tensors = {}
         self._tensors[task] = (tensor, version_of(tensor))
 
     def take(self, task: int) -> torch.Tensor | None:
@@ -304,13 +427,10 @@ class Holder:
         Raises:
             RecomputeError: The region changed the tensor in place after autograd had saved it.
         """
-        found = self._tensors.pop(task, None) if self._tensors else None
-        if found is None:
-            return None
-        tensor, version = found
-        if version_of(tensor) != version:
+        tensor, version = self._tensors.pop(task, (None, 0))
+        if tensor is not None and version_of(tensor) != version:
             raise RecomputeError(
-                f"Saved tensor {self.index} ({_describe(tensor)}) was changed in place by the checkpointed "
+                f"Saved tensor {self.index} ({_described(_metadata(tensor))}) was changed in place by the checkpointed "
                 f"region after an operation had saved it for backward: version {version} when it was saved, "
                 f"{version_of(tensor)} now. This fails without checkpointing too: use the out-of-place form "
                 "of the operation."
@@ -320,86 +440,22 @@ class Holder:
     def memscale_release(self) -> None:
         """Free the region and its inputs; see `memscale._torch.release_saved_tensors`."""
         self.region.release()
-        self._tensors = None
+        self._tensors.clear()
 
     def drop(self, task: int) -> None:
-        if self._tensors:
-            self._tensors.pop(task, None)
+        self._tensors.pop(task, None)
 
 
-class Saved:
-    """One tensor that forward would have saved: its holder, if the graph still has it, and its metadata."""
-
-    __slots__ = ("_device", "_dtype", "_requires_grad", "_shape", "_version", "holder", "index")
-
-    def __init__(self, holder: Holder, tensor: torch.Tensor) -> None:
-        self.holder = weakref.ref(holder)
-        self.index = holder.index
-        self._shape = _shape_of(tensor)
-        self._dtype = tensor.dtype
-        self._device = tensor.device
-        self._requires_grad = tensor.requires_grad
-        self._version = version_of(tensor) if _is_weight(tensor) else None
-
-    def check(self, tensor: torch.Tensor) -> RecomputeError | None:
-        """Return what is wrong with the tensor that a recomputation saved in this place; None if nothing is."""
-        is_same = (
-            _shape_of(tensor) == self._shape
-            and tensor.dtype == self._dtype
-            and tensor.device == self._device
-            and tensor.requires_grad == self._requires_grad
-        )
-        if not is_same:
-            made_by = "" if tensor.grad_fn is None else f", made by {tensor.grad_fn.name()}"
-            node = running_node_name()
-            expected = _metadata(self._shape, self._dtype, self._device, self._requires_grad)
-            return RecomputeError(
-                "Recomputing a checkpointed region gave another tensor than its forward pass. It was to save "
-                f"tensor {self.index} with {expected}; it saved one with {_describe(tensor)}{made_by}."
-                f"{f' Backward was in {node}.' if node else ''}\n{CAUSES}"
-            )
-        if self._version is not None and self.holder() is not None and version_of(tensor) != self._version:
-            return changed_parameter(tensor, self._version)
-        return None
-
-
-def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    return () if tensor.is_nested else tensor.shape  # of a ragged one, asking is an error
-
-
-def _metadata(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> str:
-    return f"shape {tuple(shape)}, {dtype}, {device}{'' if requires_grad else ', no gradient'}"
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    return _metadata(_shape_of(tensor), tensor.dtype, tensor.device, tensor.requires_grad)
-
-
-def _is_weight(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a parameter, or a view of one (`nn.Linear` saves its weight transposed).
-
-    Only of those can the version be compared with that at forward: of all else the recomputation makes new
-    tensors.
-    """
-    owner = tensor._base if tensor._is_view() else tensor
-    return isinstance(owner, nn.Parameter) or (owner is not None and owner.is_leaf and owner.requires_grad)
-
-
-# ---------------------------------------------------------------------- recomputation
-
-_lock = threading.RLock()
-
-
-def hand_out(holder: Holder, task: int) -> torch.Tensor:
-    """Return the tensor that a holder stands for, recomputed if it is not there."""
+def _unpack(holder: Holder) -> torch.Tensor:
+    # A plain function, not a method: autograd holds it for as long as the graph lives.
+    task = graph_task_id()
     tensor = holder.take(task)
-    if tensor is not None:
-        return tensor
-    with _lock:
-        tensor = holder.take(task)  # another thread may have been at it
-        if tensor is None:
-            _recompute(holder, task)
-            tensor = holder.take(task)
+    if tensor is None:
+        with _lock:
+            tensor = holder.take(task)  # another thread may have been at it
+            if tensor is None:
+                holder.region.recompute(holder, task)
+                tensor = holder.take(task)
     if tensor is None:
         raise RecomputeError(
             f"Recomputing a checkpointed region did not reach its saved tensor {holder.index}.\n{CAUSES}"
@@ -407,50 +463,55 @@ def hand_out(holder: Holder, task: int) -> torch.Tensor:
     return tensor
 
 
-def _recompute(holder: Holder, task: int) -> None:
-    region = holder.region
-    if region.is_released:
-        raise RuntimeError(FREED)
-    *earlier, _ = order = order_to_run(region, task)
-    try:
-        for predecessor in earlier:
-            recompute_outputs(predecessor, task)
-        if _may_fill(region, task):
-            _Rerun(region, task, fill=True, to_the_end=False).run()
-            _mark_filled(region, task)
-        else:
-            _Rerun(region, task, fill=holder, to_the_end=False).run()
-    except BaseException:
-        for one in order:
-            one.forget(task)
-        raise
-    if task == OUTSIDE_BACKWARD:
-        for one in earlier:
-            one.forget(task)
+_lock = threading.RLock()
+
+_Metadata = tuple[tuple[int, ...], torch.dtype, torch.device, bool]
 
 
-def recompute_outputs(region: Region, task: int) -> None:
-    """Run a region to its end, for those chained to it, and fill its holders on the way if they were not yet."""
-    fill = _may_fill(region, task)
-    outputs = _Rerun(region, task, fill=fill, to_the_end=True).run()
-    if fill:
-        _mark_filled(region, task)
-    region.put_outputs(task, outputs)
+def _metadata(tensor: torch.Tensor) -> _Metadata:
+    shape = () if tensor.is_nested else tensor.shape  # of a ragged one, asking is an error
+    return shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def _may_fill(region: Region, task: int) -> bool:
-    return task != OUTSIDE_BACKWARD and task not in region.filled
+def _described(metadata: _Metadata) -> str:
+    shape, dtype, device, requires_grad = metadata
+    return f"shape {tuple(shape)}, {dtype}, {device}{'' if requires_grad else ', no gradient'}"
 
 
-def _mark_filled(region: Region, task: int) -> None:
-    region.filled.add(task)
-    at_end_of_backward(functools.partial(_end_of_backward, weakref.ref(region), task))
+class _Saved:
+    """One tensor that forward would have saved: its holder, if the graph still has it, and its metadata."""
+
+    __slots__ = ("_metadata", "_version", "holder", "index")
+
+    def __init__(self, holder: Holder, tensor: torch.Tensor) -> None:
+        self.holder = weakref.ref(holder)
+        self.index = holder.index
+        self._metadata = _metadata(tensor)
+        # Only of a parameter, or a view of one (`nn.Linear` saves its weight transposed), can the version be compared
+        # with that at forward: of all else the recomputation makes new tensors.
+        owner = tensor._base if tensor._is_view() else tensor
+        is_weight = isinstance(owner, nn.Parameter) or (
+            owner is not None and owner.is_leaf and owner.requires_grad
+        )
+        self._version = version_of(tensor) if is_weight else None
+
+    def check(self, tensor: torch.Tensor) -> RecomputeError | None:
+        """Return what is wrong with the tensor that a recomputation saved in this place; None if nothing is."""
+        found = _metadata(tensor)
+        if found != self._metadata:
+            made_by = "" if tensor.grad_fn is None else f", made by {tensor.grad_fn.name()}"
+            node = running_node_name()
+            return RecomputeError(
+                "Recomputing a checkpointed region gave another tensor than its forward pass. It was to save tensor "
+                f"{self.index} with {_described(self._metadata)}; it saved one with {_described(found)}{made_by}."
+                f"{f' Backward was in {node}.' if node else ''}\n{CAUSES}"
+            )
+        if self._version is not None and self.holder() is not None and version_of(tensor) != self._version:
+            return changed_parameter(tensor, self._version)
+        return None
 
 
-def _end_of_backward(region: weakref.ref[Region], task: int) -> None:
-    found = region()
-    if found is not None:
-        found.forget(task)
+# ---------------------------------------------------------------------- recomputation
 
 
 class _Stop(BaseException):
@@ -480,8 +541,8 @@ class _Rerun:
         elif isinstance(fill, Holder):
             self._last = fill.index
         else:
-            alive = (saved.index for saved in reversed(region.saved) if saved.holder() is not None)
-            self._last = next(alive, -1)
+            filled = (saved.index for saved in reversed(region.saved) if saved.holder() is not None)
+            self._last = next(filled, -1)
 
     def run(self) -> list[torch.Tensor]:
         """Fill the holders; return the tensors that the function returned, if it was run to its end."""

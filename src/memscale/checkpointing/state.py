@@ -26,6 +26,7 @@ name is exchanged for the old one, a change in place raises.
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -35,8 +36,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from memscale._torch import Hooks, same_version
-from memscale._util.attributes import Attributes
-from memscale._util.rng import HostRngState, TorchRngState
+from memscale._util.snapshots import Attributes, HostRngState, TorchRngState
 from memscale._util.trees import Tree
 from memscale.errors import RecomputeError
 
@@ -124,21 +124,19 @@ class Inputs:
     Args:
         tree: The arguments.
         hooks: The saved-tensor hooks around the call.
-        find_link: Finds a slot for an input that need not be kept; see Note [Chained regions].
+        links: Slots of inputs that need not be kept, by the tensors' ids; see Note [Chained regions].
     """
 
     __slots__ = ("_tree", "slots")
 
-    def __init__(
-        self, tree: Tree, hooks: Hooks | None, find_link: Callable[[torch.Tensor], Slot | None] | None = None
-    ) -> None:
+    def __init__(self, tree: Tree, hooks: Hooks | None, links: Mapping[int, Slot] | None = None) -> None:
         indices: dict[int, _Index] = {}
         self.slots: list[Slot] = []
 
         def index_of(tensor: torch.Tensor) -> _Index:
             if id(tensor) not in indices:
                 indices[id(tensor)] = _Index(len(self.slots))
-                link = None if find_link is None else find_link(tensor)
+                link = None if links is None else links.get(id(tensor))
                 self.slots.append(link or _keep(tensor, len(self.slots), hooks))
             return indices[id(tensor)]
 
@@ -467,8 +465,8 @@ class Buffers:
     __slots__ = ("_attributes", "_bare", "_owners")
 
     def __init__(self, modules: Sequence[nn.Module], *, copy_all: bool = True) -> None:
-        self._attributes = Attributes(modules)
         with torch.no_grad():
+            self._attributes = Attributes(modules, copy_bytes=math.inf if copy_all else SMALL_BYTES)
             copies: dict[int, torch.Tensor] = {}  # a buffer shared by two modules has one copy
             self._owners = [
                 _Owner(module, dict(module._buffers), copies, copy_all)
@@ -480,7 +478,7 @@ class Buffers:
 
     def end_forward(self) -> None:
         """Learn which modules changed their buffers in forward, and drop the other copies."""
-        self._attributes.record_added()
+        self._attributes.end_forward()
         for owner in self._owners:
             owner.end_forward()
         for module, before in self._bare:
@@ -494,6 +492,7 @@ class Buffers:
         Raises:
             RecomputeError: A buffer's value at the beginning is not known any more.
         """
+        self._check_attributes()
         self._attributes.restore()
         with torch.no_grad():
             for owner in self._owners:
@@ -508,6 +507,7 @@ class Buffers:
         Raises:
             RecomputeError: A buffer's value at forward is not known any more.
         """
+        self._check_attributes()
         copies: dict[int, torch.Tensor] = {}
         with torch.no_grad():
             exchanged = [(owner.module, owner.at_forward(copies)) for owner in self._owners]
@@ -521,6 +521,15 @@ class Buffers:
         finally:
             for module, original in real:
                 module.__dict__["_buffers"] = original
+
+    def _check_attributes(self) -> None:
+        tensor = self._attributes.unknown_tensor()
+        if tensor is not None:
+            raise RecomputeError(
+                f"A tensor (shape {tuple(tensor.shape)}, {tensor.dtype}) that a module has as an attribute was changed "
+                "in place, so its value at forward is not known and the forward pass cannot be recomputed. Change it "
+                "after backward, assign a new tensor instead, or register it as a buffer."
+            )
 
 
 class _Owner:

@@ -46,7 +46,7 @@ def explain_plan(plan: Plan, *, trades: bool = True, terminal: Terminal | None =
         trade_rows = [(p.label, format_bytes(p.peak_bytes), _ratio(p.time_ratio)) for p in points]
         parts.append(table(title, ["plan", "peak", "step time"], trade_rows, terminal=screen))
     for note in plan.notes:
-        parts.append(screen.show(wrap(f"Note: {clean(note)}", screen.width)))
+        parts += wrap(f"Note: {clean(note)}", screen.width)
     return "\n".join(parts)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +16,7 @@ from memscale._util.interrupts import interrupts_deferred, raise_pending_interru
 from memscale.config import Config
 from memscale.errors import WrapError
 from memscale.execution_plan import LayerPlan, Offloading, Plan, Tier
+from memscale.executor.copies import CopiedAsPlain, Settings
 from memscale.executor.hooks import Placeholder, before_forward, inputs_to_device, no_cache_hooks
 from memscale.executor.registry import LAYER_TECHNIQUES, MODEL_TECHNIQUES
 from memscale.observe.counters import Meter
@@ -26,9 +26,9 @@ from memscale.offload.loading import forget_pending
 from memscale.offload.materialise import Materialised, has_meta_tensors
 from memscale.profiler.sample import PlannedBatches
 from memscale.techniques.base import EXECUTOR, LayerSite, ModelSite
-from memscale.techniques.forward import CompileNotice, WeakModule
+from memscale.techniques.forward import CompileNotice
 from memscale.techniques.undo_log import UndoLog
-from memscale.tiers.store import DiskStore
+from memscale.tiers.disk import DiskStore
 
 if TYPE_CHECKING:
     from memscale.optimizer.needs import OptimizerNeeds
@@ -51,7 +51,7 @@ TrainingBatch = Callable[["Executor", tuple[Any, ...], dict[str, Any]], None]
 
 
 class RecoveryGuard(Protocol):
-    """Catches out-of-memory errors in a step. It must be right for a copy of the model when it is copied."""
+    """Catches out-of-memory errors in a step. A copy of the model gets a new one of the same class."""
 
     @property
     def awaits_backward(self) -> bool:
@@ -69,7 +69,7 @@ class Executor:
 
     The model has its executor as `model._memscale_executor`, in its `__dict__` and not as a submodule; the
     executor refers to the model weakly. A copy of the model, by `deepcopy` or pickle, has an executor of its
-    own.
+    own. See Note [Copies].
 
     Args:
         model: The model that the plan was made for.
@@ -79,8 +79,8 @@ class Executor:
             and so are the arguments of each call.
         on_training_batch: Called before each forward pass of the model in training, as
             `on_training_batch(executor, args, kwargs)`. It may call `replan`: the pass that is about to begin
-            runs by the new plan. It is not called for passes that it makes itself. A copied or unpickled
-            executor keeps it only if it is a module-level function: others may refer to the original model.
+            runs by the new plan. It is not called for passes that it makes itself. A copy of the model
+            keeps it only if it is a module-level function: others may refer to the original model.
         guard: Catches out-of-memory errors in a step.
         metrics: Serves the executor's numbers while it is attached.
         disk: The disk tier; by default the one that `config` describes.
@@ -116,7 +116,7 @@ class Executor:
         disk: DiskStore | None = None,
         meter: Meter | None = None,
     ) -> None:
-        self._model = WeakModule(model)
+        self._model = weakref.ref(model)
         self._device = device
         self._plan = plan
         self.config = config
@@ -133,7 +133,7 @@ class Executor:
         self._homes = Homes(disk or disk_of(config), self._meter)
         self._homes.host_capacity = None if config is None else config.max_cpu_offload_bytes
         self._techniques = UndoLog(notice)
-        self._technique_state: dict[str, Any] = {}
+        self.technique_state: dict[str, Any] = {}
         self.optimizer: OptimizerNeeds | None = None
         self._materialised: Materialised | None = None  # while a plan is being attached
 
@@ -309,6 +309,7 @@ class Executor:
                 self.attach()
 
     def _apply(self, model: nn.Module) -> None:
+        self._hooks.add(CopiedAsPlain(self, model))
         for module, hook in no_cache_hooks(model, logs=self._logs):
             self._hooks.add_forward_pre_hook(module, hook)
         self._attach_batch_hook(model)
@@ -324,7 +325,7 @@ class Executor:
 
     def _attach_techniques(self, model: nn.Module, plan: Plan) -> None:
         log = self._techniques
-        around = (model, plan, self.device, self.config, self._homes, self._meter, self._technique_state)
+        around = (model, plan, self.device, self.config, self._homes, self._meter, self.technique_state)
         sites = [
             LayerSite(*around, layer, tuple(find_module(model, layer, name) for name in layer.members))
             for layer in plan.layers
@@ -411,14 +412,27 @@ class Executor:
     def _logs(self) -> bool:
         return self.config is None or self.config.enable_logging
 
-    def __getstate__(self) -> dict[str, Any]:
-        kept = self._on_training_batch if _is_of_a_module(self._on_training_batch) else None
-        return {**vars(self), "_on_training_batch": kept, "_is_calling_back": False}
+    def plain_attributes(self, module: nn.Module) -> dict[str, Any]:
+        """Return what a module's `__dict__` would be without the plan."""
+        attributes = {name: value for name, value in vars(module).items() if name != EXECUTOR}
+        for log in (self._techniques, self._batch_hook, self._hooks):
+            log.undo_in(module, attributes)
+        return attributes
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        if self._attached:
-            _wrapped_models.add(self)
+    def settings(self) -> Settings:
+        """Return what the executor of a copy of the model begins with. See Note [Copies]."""
+        return Settings(
+            self._plan,
+            self.config,
+            self._homes.device or self._device,
+            None if self._guard is None else type(self._guard),
+            self._on_training_batch,
+            self.batches,
+            self.optimizer,
+            self.technique_state,
+            self._homes.origins(self.model),
+            self._techniques.changed_objects(),
+        )
 
     def __repr__(self) -> str:
         return f"<Executor ({'attached' if self._attached else 'not attached'}): {self._plan}>"
@@ -474,10 +488,3 @@ def find_module(model: nn.Module, layer: LayerPlan, name: str) -> nn.Module:
 def disk_of(config: Config | None) -> DiskStore:
     """Return the empty disk tier that a Config describes."""
     return DiskStore() if config is None else DiskStore(config.offload_dir, config.max_disk_offload_bytes)
-
-
-def _is_of_a_module(callback: TrainingBatch | None) -> bool:
-    """Return whether a callback is a module-level function, which refers to no model."""
-    return (
-        isinstance(callback, types.FunctionType) and callback.__qualname__ == callback.__name__ != "<lambda>"
-    )

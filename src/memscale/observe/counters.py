@@ -31,12 +31,11 @@ from types import TracebackType
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
 
 from memscale.errors import ProfileError
 from memscale.memory.process import peak_rss_bytes, rss_bytes
 
-__all__ = ["Below", "Cost", "Meter", "ObservedPeak", "WatchedLayer", "WatchedState", "What"]
+__all__ = ["Below", "Cost", "Meter", "ObservedPeak", "WatchedLayer", "What"]
 
 What = Literal["parameters", "gradients", "activations", "optimizer state"]
 """What is moved."""
@@ -184,7 +183,7 @@ def _read(figure: Callable[[], int]) -> int | None:
 
 
 class Meter:
-    """Counts of one executor, over all of its plans. A copy, by ``deepcopy`` or pickle, begins at zero.
+    """Counts of one executor, over all of its plans.
 
     Example:
         >>> meter = Meter()
@@ -360,16 +359,6 @@ class Meter:
                         self._seconds[name] = None if seconds is None else sum_before + sign * seconds
         return True
 
-    # ------------------------------------------------------------------ copies
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"device": self._device, "simulated": self._simulated}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
-        if state["device"] is not None:
-            self.begin(state["device"], simulated=state["simulated"])
-
 
 class _OpenSpans(threading.local):
     """The blocks that are being timed in this thread, the outermost first."""
@@ -436,53 +425,3 @@ class WatchedLayer:
                 return function(*args, **kwargs)
 
         return call
-
-
-class WatchedState:
-    """Counts the copies of optimizer state, and of what is stepped on disk.
-
-    Args:
-        meter: Counts them; None if nobody asks.
-        below: The tier of the state; None if it is beside its parameter, and nothing is copied.
-        cost: What the time is lost to.
-        on_disk: Tells whether a parameter, or a gradient, is kept on disk.
-    """
-
-    def __init__(
-        self,
-        meter: Meter | None = None,
-        below: Below | None = None,
-        cost: Cost = "optimizer state",
-        on_disk: Callable[[Tensor], bool] | None = None,
-    ) -> None:
-        self._meter = meter
-        self._below = below
-        self._cost: Cost = cost
-        self._on_disk = on_disk
-
-    def timed(self) -> contextlib.AbstractContextManager[None]:
-        """Time a block that copies state."""
-        return contextlib.nullcontext() if self._meter is None else self._meter.timing(self._cost)
-
-    def up(self, home: Tensor, parameter: Tensor) -> None:
-        """Count state that was fetched for the step of a parameter."""
-        if self._meter is not None and self._below is not None and self._is_copied(home, parameter):
-            self._meter.up("optimizer state", self._below, home.nbytes)
-
-    def down(self, home: Tensor, parameter: Tensor) -> None:
-        """Count state that was written back."""
-        if self._meter is not None and self._below is not None and self._is_copied(home, parameter):
-            self._meter.down("optimizer state", self._below, home.nbytes)
-
-    def stepped(self, parameter: Tensor) -> None:
-        """Count a step of a parameter on disk: it was read and written, and its gradient read."""
-        if self._meter is None or self._on_disk is None or not self._on_disk(parameter):
-            return
-        self._meter.up("parameters", "disk", parameter.nbytes)
-        self._meter.down("parameters", "disk", parameter.nbytes)
-        if parameter.grad is not None and self._on_disk(parameter.grad):
-            self._meter.up("gradients", "disk", parameter.grad.nbytes)
-
-    def _is_copied(self, home: Tensor, parameter: Tensor) -> bool:
-        # State of a parameter on the host is beside it there.
-        return self._below == "disk" or home.device != parameter.device

@@ -100,11 +100,17 @@ _silent = logging.Logger("memscale.silent")
 _silent.addHandler(logging.NullHandler())
 
 
-def log_plan(log: logging.Logger, plan: Plan, hardware: Hardware, occasion: str = "planned") -> None:
-    """Log the hardware, the predicted peak before and after, the step-time ratio, and the plan as a table."""
+def log_plan(log: logging.Logger, plan: Plan | None, hardware: Hardware, occasion: str = "planned") -> None:
+    """Log the hardware, the predicted peak before and after, the step-time ratio, and the plan as a table.
+
+    Without a plan, log that it is made from the first training batch.
+    """
     if not log.isEnabledFor(logging.INFO):
         return
     log.info("hardware: %s", hardware.summary())
+    if plan is None:
+        log.info("The plan is made from the first training batch; nothing is moved before.")
+        return
     log.info(
         "%s (%s) for %s: peak %s → %s, step time × %.2f (%s)",
         occasion,

@@ -3,37 +3,40 @@
 Note [Offloaded activations]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Saved-tensor hooks around a layer see each tensor that autograd keeps for backward; around a recomputed one these are
-its inputs (Note [Inputs go through the surrounding hooks]). It is stored when it is saved, so that nothing waits for
-the end of the layer, and what becomes of the tensor afterwards does not matter.
+its inputs (Note [Inputs go through the surrounding hooks]). It is stored when it is saved.
 
 *By storage.* What holds device memory is the storage, whichever view of it was saved. So the storage is stored, once,
-and the views of it (the input of three projections; queries, keys and values cut from one product; a mask that all
-layers share) are described by their geometry. Only of a storage that a view covers little of, the view alone is stored.
+and its views (queries, keys and values cut from one product; a mask that all layers share) are described by their
+geometry. Of a storage that a view covers little of, the view alone is stored.
 
 *Backward.* The first view that is asked for loads the storage; it stays until all of its views were asked for in
-this backward pass, or the pass ends: what shared memory in forward shares it again. A second pass over a retained
-graph loads it again.
+this backward pass, or the pass ends. A second pass over a retained graph loads it again.
 
-*Who owns whom.* graph → `_Saved` → `_Stored` → the tier. So what was stored is freed with the graph: by backward, or
-with the output of a forward pass that is never followed by one. After `detach` a graph that is still there can be
-run backward as ever.
+*Ownership.* The graph owns `_SavedView`s, these own `OffloadedStorage`s, and these own memory of the tier. So memory is
+freed with the graph: by backward, or with the output of a forward pass without one. A graph that outlives `detach` can
+still be run backward.
 
-*What stays.* Parameters, buffers and leaves, which live on the device anyway (of their 16-bit copies, which autocast
+*What stays.* Parameters, buffers and leaves, which are on the device anyway (of their 16-bit copies, which autocast
 makes, nothing is kept: they are made again); small tensors; what is on another device; and what the tier has no room
 for: then that much more device memory is used, and a line is logged once.
 
-*In place.* Autograd refuses a saved tensor that was changed in place afterwards; behind hooks it can't. Here backward
-gets what was saved, as it was then, which is what the mathematics wants. With an asynchronous engine, a change while
-the tensor is still on its way is an error (Note [Sources must not change]).
+*In place.* Backward gets a tensor as it was when it was saved. With an asynchronous engine a tensor must not be changed
+while it is being stored, as a copy of it would cost the memory that offloading saves: by its version counter that is an
+error, never wrong numbers.
+
+*In flight.* With an asynchronous engine, the sources of the last `depth + 1` calls of layers stay on the device.
+Virtual devices, which copy at once, hold them as long as a real one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import logging
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,18 +49,20 @@ from memscale._torch import (
     at_end_of_backward,
     graph_task_id,
     hooks_are_allowed,
+    is_fake,
     is_traceable_wrapper_subclass,
     surrounding_hooks,
 )
 from memscale.checkpointing.state import KeptTensor
-from memscale.errors import RecomputeError, TierFullError
+from memscale.errors import RecomputeError, TierFullError, TransferError
 from memscale.observe.counters import Below, Meter
 from memscale.techniques.forward import ForwardStage, Stage
-from memscale.tiers.engine import Engine
-from memscale.tiers.store import DiskStore
-from memscale.tiers.tier import HostTier, Ticket, Tier
+from memscale.tiers.disk import DiskStore
+from memscale.tiers.engine import Engine, Lane, Transfer
+from memscale.tiers.host import HostMemory
+from memscale.units import format_bytes
 
-__all__ = ["LEAST_BYTES", "Activations", "OffloadActivationsStage", "Refetch", "unpack"]
+__all__ = ["LEAST_BYTES", "Activations", "OffloadActivationsStage", "OffloadedStorage", "Refetch", "unpack"]
 
 if TYPE_CHECKING:
     from memscale.offload.fetch import FetchStage
@@ -66,13 +71,14 @@ logger = logging.getLogger("memscale")
 
 LEAST_BYTES = 64 * 2**10
 """Smaller storages stay on the device. A transfer takes some ten microseconds however small it is, in which a link of
-10 GB/s moves a hundred kilobytes: below this, the time goes and hardly any memory is won."""
+10 GB/s moves a hundred kilobytes: below this, the time is spent and hardly any memory is saved."""
 
 _MIN_COVERED = 4  # a view that covers less than a fourth of its storage is stored alone
 
+_CPU = torch.device("cpu")
 
 _Geometry = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""A tensor's offset in its storage, its shape and its stride, in elements."""
+"""A tensor's offset in what is stored, its shape and its stride, in elements."""
 
 
 class Activations:
@@ -86,15 +92,18 @@ class Activations:
         logs: Whether to log that the cap was reached.
         meter: Counts what is moved.
 
+    Attributes:
+        bytes_sent: Bytes that were stored so far.
+
     Example:
         >>> activations = Activations(Engine(), torch.device("cpu"), capacity=2**20)
         >>> x = torch.ones(128, 128, requires_grad=True)
         >>> with activations.around([]):
         ...     y = (x * 2).square().sum()  # saves x * 2
-        >>> activations.bytes_below
+        >>> activations.bytes_stored
         65536
         >>> y.backward()
-        >>> float(x.grad[0, 0]), activations.bytes_below
+        >>> float(x.grad[0, 0]), activations.bytes_stored
         (8.0, 0)
     """
 
@@ -110,20 +119,18 @@ class Activations:
     ) -> None:
         self._engine = engine
         self._device = device
-        self._store = store
-        self._capacity = capacity
         self._logs = logs
-        self._meter = meter or Meter()
-        self._below: _Below | None = None
-        self._known: weakref.WeakValueDictionary[tuple[object, ...], _Stored] = weakref.WeakValueDictionary()
+        self._tier = _Tier(engine, store or HostMemory(capacity, engine.pinned_bytes), meter or Meter())
+        self._known: weakref.WeakValueDictionary[tuple[object, ...], OffloadedStorage] = (
+            weakref.WeakValueDictionary()
+        )
         self._calls = _Calls()
         self.bytes_sent = 0
-        """Bytes that were stored so far."""
 
     @property
-    def bytes_below(self) -> int:
+    def bytes_stored(self) -> int:
         """Bytes that are on the tier now (of a disk that is shared: all that are)."""
-        return 0 if self._below is None else self._below.tier.bytes_used
+        return self._tier.memory.bytes_used
 
     @contextlib.contextmanager
     def around(self, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -138,19 +145,19 @@ class Activations:
             for tensor in (*module.parameters(), *module.buffers())
             if _has_storage(tensor)
         }
-        if self._below is not None and self._below.is_async:
-            self._below.tier.drop_prefetched()  # of a backward pass that was given up
-        call = _Call(resident, self._calls.latest(), self._engine.depth)
-        self._calls.stack.append(call)
+        self._tier.drop_prefetched()  # of a backward pass that was given up
+        calls = self._calls
+        call = _Call(resident, None if calls.latest is None else calls.latest(), self._engine.depth)
+        calls.stack.append(call)
         try:
             # The methods of one object for all layers: chained regions tell by it that they belong together.
             with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
                 yield
         finally:
-            self._calls.stack.pop()
-            self._calls.finished(call)
+            calls.stack.pop()
+            calls.latest = weakref.ref(call)
 
-    def pack(self, tensor: torch.Tensor) -> KeptTensor | _Saved | Refetch:
+    def pack(self, tensor: torch.Tensor) -> KeptTensor | _SavedView | Refetch:
         """Return what autograd saves in place of a tensor.
 
         Raises:
@@ -160,65 +167,41 @@ class Activations:
         call = self._calls.stack[-1]
         if tensor.device.type != self._device.type or not _is_worth_storing(tensor, call.resident):
             return KeptTensor(tensor)
-        home = _parameter_behind(tensor)
-        if home is not None:
-            return Refetch(home, tensor, None)
+        master = _parameter_behind(tensor)
+        if master is not None:
+            return Refetch(master, tensor, None)
         try:
-            with torch.no_grad(), self._meter.timing("offloading"):
-                stored, view = self._stored(tensor, call)
+            with torch.no_grad(), self._tier.meter.timing("offloading"):
+                return self._store_storage(tensor, call)
         except TierFullError as error:
             if self._logs:
                 self._logs = False
                 logger.warning("Activations stay on the device from here on, as the tier is full. %s", error)
             return KeptTensor(tensor)
-        return _Saved(stored, call, view)
 
-    def _stored(self, tensor: torch.Tensor, call: _Call) -> tuple[_Stored, _Geometry | None]:
+    def _store_storage(self, tensor: torch.Tensor, call: _Call) -> _SavedView:
         storage = tensor.untyped_storage()
         count, rest = divmod(storage.nbytes(), tensor.element_size())
-        geometry = (int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
+        view: _Geometry = (int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
         covered = min(tensor.numel(), count)
         # Views of one tensor share its version, so one copy of its memory serves all of them. The results of
         # `unsafe_chunk` (the gates of a GRU) are no views: each has a part of the memory and its own version.
         owner = tensor._base if tensor._is_view() else tensor
         covers_storage = owner is not None and owner.nbytes >= storage.nbytes()
         whole = not rest and covers_storage and _MIN_COVERED * covered >= count
-        key = (
-            storage._cdata,
-            tensor.dtype,
-            *(() if whole else geometry),
-        )
+        key = (storage._cdata, tensor.dtype, *(() if whole else view))
         version = _version(tensor)
         stored = self._known.get(key)
         if stored is None or stored.storage() is not storage or stored.version != version:
-            below = self._opened()
-            source = tensor.detach().as_strided((count,), (1,), 0) if whole else tensor.detach()
-            ticket = below.tier.store(source, group=call)
-            stored = self._known[key] = _Stored(below, ticket, weakref.ref(storage), version)
+            source = tensor.detach()
+            # Of a part of a storage its elements are stored one after the other, and spread out again on loading.
+            run = source.as_strided((count,), (1,), 0) if whole else source.reshape(-1)
+            stored = self._known[key] = OffloadedStorage(self._tier, run, weakref.ref(storage), version)
             call.stored.append(weakref.ref(stored))
-            self.bytes_sent += ticket.nbytes
-            self._meter.down("activations", below.name, ticket.nbytes)
-        return stored, geometry if whole else None
-
-    def _opened(self) -> _Below:
-        if self._below is None:
-            engine, store = self._engine, self._store
-            tier: Tier[Any] = HostTier(self._capacity, engine=engine) if store is None else store.tier(engine)
-            self._below = _Below(tier, "host" if store is None else "disk", self._meter)
-        return self._below
-
-    def __getstate__(self) -> dict[str, object]:
-        return {
-            "engine": self._engine,
-            "device": self._device,
-            "store": self._store,
-            "capacity": self._capacity,
-            "logs": self._logs,
-            "meter": self._meter,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+            self.bytes_sent += run.nbytes
+            if self._engine.is_async:
+                self._calls.limit_in_flight(call, self._engine.depth + 1)
+        return _SavedView(stored, call, view, whole=whole)
 
 
 class OffloadActivationsStage(ForwardStage):
@@ -243,9 +226,9 @@ class OffloadActivationsStage(ForwardStage):
             return call_next(*args, **kwargs)
 
 
-def unpack(saved: KeptTensor | _Saved | Refetch) -> torch.Tensor:
+def unpack(saved: KeptTensor | _SavedView | Refetch) -> torch.Tensor:
     """Return the tensor that backward asks for."""
-    if isinstance(saved, _Saved):
+    if isinstance(saved, _SavedView):
         return saved.load()
     return saved.fetch() if isinstance(saved, Refetch) else saved.get()
 
@@ -256,7 +239,7 @@ class Refetch:
     Args:
         master: The parameter.
         tensor: The copy, or the view of it, that autograd wanted to save.
-        layer: Who fetches it; None to copy it from the master without anybody's knowledge.
+        layer: Who fetches it; None to copy it from the master directly.
     """
 
     __slots__ = ("_device", "_dtype", "_layer", "_master", "_offset", "_shape", "_stride", "_version")
@@ -291,31 +274,260 @@ class Refetch:
         return copy.as_strided(self._shape, self._stride, self._offset)
 
 
-class _Below:
-    """The tier; closed when nobody has anything there or may store more."""
+# ---------------------------------------------------------------------- on the tier
 
-    def __init__(self, tier: Tier[Any], name: Below, meter: Meter) -> None:
-        self.tier = tier
-        self.name: Below = name
+
+class _Tier:
+    """Where storages go, and how.
+
+    Attributes:
+        prefetched: What was prefetched and not loaded yet.
+    """
+
+    def __init__(self, engine: Engine, memory: HostMemory | DiskStore, meter: Meter) -> None:
+        self.engine = engine
+        self.memory = memory
         self.meter = meter
-        self.is_async = tier.engine.is_async
+        self.name: Below = "disk" if isinstance(memory, DiskStore) else "host"
+        self.prefetched: weakref.WeakSet[OffloadedStorage] = weakref.WeakSet()
+
+    def allocate(self, run: torch.Tensor) -> torch.Tensor:
+        memory = self.memory
+        return memory.empty(run.shape, run.dtype) if isinstance(memory, DiskStore) else memory.empty_like(run)
+
+    def write(self, target: torch.Tensor, run: torch.Tensor) -> None:
+        with torch.no_grad(), self._explained(run.nbytes, "stored"):
+            if isinstance(self.memory, HostMemory):
+                target.copy_(run, non_blocking=self.engine.is_async)
+            else:
+                host = run.to(_CPU)  # the same tensor, on a CPU
+                if not is_fake(host):
+                    self.memory.fill(target, host)
+
+    def read(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
+        with torch.no_grad(), self._explained(source.nbytes, "loaded"):
+            if isinstance(self.memory, HostMemory):
+                return source.to(device, non_blocking=self.engine.is_async, copy=True)
+            return self.memory.read(source).to(device)
+
+    def lane(self, run: torch.Tensor) -> Lane:
+        if is_fake(run) or run.device.type not in ("cpu", "cuda"):
+            return Lane.CALLER
+        return Lane.STREAM if run.device.type == "cuda" and self.name == "host" else Lane.WORKER
+
+    def drop_prefetched(self) -> None:
+        """Free what was prefetched and not loaded; it will be read when it is asked for."""
+        for stored in list(self.prefetched):
+            stored.drop_prefetched()
+        self.prefetched.clear()
+
+    @contextlib.contextmanager
+    def _explained(self, nbytes: int, verb: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise TransferError(
+                f"{format_bytes(nbytes)} could not be {verb} by the {self.name} tier: {error}. See the cause above, "
+                "and save your model before you go on."
+            ) from error
+
+
+class StorageState(enum.Enum):
+    """Where an offloaded storage is."""
+
+    STORING = "being copied to the tier; its source is still on the device"
+    STORED = "on the tier"
+    PREFETCHED = "on the tier, and being copied to the device"
+    CHANGED = "lost: it was changed in place while it was being stored"
+
+
+class OffloadedStorage:
+    """A storage, or the elements of one view of it, that a tier keeps for backward.
+
+    Args:
+        tier: Where it goes.
+        run: Its elements, flat.
+        storage: Where they came from; it may be gone.
+        version: The version of the saved tensor.
+
+    Raises:
+        TierFullError: The tier has no room for it.
+    """
+
+    def __init__(
+        self, tier: _Tier, run: torch.Tensor, storage: weakref.ref[torch.UntypedStorage], version: int
+    ) -> None:
+        self.tier = tier
+        self.storage = storage
+        self.version = version
+        self.views: weakref.WeakSet[_SavedView] = weakref.WeakSet()  # what stands for it in the graph
+        self._device = run.device
+        self._lane = tier.lane(run)
+        self._memory = memory = tier.allocate(run)
+        self._source: torch.Tensor | None = run
+        self._source_version = _version(run)
+        self._fetching: Transfer[torch.Tensor] | None = None
+        self._loaded: torch.Tensor | None = None  # while other views of this backward pass may ask for it
+        self._task = OUTSIDE_BACKWARD
+        self._waiting: set[int] = set()
+        self.state = StorageState.STORING
+        tier.meter.down("activations", tier.name, run.nbytes)
+        work = functools.partial(tier.write, memory, run)
+        self._storing = tier.engine.run(work, self._lane, run.device, outward=True)
+        if not tier.engine.is_async:
+            self.finish_storing()
+
+    def finish_storing(self) -> None:
+        """Free the source on the device, once it is copied.
+
+        Raises:
+            TransferError: It could not be.
+        """
+        if self.state is StorageState.STORING:
+            self._storing.wait()
+            self._check_source()
+            self._source = None
+            self.state = StorageState.STORED if self.state is StorageState.STORING else self.state
+
+    def prefetch(self, task: int) -> None:
+        """Begin to copy it to the device, unless this backward pass has had it already."""
+        if self._task != task and self.state is StorageState.STORED:
+            self._fetching = self._start_fetch(self._lane)
+            self.state = StorageState.PREFETCHED
+            self.tier.prefetched.add(self)
+
+    def drop_prefetched(self) -> None:
+        """Free the prefetched copy."""
+        if self.state is StorageState.PREFETCHED:
+            self._fetching, self.state = None, StorageState.STORED
+
+    def load(self, task: int, view: _SavedView) -> torch.Tensor:
+        """Return its elements on the device for one of its views; they stay until its others have had them.
+
+        Raises:
+            TransferError: It could not be stored or loaded, or was changed in place while it was being stored.
+        """
+        loaded = self._loaded if self._task == task else None
+        if loaded is None:
+            loaded = self._fetch()
+            if task == OUTSIDE_BACKWARD:
+                return loaded
+            self._task = task
+            self._waiting = {id(each) for each in self.views}
+        self._waiting.discard(id(view))
+        if self._waiting and self._loaded is None:
+            at_end_of_backward(functools.partial(_drop_loaded, weakref.ref(self), task))
+        self._loaded = loaded if self._waiting else None
+        return loaded
+
+    def drop_loaded(self, task: int) -> None:
+        """Free the copy on the device: the backward pass is over."""
+        if self._task == task:
+            self._loaded = None
+            self._task = OUTSIDE_BACKWARD
+
+    def _fetch(self) -> torch.Tensor:
+        if self.state is StorageState.STORING:
+            self._check_source()
+        if self.state is StorageState.CHANGED:
+            raise TransferError(
+                f"A tensor of {self._memory.numel()} {str(self._memory.dtype).removeprefix('torch.')} was changed in "
+                "place while it was being stored. Do not change in place what backward needs, or switch "
+                "Config(async_offload=...) off."
+            )
+        if self._source is not None:
+            return self._source  # still there: nothing has to be copied
+        fetching = self._fetching
+        self.drop_prefetched()
+        self.tier.meter.up("activations", self.tier.name, self._memory.nbytes)
+        if fetching is None:  # who would wait for a worker can as well do it
+            fetching = self._start_fetch(Lane.CALLER if self._lane is Lane.WORKER else self._lane)
+        return fetching.wait()
+
+    def _start_fetch(self, lane: Lane) -> Transfer[torch.Tensor]:
+        work = functools.partial(self.tier.read, self._memory, self._device)
+        return self.tier.engine.run(work, lane, self._device, after=self._storing)
+
+    def _check_source(self) -> None:
+        if self._source is not None and _version(self._source) != self._source_version:
+            self.state, self._source = StorageState.CHANGED, None
 
     def __del__(self) -> None:
-        self.tier.close()
+        source = getattr(self, "_source", None)
+        if source is not None and hasattr(self, "_storing"):
+            self._storing.abandon(source)
+
+
+def _drop_loaded(reference: weakref.ref[OffloadedStorage], task: int) -> None:
+    stored = reference()
+    if stored is not None:
+        stored.drop_loaded(task)
+
+
+def _drop_prefetched(reference: weakref.ref[_Tier]) -> None:
+    tier = reference()
+    if tier is not None:
+        tier.drop_prefetched()
+
+
+class _SavedView:
+    """What autograd has in place of a saved tensor."""
+
+    __slots__ = ("__weakref__", "_call", "_stored", "_view", "_whole")
+
+    def __init__(self, stored: OffloadedStorage, call: _Call, view: _Geometry, *, whole: bool) -> None:
+        self._stored = stored
+        self._call = call
+        self._view = view
+        self._whole = whole
+        stored.views.add(self)
+
+    def load(self) -> torch.Tensor:
+        task = graph_task_id()
+        self._call.reached(task, self._stored)
+        with torch.no_grad():
+            with self._stored.tier.meter.timing("offloading"):
+                run = self._stored.load(task, self)
+            offset, shape, stride = self._view
+            if self._whole:
+                return run.as_strided(shape, stride, run.storage_offset() + offset).detach()
+            packed = run.view(shape)
+            if packed.stride() == stride:
+                return packed.detach()
+            return torch.empty_strided(shape, stride, dtype=run.dtype, device=run.device).copy_(packed)
+
+
+# ---------------------------------------------------------------------- calls of layers
 
 
 class _Calls(threading.local):
-    """The calls of layers that are running in this thread, and the one that ran last."""
+    """The calls of layers in this thread.
+
+    Attributes:
+        stack: Those that are running.
+        latest: The one that ended last.
+    """
 
     def __init__(self) -> None:
         self.stack: list[_Call] = []
-        self._latest: weakref.ref[_Call] | None = None
+        self.latest: weakref.ref[_Call] | None = None
+        self._in_flight: deque[_Call] = (
+            deque()
+        )  # calls whose storages may still be on the device, oldest first
 
-    def latest(self) -> _Call | None:
-        return None if self._latest is None else self._latest()
+    def limit_in_flight(self, call: _Call, limit: int) -> None:
+        """Wait for the storages of the oldest calls beyond the limit.
 
-    def finished(self, call: _Call) -> None:
-        self._latest = weakref.ref(call)
+        Raises:
+            TransferError: One could not be stored.
+        """
+        if not self._in_flight or self._in_flight[-1] is not call:
+            self._in_flight.append(call)
+        while len(self._in_flight) > limit:
+            for reference in self._in_flight.popleft().stored:
+                stored = reference()
+                if stored is not None:
+                    stored.finish_storing()
 
 
 class _Call:
@@ -328,14 +540,14 @@ class _Call:
 
     def __init__(self, resident: Collection[int], before: _Call | None, depth: int) -> None:
         self.resident = resident
-        self.stored: list[weakref.ref[_Stored]] = []
+        self.stored: list[weakref.ref[OffloadedStorage]] = []
         self._before = None if before is None else weakref.ref(before)
         self._depth = depth
         self._task = OUTSIDE_BACKWARD
 
-    def reached(self, task: int, now: _Stored) -> None:
+    def reached(self, task: int, now: OffloadedStorage) -> None:
         """Prefetch the rest of this call, and of the layers that come next: backward has reached it."""
-        if task in (OUTSIDE_BACKWARD, self._task) or not now.below.is_async:
+        if task in (OUTSIDE_BACKWARD, self._task) or not now.tier.engine.is_async:
             return
         self._task = task
         call: _Call | None = self
@@ -347,99 +559,10 @@ class _Call:
                 if stored is not None and stored is not now:
                     stored.prefetch(task)
             call = None if call._before is None else call._before()
-        tier = weakref.ref(now.below)
-        at_end_of_backward(functools.partial(_forget_prefetched, tier))
+        at_end_of_backward(functools.partial(_drop_prefetched, weakref.ref(now.tier)))
 
 
-class _Saved:
-    """What autograd has in place of a saved tensor."""
-
-    __slots__ = ("__weakref__", "_call", "_stored", "_view")
-
-    def __init__(self, stored: _Stored, call: _Call, view: _Geometry | None) -> None:
-        self._stored = stored
-        self._call = call
-        self._view = view
-        stored.views.add(self)
-
-    def load(self) -> torch.Tensor:
-        task = graph_task_id()
-        self._call.reached(task, self._stored)
-        with torch.no_grad():
-            with self._stored.below.meter.timing("offloading"):
-                memory = self._stored.load(task, self)
-            if self._view is None:
-                return memory.detach()
-            offset, shape, stride = self._view
-            return memory.as_strided(shape, stride, memory.storage_offset() + offset).detach()
-
-
-class _Stored:
-    """A storage (or a slice of one) that is on the tier.
-
-    Attributes:
-        below: Where.
-        ticket: What the tier calls it.
-        storage: Where it came from; it may be gone.
-        version: The version of the tensor when it was stored.
-        views: What stands for it in the graph.
-    """
-
-    def __init__(
-        self,
-        below: _Below,
-        ticket: Ticket,
-        storage: weakref.ref[torch.UntypedStorage],
-        version: int,
-    ) -> None:
-        self.below = below
-        self.ticket = ticket
-        self.storage = storage
-        self.version = version
-        self.views: weakref.WeakSet[_Saved] = weakref.WeakSet()
-        self._memory: torch.Tensor | None = None
-        self._task = OUTSIDE_BACKWARD
-        self._waiting: set[int] = set()
-
-    def prefetch(self, task: int) -> None:
-        if self._task != task:  # else it is here, or was
-            self.below.tier.prefetch(self.ticket)
-
-    def load(self, task: int, view: _Saved) -> torch.Tensor:
-        """Return its memory, for one of its views; held until the others of this backward pass have had it."""
-        memory = self._memory if self._task == task else None
-        if memory is None:
-            tier = self.below.tier
-            memory = tier.borrow(self.ticket)
-            if memory is None:
-                memory = tier.load(self.ticket)
-                self.below.meter.up("activations", self.below.name, self.ticket.nbytes)
-            if task == OUTSIDE_BACKWARD:
-                return memory
-            self._task = task
-            self._waiting = {id(each) for each in self.views}
-        self._waiting.discard(id(view))
-        if self._waiting and self._memory is None:
-            at_end_of_backward(functools.partial(_end_of_backward, weakref.ref(self), task))
-        self._memory = memory if self._waiting else None
-        return memory
-
-    def drop(self, task: int) -> None:
-        if self._task == task:
-            self._memory = None
-            self._task = OUTSIDE_BACKWARD
-
-
-def _end_of_backward(reference: weakref.ref[_Stored], task: int) -> None:
-    stored = reference()
-    if stored is not None:
-        stored.drop(task)
-
-
-def _forget_prefetched(reference: weakref.ref[_Below]) -> None:
-    below = reference()
-    if below is not None:
-        below.tier.drop_prefetched()
+# ---------------------------------------------------------------------- what is saved
 
 
 def _is_worth_storing(tensor: torch.Tensor, resident: Collection[int]) -> bool:

@@ -33,6 +33,7 @@ copies.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ from memscale.checkpointing.state import KeptTensor, mark_as_copy
 from memscale.observe.counters import Meter
 from memscale.offload.activations import Refetch
 from memscale.offload.prefetch import Prefetcher
-from memscale.techniques.forward import ForwardStage, Stage, WeakModule
+from memscale.techniques.forward import ForwardStage, Stage
 from memscale.tiers.engine import Engine, Lane, Transfer
 
 __all__ = ["FetchStage", "GradientTransfer", "bring_inputs"]
@@ -76,7 +77,7 @@ class FetchStage(ForwardStage):
     in_evaluation = True  # the parameters are on the host then as well
 
     def __init__(self, module: nn.Module, device: torch.device, meter: Meter, *, recomputed: bool) -> None:
-        self._module = WeakModule(module)
+        self._module = weakref.ref(module)
         self.device = device
         self.meter = meter
         self.prefetcher: Prefetcher | None = None
@@ -316,7 +317,7 @@ class GradientTransfer:
         self.host = host
         self._source: torch.Tensor | None = None
         self._transfer: Transfer[torch.Tensor] | None = None
-        self._pinned_bytes = 0
+        self._is_pinned = False
 
     def start(self, gradient: torch.Tensor) -> torch.Tensor:
         """Start the copy; returns the tensor that it goes to, which may be read after :meth:`finish`."""
@@ -330,8 +331,9 @@ class GradientTransfer:
         self._source = gradient  # its memory must not be used again before it was read
         self._transfer = self._engine.run(
             lambda: target.copy_(gradient, non_blocking=on_stream),
-            Lane.D2H if on_stream else Lane.CALLER,
+            Lane.STREAM if on_stream else Lane.CALLER,
             gradient.device,
+            outward=True,
         )
         return target
 
@@ -342,12 +344,8 @@ class GradientTransfer:
             return target
         transfer.finish()
         self._source = None
-        nbytes, self._pinned_bytes = self._pinned_bytes, 0
-        if not nbytes:
-            return target
-        gradient = target.clone()  # page-locked memory is for what is being copied
-        self._engine.gradients.release(nbytes)
-        return gradient
+        # Page-locked memory is for what is being copied.
+        return target.clone() if self._is_pinned else target
 
     def _copy_sparse(self, gradient: torch.Tensor) -> torch.Tensor:
         """Copy a sparse gradient (that of an embedding with ``sparse=True``): its indices and its values."""
@@ -368,7 +366,7 @@ class GradientTransfer:
         memory = self._engine.gradients.allocate(gradient.nbytes) if gradient.numel() else None
         if memory is None:
             return None
-        self._pinned_bytes = gradient.nbytes
+        self._is_pinned = True
         return memory.view(gradient.dtype).as_strided(gradient.shape, strides)
 
 

@@ -56,15 +56,12 @@ def freed_memory_returns() -> Iterator[None]:
 
 
 class _Held:
-    """One model's wish for it. A copy of the model has its own."""
+    """One model's wish for it."""
 
     def __init__(self) -> None:
         _counting.leave(1)
         self.undo = weakref.finalize(self, _counting.leave, -1)
         self.undo.atexit = False
-
-    def __reduce__(self) -> tuple[type[_Held], tuple[()]]:
-        return _Held, ()
 
 
 def _count(change: int) -> None:

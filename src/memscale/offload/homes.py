@@ -2,7 +2,7 @@
 
 Parameters keep their identity when they move, so that optimizers, schedulers and the user's own references go on
 as before. An optimizer's state follows its parameter, before a step and when everything goes back, unless the plan
-has a place of its own for it (``optimizer/states.py``).
+has a place of its own for it (``optimizer/bucketed_steps.py``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import enum
 from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,10 +22,10 @@ from memscale.observe.counters import Meter
 from memscale.offload.freed_memory import freed_memory_returns
 from memscale.offload.mapped import MappedParameters, exchange_data
 from memscale.offload.materialise import Materialised, materialise
+from memscale.optimizer.bucketed_steps import BucketedSteps
 from memscale.optimizer.placement import PlacementSteps
-from memscale.optimizer.states import OptimizerStates
 from memscale.simulator.simulate import PLAIN_KINDS
-from memscale.tiers.store import DiskStore
+from memscale.tiers.disk import DiskStore
 
 __all__ = ["HOST", "Homes", "training_device"]
 
@@ -93,7 +92,7 @@ class Homes:
         self.host_capacity: int | None = None
         self.store = store or DiskStore()
         self.mapped = MappedParameters(self.store, meter)
-        self.states = OptimizerStates(self.store, meter)
+        self.states = BucketedSteps(self.store, meter)
         self._placed: dict[int, _Placed] = {}  # by the parameter's id
         self._buffers: list[tuple[nn.Module, str, torch.device]] = []
         self._steps = PlacementSteps(self)
@@ -151,7 +150,8 @@ class Homes:
                 if buffer is not None and buffer.device != device:
                     self._buffers.append((module, name, buffer.device))
                     module._buffers[name] = buffer.to(device)
-        self._steps.subscribe()
+        if device != HOST:  # where nothing leaves the device, optimizers have nothing to follow
+            self._steps.subscribe()
 
     def materialise(
         self,
@@ -199,9 +199,9 @@ class Homes:
             buffer = module._buffers.get(name)
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
-        for optimizer in self._steps.optimizers:
+        for optimizer in list(self._steps.optimizers):
             self._steps.follow(optimizer)
-        self._steps.forget_optimizers()
+        self._steps.optimizers.clear()
         self._placed.clear()
         self._buffers.clear()
         self.store.close()
@@ -209,11 +209,11 @@ class Homes:
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Note an optimizer that steps the model's parameters: its state is where these are, or are to be."""
-        self._steps.note_optimizer(optimizer)
+        self._steps.optimizers.add(optimizer)
 
     def settle_states(self) -> None:
         """Move optimizer state to its tier now, instead of before the next step: the device may be short of memory."""
-        for optimizer in self._steps.optimizers:
+        for optimizer in list(self._steps.optimizers):
             self._steps.follow(optimizer)
             self.states.store_state(optimizer)
 
@@ -237,27 +237,23 @@ class Homes:
             and (with_disk_bound or not each.disk_bound)
         ]
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy of the model has parameters of its own, in memory; no optimizer has stepped them yet.
-        return {
-            "device": self.device,
-            "host_capacity": self.host_capacity,
-            "store": self.store,
-            "mapped": self.mapped,
-            "states": self.states,
-            "parameters": [(each.parameter, each.origin) for each in self._placed.values()],
-            "buffers": self._buffers,
-        }
+    def origins(self, model: nn.Module) -> dict[str, torch.device]:
+        """Return where parameters and buffers were before, by their names."""
+        if self.device is None:
+            return {}
+        found = {name: self._placed[id(each)].origin for name, each in model.named_parameters()}
+        moved = {id(module._buffers.get(name)): device for module, name, device in self._buffers}
+        return found | {name: moved.get(id(each), each.device) for name, each in model.named_buffers()}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["store"])  # type: ignore[misc]
-        self.device = state["device"]
-        self.mapped, self.states = state["mapped"], state["states"]
-        self.host_capacity = state["host_capacity"]
-        self._placed = {id(each): _Placed(each, origin) for each, origin in state["parameters"]}
-        self._buffers = state["buffers"]
-        if self._placed:
-            self._steps.subscribe()
+    def set_origins(self, model: nn.Module, origins: dict[str, torch.device]) -> None:
+        """Have parameters and buffers go elsewhere on :meth:`restore` than where they were before."""
+        for path, origin in origins.items():
+            module_path, _, name = path.rpartition(".")
+            module = model.get_submodule(module_path)
+            if name in module._parameters:
+                self._placed[id(module._parameters[name])].origin = origin
+            elif (buffer := module._buffers[name]) is not None and buffer.device != origin:
+                self._buffers.append((module, name, origin))
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:

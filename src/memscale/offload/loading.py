@@ -15,7 +15,7 @@ from torch import nn
 
 from memscale.errors import WeightsError, WrapTypeError, shown
 from memscale.techniques.base import EXECUTOR
-from memscale.tiers.store import DiskStore
+from memscale.tiers.disk import DiskStore
 
 __all__ = [
     "LoadedKeys",

@@ -3,7 +3,7 @@
 Note [Parameters on disk]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 A parameter on disk is the user's own ``nn.Parameter``; its ``.data`` is a mapped tensor (Note [Mapped tensors] in
-``tiers/store.py``). Whoever touches it, a kernel, the optimizer, ``state_dict``, finds the values; what has
+``tiers/disk.py``). Whoever touches it, a kernel, the optimizer, ``state_dict``, finds the values; what has
 to be done is to release the pages when a layer is done with them:
 
 - after its forward pass;
@@ -44,8 +44,7 @@ from memscale._util.trees import Tree
 from memscale.memory.tracker import ResidentPages
 from memscale.observe.counters import Meter
 from memscale.techniques.forward import ForwardStage, Stage
-from memscale.tiers.disk_file import PAGE
-from memscale.tiers.store import DiskStore
+from memscale.tiers.disk import PAGE, DiskStore
 
 __all__ = ["MappedParameters", "MappedStage", "can_be_mapped", "exchange_data", "swap_keeping_hooks"]
 
@@ -211,12 +210,6 @@ class MappedParameters:
         gradient = parameter.grad
         if gradient is not None and not self.store.holds(gradient) and can_be_mapped(gradient):
             parameter.grad = self.store.copy_of(gradient)
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"store": self.store, "meter": self._meter}  # a copy's parameters are ordinary ones
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
 
 
 class _GradientHook:

@@ -20,7 +20,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ class Layer(Protocol):
 
 
 class Prefetcher:
-    """Prefetches working copies. See Note [Prefetching]. A copy of the model has its own.
+    """Prefetches working copies. See Note [Prefetching].
 
     Args:
         engine: Who moves them.
@@ -163,17 +163,6 @@ class Prefetcher:
             fetched.add(parameter, dtype, transfer)
         return fetched
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            "engine": self.engine,
-            "device": self._device,
-            "forward": self._forward.known,
-            "backward": self._backward.known,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
-
 
 class _Route:
     """The order in which layers are reached: as it was in the last pass, and so far in this one."""
@@ -182,10 +171,6 @@ class _Route:
         self._known = [weakref.ref(layer) for layer in layers]
         self._seen: list[weakref.ref[Layer]] = []
         self._place = 0
-
-    @property
-    def known(self) -> list[Layer]:
-        return _alive(self._known)
 
     def begin(self) -> None:
         self._seen = []
@@ -254,7 +239,7 @@ def _lane(parameter: nn.Parameter, device: torch.device) -> Lane:
     if device.type != "cuda" or is_fake(parameter):
         return Lane.CALLER
     # From pages that are not locked a copy holds up the thread that starts it: that had better be a worker.
-    return Lane.H2D if parameter.is_pinned() else Lane.READ
+    return Lane.STREAM if parameter.is_pinned() else Lane.WORKER
 
 
 def _after_backward(reference: weakref.ref[Prefetcher], task: int) -> None:

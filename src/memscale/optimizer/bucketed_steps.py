@@ -2,41 +2,68 @@
 
 Note [Bucketed steps]
 ~~~~~~~~~~~~~~~~~~~~~
-While ``optimizer.step()`` runs, the arithmetic of torch.optim is called once for each bucket of parameters
-(``buckets.py``). A bucket's state is loaded before its call and saved after it (Note [Stored state]), state that the
-call made included: all of it is never loaded at once, from the first step on. Moments that are in 8 bits are
-dequantized for the call and quantized after it (Note [Eight bits between steps]), on the device, so that only codes
-are moved. A parameter that needs more than a bucket is stepped in slices where its optimizer allows it.
+While ``optimizer.step()`` runs, the arithmetic of torch.optim is called once for each bucket of parameters, with the
+optimizer's groups cut down to these. A bucket's state is loaded before its call and saved after it
+(Note [Stored state]), state that the call made included: all of it is never loaded at once, from the first step on.
+Moments that are in 8 bits are dequantized for the call and quantized after it (Note [Eight bits between steps]), on
+the device, so that only codes are moved.
 
 Only the steps of torch.optim's own classes are split, and the numbers are the same to the bit: the same functions
 see the same operands, fewer at a time. Others are called once, as they are, and their state is not moved
 (Note [Whose arithmetic is split]).
+
+Note [Slices]
+~~~~~~~~~~~~~
+An embedding can be larger than a bucket by itself: with its gradient, Adam's moments and Adam's temporaries, six
+times its own bytes. Optimizers that treat every element by itself can be called for a slice of it: a parameter over
+a part of the same memory, with that part of the gradient and of the state. Each slice begins with the counters
+that the parameter had; those of the last are the parameter's afterwards. Slices of 8-bit moments begin where their
+blocks do. Other optimizers (Adafactor looks at rows and columns, Muon at matrices) get the parameter whole.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import sys
 import weakref
-from collections import ChainMap, defaultdict
+from collections import ChainMap, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from memscale.errors import ConfigError, ConfigTypeError, TierFullError
-from memscale.observe.counters import WatchedState
-from memscale.optimizer.buckets import Buckets, Member, SlicedParameter, SplitStep, members_of, slice_length
-from memscale.optimizer.eight_bit import EightBitState, Moment, is_moment, stored_layout
-from memscale.optimizer.interceptor import StepOrder, StepSubscriber
-from memscale.optimizer.kinds import NewState, has_moments, why_32_bits, why_whole
-from memscale.optimizer.state_stores import PAGE, Origins, StateMover, StateStore
+from memscale.errors import TierFullError
+from memscale.observe.counters import Meter
+from memscale.optimizer.eight_bit import (
+    EightBitState,
+    Moment,
+    Unavailable,
+    find_quantizer,
+    is_moment,
+    moment_layout,
+)
+from memscale.optimizer.interceptor import Member, SplitStep, StepOrder, StepSubscriber, members_of
+from memscale.optimizer.kinds import (
+    ELEMENTWISE,
+    MOMENTS,
+    STATE_NAMES,
+    NewState,
+    arithmetic_of,
+    has_moments,
+    why_32_bits,
+    why_whole,
+)
+from memscale.optimizer.state_stores import PAGE, Origins, StateMover, StateStore, tensors_in
+from memscale.tiers.disk import DiskStore
 
-__all__ = ["BucketedSteps"]
+__all__ = ["BucketedSteps", "bytes_of_gradient"]
+
+LEAST_SLICE_BYTES = 16 * PAGE
+"""Of a parameter in one slice: below that, calls cost more than memory is worth."""
 
 _NOT_REACHED = "its step does not call that of torch.optim, or torch's wrapper of that was not found"
 _ON_DEVICE = "The state of this %s stays on its device: %s."
@@ -44,125 +71,152 @@ _IN_32_BITS = "The state of this %s stays in 32 bits: %s."
 _REDUCE = "__reduce_ex__"
 _HOST = torch.device("cpu")
 
+logger = logging.getLogger("memscale")
+_SILENT = logging.getLogger("memscale.silent")
+_SILENT.disabled = True
+
 
 class BucketedSteps(StepSubscriber):
-    """Keeps the optimizer state of some parameters in a store or in 8 bits, whichever optimizer steps them.
+    """Keeps the optimizer state of one model in a store or in 8 bits, through all of its plans.
 
     It lives as long as someone holds it: its owner, or an optimizer whose state it keeps.
 
     Args:
-        parameters: Those whose state is kept in the store.
-        store: Where it is kept between steps.
-        bucket_bytes: The most that parameters, gradients and state of one bucket may take; a parameter that needs
-            more has a bucket to itself, or comes in slices.
-        least_bytes: State tensors smaller than this stay where they are.
-        logger: Told which optimizers are stepped whole, and why.
-        watched: Counts what is moved.
-        eight_bit: Quantizes the moments of its parameters, which may be others; None if all are in 32 bits.
-        quantizing: Times that.
+        disk: The disk of the model.
+        meter: Counts what is moved.
 
     Attributes:
         buckets_run: Calls of torch's arithmetic so far.
         skipped: The optimizers that are stepped whole, with the reason.
 
     Example:
-        >>> from memscale.optimizer.state_stores import HostStateStore
-        >>> from memscale.tiers.store import DiskStore
+        >>> from memscale.optimizer.state_stores import DiskStateStore
         >>> model = nn.Linear(64, 64)
-        >>> steps = BucketedSteps(model.parameters(), HostStateStore(DiskStore()), bucket_bytes=2**20)
-        >>> steps.attach()
+        >>> steps = BucketedSteps(DiskStore())
+        >>> steps.attach(model.parameters(), DiskStateStore(DiskStore()), bucket_bytes=2**20)
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> model(torch.ones(1, 64)).sum().backward()
         >>> optimizer.step()
         >>> steps.bytes_moved == 2 * 64 * 64 * 4  # two moments of the weight; the bias's are too small
         True
-        >>> _ = steps.detach()
+        >>> steps.restore()
     """
 
     order = StepOrder.BUCKETS
 
-    def __init__(
+    def __init__(self, disk: DiskStore, meter: Meter | None = None) -> None:
+        self._disk = disk
+        self._meter = meter or Meter()
+        self.buckets_run = 0
+        self.skipped: MutableMapping[Optimizer, str] = weakref.WeakKeyDictionary()
+        self._in_32_bits: MutableMapping[Optimizer, str] = weakref.WeakKeyDictionary()
+        self._state_dict_hooks: MutableMapping[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+        self._splits = 0  # calls of torch's arithmetic that were split
+        self._splits_before: MutableMapping[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._unavailable = ""  # the reason that was last given
+        self._eight_bit: EightBitState | None = None
+        self._bytes_moved = 0  # under the plans before this one
+        self._mover = StateMover(StateStore(disk), PAGE, self._meter)
+        self._configure([], [], StateStore(disk), 1, PAGE, logs=False)
+
+    def _configure(
+        self,
+        parameters: list[nn.Parameter],
+        in_eight_bits: list[nn.Parameter],
+        store: StateStore,
+        bucket_bytes: int,
+        least_bytes: int,
+        *,
+        logs: bool,
+    ) -> None:
+        self._configuration = [*map(id, parameters)], [*map(id, in_eight_bits)], store, bucket_bytes
+        self._bucket_bytes = bucket_bytes
+        self._logger = logger if logs else _SILENT
+        # Not weakly: torch.utils.swap_tensors, which moves parameters, takes none that are referred to so.
+        self._parameters = {id(each): each for each in parameters}
+        eight_bit = self._eight_bit
+        if eight_bit is None or [*eight_bit.parameters] != self._configuration[1]:
+            self._eight_bit = self._find_eight_bit(in_eight_bits)
+        self._every = ChainMap(self._parameters, self._eight_bit.parameters if self._eight_bit else {})
+        self._bytes_moved += self._mover.bytes_moved
+        self._mover = StateMover(store, least_bytes, self._meter)
+        # Of parameters whose state is in 8 bits and not stored.
+        self._unmoved = StateMover(StateStore(self._disk), least_bytes, self._meter)
+
+    def _find_eight_bit(self, parameters: list[nn.Parameter]) -> EightBitState | None:
+        if not parameters:
+            return None
+        try:
+            return EightBitState(parameters, find_quantizer(parameters), self._logger)
+        except Unavailable as reason:
+            if str(reason) != self._unavailable and not self._logger.disabled:
+                self._unavailable = str(reason)
+                self._logger.warning("No 8-bit optimizer, the standard one goes on as it is: %s.", reason)
+            return None
+
+    @property
+    def store(self) -> StateStore:
+        """Where state is kept between steps."""
+        return self._mover.store
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of state loaded from or saved to the store so far."""
+        return self._bytes_moved + self._mover.bytes_moved
+
+    # ------------------------------------------------------------------ on and off
+
+    def attach(
         self,
         parameters: Iterable[nn.Parameter],
         store: StateStore,
         bucket_bytes: int,
         *,
+        eight_bit: Iterable[nn.Parameter] = (),
         least_bytes: int = PAGE,
-        logger: logging.Logger | None = None,
-        watched: WatchedState | None = None,
-        eight_bit: EightBitState | None = None,
-        quantizing: WatchedState | None = None,
+        logs: bool = True,
     ) -> None:
-        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
-            raise ConfigTypeError(f"bucket_bytes takes a number of bytes, got {bucket_bytes!r}.")
-        if bucket_bytes < 1:
-            raise ConfigError(f"bucket_bytes={bucket_bytes}: a bucket needs at least 1 byte.")
-        self.bucket_bytes = bucket_bytes
-        self.eight_bit = eight_bit
-        self.buckets_run = 0
-        self.skipped: MutableMapping[Optimizer, str] = weakref.WeakKeyDictionary()
-        self._in_32_bits: MutableMapping[Optimizer, str] = weakref.WeakKeyDictionary()
-        self._logger = logger or logging.getLogger("memscale")
-        self._quantizing = quantizing or WatchedState()
-        self._mover = StateMover(store, least_bytes, watched)
-        self._unmoved = StateMover(
-            store, sys.maxsize
-        )  # for parameters whose state is in 8 bits and not stored
-        # Not weakly: torch.utils.swap_tensors, which moves parameters, takes none that are referred to so.
-        self._parameters = {id(each): each for each in parameters}
-        self._every = ChainMap(self._parameters, {} if eight_bit is None else eight_bit.parameters)
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._saving: MutableMapping[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
-        self._splits = 0  # calls of torch's arithmetic that were split
-        self._splits_before: MutableMapping[Optimizer, int] = weakref.WeakKeyDictionary()
-
-    @property
-    def bytes_moved(self) -> int:
-        """Bytes of state loaded from or saved to the store so far."""
-        return self._mover.bytes_moved
-
-    # ------------------------------------------------------------------ on and off
-
-    def attach(self) -> None:
-        """Run every step in buckets from now on that one of the parameters is in."""
-        self.subscribe()
-
-    def pause(self) -> None:
-        """Change no steps for now; state stays where it is until :meth:`attach` or :meth:`detach`."""
-        self.unsubscribe()
-
-    def detach(self, *, keep_eight_bits: bool = False) -> list[Optimizer]:
-        """Change no steps any more, and bring all state back beside its parameters, as ordinary tensors.
+        """Run steps in buckets as a plan says; what the plan before had the same stays as it is.
 
         Args:
-            keep_eight_bits: Whether moments stay in 8 bits, for another that is about to :meth:`adopt` them.
-
-        Returns:
-            The optimizers.
+            parameters: Those that are stepped in buckets, and whose state is kept in the store.
+            store: Where it is kept between steps.
+            bucket_bytes: The most that parameters, gradients and state of one bucket may take, in 32 bits; a parameter
+                that needs more has a bucket to itself, or comes in slices.
+            eight_bit: Those whose moments are kept in 8 bits; without bitsandbytes, none are.
+            least_bytes: State tensors smaller than this stay where they are.
+            logs: Whether optimizers that are stepped whole are named in the log.
         """
-        self.unsubscribe()
-        optimizers = list(self._optimizers)
-        for optimizer in optimizers:
-            self._bring_back(optimizer, keep_eight_bits=keep_eight_bits)
-        return optimizers
+        wanted, quantized = list(parameters), list(eight_bit)
+        if self._configuration != ([*map(id, wanted)], [*map(id, quantized)], store, bucket_bytes):
+            same_moments = [*map(id, quantized)] == self._configuration[1]
+            for optimizer in list(self._optimizers):
+                self._bring_back(optimizer, keep_eight_bits=same_moments)
+            self._configure(wanted, quantized, store, bucket_bytes, least_bytes, logs=logs)
+        if self._every:
+            self.subscribe()
 
-    def adopt(self, optimizer: Optimizer) -> None:
-        """Take over an optimizer whose moments are in 8 bits."""
-        self._keep(optimizer)
+    def restore(self) -> None:
+        """Change no steps any more, and bring all state back beside its parameters, in 32 bits."""
+        self.unsubscribe()
+        for optimizer in list(self._optimizers):
+            self._bring_back(optimizer)
+        self._configure([], [], StateStore(self._disk), 1, PAGE, logs=False)
 
     def store_state(self, optimizer: Optimizer) -> None:
-        """Store what state there is now, after ``load_state_dict`` say, instead of at the next step."""
+        """Store what state there is now, and not at the next step: the device may be short of memory."""
         if why_whole(optimizer) is None:
             for member in self._members(optimizer):
-                self._save(optimizer, member, {})
+                self._save(optimizer, self._stepped(optimizer, member))
 
     def is_stored(self, tensor: Tensor) -> bool:
-        """Return whether this is a state tensor in the store."""
+        """Return whether this is a state tensor in the store, which must be left there."""
         return self._mover.is_stored(tensor)
 
     def quantizes(self, optimizer: Optimizer, parameter: Tensor) -> bool:
         """Return whether moments of a parameter are kept in 8 bits under an optimizer."""
-        eight_bit = self.eight_bit
+        eight_bit = self._eight_bit
         return (
             eight_bit is not None
             and id(parameter) in eight_bit.parameters
@@ -175,12 +229,17 @@ class BucketedSteps(StepSubscriber):
             for key, state in optimizer.state.items():
                 if isinstance(key, Tensor):
                     self._mover.bring_back(state, key)
-                    if self.eight_bit is not None and not keep_eight_bits:
-                        self.eight_bit.dequantize(state, key)
+                    if self._eight_bit is not None and not keep_eight_bits:
+                        self._eight_bit.dequantize(state, key)
+        if keep_eight_bits:
+            return
         # Last: if the device has no room for it all, this can be done again when it has.
-        _remove_reduce(optimizer, self)
         self._optimizers.discard(optimizer)
-        handle = self._saving.pop(optimizer, None)
+        reduce: _Reduce = vars(optimizer)[_REDUCE]
+        reduce.users.remove(self)
+        if not reduce.users:
+            del vars(optimizer)[_REDUCE]
+        handle = self._state_dict_hooks.pop(optimizer, None)
         if handle is not None:
             handle.remove()
 
@@ -189,15 +248,14 @@ class BucketedSteps(StepSubscriber):
         if optimizer in self._optimizers:
             return
         self._optimizers.add(optimizer)
-        vars(optimizer)[_REDUCE] = _Reduce(optimizer, self, vars(optimizer).get(_REDUCE))
-        if self.eight_bit is not None:
-            hook = _OrdinaryStateDict(self.eight_bit)
-            self._saving[optimizer] = optimizer.register_state_dict_post_hook(hook)
+        vars(optimizer).setdefault(_REDUCE, _Reduce(optimizer)).users.append(self)
+        if self._eight_bit is not None:
+            hook = functools.partial(_ordinary_state_dict, self._eight_bit)
+            self._state_dict_hooks[optimizer] = optimizer.register_state_dict_post_hook(hook)
 
     def copied(self, state: Any, parameter: Tensor) -> Any:
         """Return a parameter's state as it would be in memory and in 32 bits; the original stays as it is."""
-        state = self._mover.copied(state, parameter)
-        return state if self.eight_bit is None else self.eight_bit.ordinary(state, parameter)
+        return self._mover.copied(state, parameter, self._eight_bit)
 
     # ------------------------------------------------------------------ which steps
 
@@ -206,7 +264,8 @@ class BucketedSteps(StepSubscriber):
 
     def before_step(self, optimizer: Optimizer) -> None:
         self._splits_before[optimizer] = self._splits
-        if optimizer in self._optimizers and self._why_ordinary(optimizer) is not None:
+        is_whole = why_whole(optimizer) or (self._eight_bit is not None and why_32_bits(optimizer))
+        if optimizer in self._optimizers and is_whole:
             self._bring_back(optimizer)  # its settings were changed
 
     def around_arithmetic(self, call: Callable[[], Any], optimizer: Optimizer) -> None:
@@ -227,19 +286,16 @@ class BucketedSteps(StepSubscriber):
         if optimizer in self._optimizers:
             self._bring_back(optimizer)
         for member in members:
-            self._count_step(member)
+            self._count_step(member.parameter)
             self._release_pages(member.parameter)
 
     def _members(self, optimizer: Optimizer) -> list[Member]:
         return [member for member in members_of(optimizer) if id(member.parameter) in self._every]
 
-    def _why_ordinary(self, optimizer: Optimizer) -> str | None:
-        return why_whole(optimizer) or (None if self.eight_bit is None else why_32_bits(optimizer))
-
     def _warn_32_bits(self, optimizer: Optimizer, reason: str | None) -> None:
-        if self.eight_bit is None or reason is None or not has_moments(optimizer):
+        if self._eight_bit is None or reason is None or not has_moments(optimizer):
             return
-        ids = self.eight_bit.parameters
+        ids = self._eight_bit.parameters
         if any(id(member.parameter) in ids for member in members_of(optimizer)):
             self._warn_once(self._in_32_bits, optimizer, _IN_32_BITS, reason)
 
@@ -253,218 +309,271 @@ class BucketedSteps(StepSubscriber):
     # ------------------------------------------------------------------ a step
 
     def _run_in_buckets(self, optimizer: Optimizer, call: Callable[[], Any]) -> None:
-        bucketed: list[Member] = []
+        bucketed: deque[Member] = deque()
         others: list[Member] = []
         for member in members_of(optimizer):
             is_ours = id(member.parameter) in self._parameters or self.quantizes(optimizer, member.parameter)
             (bucketed if is_ours and member.parameter.grad is not None else others).append(member)
         # No gradient now, but maybe state: loaded from a checkpoint, or from before.
         idle = [member for member in others if id(member.parameter) in self._parameters]
-        self._reserve(optimizer, bucketed, idle)
         try:
-            buckets = Buckets(
-                optimizer, bucketed, lambda each: self._state_bytes(optimizer, each), self.bucket_bytes
-            )
+            sizes = self._reserve(optimizer, (*bucketed, *idle))
             with SplitStep(optimizer) as split:
-                while True:
-                    bucket = buckets.next_bucket()
-                    sliced = self._sliced(optimizer, bucket, buckets.needed)
-                    if sliced is not None:
-                        self._run_slices(sliced, split, bucket[0], call)
-                        bucket = []
+                while bucketed or others:
+                    bucket: list[Member] = []
+                    needed = 0
+                    while bucketed and (not bucket or needed + sizes[bucketed[0]] <= self._bucket_bytes):
+                        bucket.append(bucketed.popleft())
+                        needed += sizes[bucket[-1]]
+                    length = self._slice_length(optimizer, bucket, needed)
+                    if length is not None:
+                        self._run_slices(optimizer, bucket.pop(), length, split, call)
                     # Whatever is not bucketed is stepped once, too: with the last bucket.
-                    shown = [*bucket, *others] if buckets.is_last else bucket
-                    if shown or sliced is None:
-                        split.show(shown)
-                        self._run_bucket(optimizer, bucket, call)
-                    if buckets.is_last:
-                        break
+                    last, others = (others, []) if not bucketed else ([], others)
+                    if bucket or last:
+                        split.show([*bucket, *last])
+                        self._run_bucket(optimizer, [self._stepped(optimizer, each) for each in bucket], call)
             for member in idle:
-                self._save(optimizer, member, {})
+                self._save(optimizer, self._stepped(optimizer, member))
         finally:
             self._mover.end_reservation()
 
-    def _reserve(self, optimizer: Optimizer, bucketed: list[Member], idle: list[Member]) -> None:
-        """Allocate room for all state that the step will store, before a parameter is changed."""
-        new = NewState(optimizer)
-        stored = [member for member in bucketed if id(member.parameter) in self._parameters]
+    def _stepped(self, optimizer: Optimizer, member: Member) -> _Stepped:
+        parameter = member.parameter
+        mover = self._mover if id(parameter) in self._parameters else self._unmoved
+        return _Stepped(parameter, mover, self.quantizes(optimizer, parameter), {})
+
+    def _reserve(self, optimizer: Optimizer, members: Iterable[Member]) -> dict[Member, int]:
+        """Allocate room for all state that the step will store, before a parameter is changed.
+
+        Returns:
+            The bytes of each parameter with its gradient and its loaded state.
+        """
+        new_state = NewState(optimizer)
+        sizes = {}
         try:
-            for member in (*stored, *idle):
-                self._mover.reserve_for(optimizer.state.get(member.parameter), member.parameter)
-            for member in stored:
-                group, parameter = optimizer.param_groups[member.group], member.parameter
-                quantized = self.quantizes(optimizer, parameter)
-                for name, like in new.of(group, parameter).items():
-                    for path, part in stored_layout(name, like, quantized=quantized):
-                        self._mover.reserve(parameter, path, part)
+            for member in members:
+                parameter, mover, quantized, _ = self._stepped(optimizer, member)
+                state, gradient = optimizer.state.get(parameter), parameter.grad
+                group = optimizer.param_groups[member.group]
+                new = {} if gradient is None else new_state.of(group, parameter)
+                mover.reserve(state, new, parameter, quantized=quantized)
+                is_loaded = mover.store.takes(parameter)
+                sizes[member] = (
+                    parameter.nbytes
+                    + bytes_of_gradient(gradient)
+                    + mover.loaded_bytes(state, parameter, quantized=quantized)
+                    + sum(
+                        like.nbytes
+                        for name, like in new.items()
+                        if is_loaded or (quantized and name in MOMENTS)
+                    )
+                )
         except TierFullError as error:
-            self._mover.end_reservation()
             raise TierFullError(
                 f"This step of {type(optimizer).__name__} was not made, and no parameter was changed: its state "
                 f"does not fit where the plan has it. {error}"
             ) from error
+        return sizes
 
-    def _state_bytes(self, optimizer: Optimizer, member: Member) -> int:
-        """Return the bytes of a parameter's state while it is loaded."""
-        parameter, mover = member.parameter, self._mover_of(member.parameter)
-        state = optimizer.state.get(parameter)
-        if not isinstance(state, dict) or not self.quantizes(optimizer, parameter):
-            return mover.bytes_of(state, parameter)
-        total = 0
-        for name, value in state.items():
-            if isinstance(value, Moment):
-                total += value.dequantized_bytes
-            else:
-                is_quantized = is_moment(name, value, parameter)
-                total += value.nbytes if is_quantized else mover.bytes_of(value, parameter)
-        return total
-
-    def _sliced(self, optimizer: Optimizer, bucket: list[Member], needed: int) -> SlicedParameter | None:
-        if len(bucket) != 1:
-            return None
-        parameter = bucket[0].parameter
-        eight_bit = self.eight_bit if self.quantizes(optimizer, parameter) else None
-        if eight_bit is not None and eight_bit.has_failed:
-            return None
-        length = slice_length(optimizer, parameter, needed, self.bucket_bytes)
-        if length is None:
-            return None
-        return SlicedParameter(optimizer, parameter, self._mover_of(parameter), length, eight_bit)
-
-    def _run_slices(
-        self, sliced: SlicedParameter, split: SplitStep, member: Member, call: Callable[[], Any]
-    ) -> None:
-        def step(stand_in: nn.Parameter) -> None:
-            split.show_instead(member, stand_in)
-            call()
-
-        self._keep(split.optimizer)
-        sliced.run(step)
-        self._count_step(member)
-        self.buckets_run += len(sliced)
-
-    def _run_bucket(self, optimizer: Optimizer, bucket: list[Member], call: Callable[[], Any]) -> None:
+    def _run_bucket(self, optimizer: Optimizer, bucket: list[_Stepped], call: Callable[[], Any]) -> None:
         """Run the arithmetic of one bucket, with its state loaded for that long."""
-        origins: list[Origins] = [{} for _ in bucket]
         try:
-            for member, origin in zip(bucket, origins, strict=True):
-                self._load(optimizer, member, origin)
+            with torch.no_grad(), self._meter.timing("optimizer state"):
+                for each in bucket:
+                    state = optimizer.state.get(each.parameter)
+                    each.origins.update(each.mover.load(state, each.parameter))
+                    if self._eight_bit is not None:
+                        with self._meter.timing("8-bit optimizer"):
+                            self._eight_bit.dequantize(state, each.parameter)
             call()
         except BaseException:
             # State is complete wherever it is; the first error matters more than one of the store.
             with contextlib.suppress(Exception):
-                self._save_bucket(optimizer, bucket, origins)
+                self._save_bucket(optimizer, bucket)
             raise
-        for member in bucket:
-            self._count_step(member)
-        self._save_bucket(optimizer, bucket, origins)
+        for each in bucket:
+            self._count_step(each.parameter)
+        self._save_bucket(optimizer, bucket)
         self.buckets_run += 1
 
-    def _load(self, optimizer: Optimizer, member: Member, origins: Origins) -> None:
-        parameter, state = member.parameter, optimizer.state.get(member.parameter)
-        with torch.no_grad():
-            with self._mover.watched.timed():
-                self._mover_of(parameter).load(state, parameter, origins)
-            if self.eight_bit is not None:
-                with self._quantizing.timed():
-                    self.eight_bit.dequantize(state, parameter)
+    def _save_bucket(self, optimizer: Optimizer, bucket: list[_Stepped]) -> None:
+        with torch.no_grad(), self._meter.timing("optimizer state"):
+            for each in bucket:
+                if self._eight_bit is not None and each.quantized:
+                    with self._meter.timing("8-bit optimizer"):
+                        self._eight_bit.quantize(optimizer.state.get(each.parameter), each.parameter)
+                self._save(optimizer, each)
 
-    def _save_bucket(self, optimizer: Optimizer, bucket: list[Member], origins: list[Origins]) -> None:
-        for member, origin in zip(bucket, origins, strict=True):
-            if self.eight_bit is not None and self.quantizes(optimizer, member.parameter):
-                self._keep(optimizer)
-                with torch.no_grad(), self._quantizing.timed():
-                    self.eight_bit.quantize(optimizer.state.get(member.parameter), member.parameter)
-            with self._mover.watched.timed():
-                self._save(optimizer, member, origin)
-
-    def _save(self, optimizer: Optimizer, member: Member, origins: Origins) -> None:
+    def _save(self, optimizer: Optimizer, stepped: _Stepped) -> None:
         """Store a parameter's state, and release the pages of what is on disk."""
-        parameter = member.parameter
+        parameter = stepped.parameter
         self._keep(optimizer)
         with torch.no_grad():
-            self._mover_of(parameter).save(optimizer.state.get(parameter), parameter, origins)
+            stepped.mover.save(optimizer.state.get(parameter), parameter, stepped.origins)
         self._release_pages(parameter)
 
-    def _mover_of(self, parameter: Tensor) -> StateMover:
-        return self._mover if id(parameter) in self._parameters else self._unmoved
-
-    def _count_step(self, member: Member) -> None:
-        if member.parameter.grad is not None:
-            self._mover.watched.stepped(member.parameter)
+    def _count_step(self, parameter: Tensor) -> None:
+        """Count the step of a parameter on disk: it was read and written, and its gradient read."""
+        if parameter.grad is not None and self._disk.holds(parameter):
+            self._meter.up("parameters", "disk", parameter.nbytes)
+            self._meter.down("parameters", "disk", parameter.nbytes)
+            if self._disk.holds(parameter.grad):
+                self._meter.up("gradients", "disk", parameter.grad.nbytes)
 
     def _release_pages(self, parameter: Tensor) -> None:
         for tensor in (parameter, parameter.grad):
             if tensor is not None and tensor.layout is torch.strided:
                 self._mover.store.release_pages(tensor)
 
+    # ------------------------------------------------------------------ slices
 
-class _OrdinaryStateDict:
-    """A hook by which ``state_dict`` holds 32-bit numbers instead of 8-bit moments.
+    def _slice_length(self, optimizer: Optimizer, bucket: list[Member], needed: int) -> int | None:
+        """Return the elements of a slice that needs no more than the limit; None for what is stepped whole."""
+        if needed <= self._bucket_bytes or arithmetic_of(type(optimizer)) not in ELEMENTWISE:
+            return None
+        parameter, failed = bucket[0].parameter, self._eight_bit is not None and self._eight_bit.has_failed
+        if not _is_flat(parameter) or parameter.grad is None or not _is_flat(parameter.grad) or failed:
+            return None
+        for name, value in optimizer.state.get(parameter, {}).items():
+            is_whole = not isinstance(value, Tensor) or (_is_flat(value) and value.shape == parameter.shape)
+            if name in STATE_NAMES and not is_whole:
+                return None
+        # In whole pages, and so in whole blocks of 8-bit moments.
+        share = int(parameter.nbytes * (self._bucket_bytes / needed)) // PAGE * PAGE
+        length = max(LEAST_SLICE_BYTES, share) // parameter.element_size()
+        return length if length < parameter.numel() else None
+
+    def _run_slices(
+        self, optimizer: Optimizer, member: Member, length: int, split: SplitStep, call: Callable[[], Any]
+    ) -> None:
+        """Step one parameter slice by slice. See Note [Slices]."""
+        stepped, parameter, states = self._stepped(optimizer, member), member.parameter, optimizer.state
+        mover, gradient = stepped.mover, parameter.grad
+        assert gradient is not None, "a parameter without a gradient is not stepped"
+        self._save(optimizer, stepped)  # state from before, or from a checkpoint
+        split.show([member])
+        before: dict[str, Any] = dict(states.get(parameter, {}))
+        wanted = NewState(optimizer).of(optimizer.param_groups[0], parameter)
+        if stepped.quantized:
+            wanted |= {name: value for name, value in before.items() if is_moment(name, value, parameter)}
+        made = {name: _allocate(name, like, stepped) for name, like in wanted.items()}
+        counters: dict[str, Any] = {}
+        for start in range(0, parameter.numel(), length):
+            part = slice(start, min(start + length, parameter.numel()))
+            piece = nn.Parameter(parameter.detach().view(-1)[part], requires_grad=parameter.requires_grad)
+            piece.grad = gradient.detach().view(-1)[part]
+            values = {name: mover.part_of(name, value, part) for name, value in before.items()}
+            targets = {name: mover.part_of(name, value, part) for name, value in made.items()}
+            origins = {path: tensor for path, _, tensor in tensors_in({**values, **targets})}
+            if values:
+                states[piece] = values
+            split.show([member._replace(parameter=piece)])
+            try:
+                self._run_bucket(optimizer, [stepped._replace(parameter=piece, origins=origins)], call)
+                kept = states.get(piece, {})
+                counters = {name: value for name, value in kept.items() if name not in STATE_NAMES}
+            finally:
+                states.pop(piece, None)
+            if stepped.quantized and self._eight_bit is not None and self._eight_bit.has_failed:
+                raise RuntimeError(
+                    "8-bit optimizer state failed in the middle of a parameter, whose moments are lost: go on from a "
+                    "checkpoint, with Config(use_8bit_optimizer=False)."
+                )
+        values = {**before, **made, **counters}
+        if values or parameter in states:
+            states[parameter] = values
+        with torch.no_grad():
+            parameter.view(-1)[:0].zero_()  # counts as a change in place, which it was
+
+
+class _Stepped(NamedTuple):
+    """A parameter, or a slice of one, in a call of the arithmetic.
+
+    Attributes:
+        parameter: The parameter.
+        mover: Loads and saves its state.
+        quantized: Whether its moments are kept in 8 bits.
+        origins: The stored tensors of its state.
+    """
+
+    parameter: Tensor
+    mover: StateMover
+    quantized: bool
+    origins: Origins
+
+
+def _allocate(name: str, like: Tensor, stepped: _Stepped) -> Tensor | Moment:
+    """Return room for a state tensor whose values come a slice at a time."""
+    parameter, mover = stepped.parameter, stepped.mover
+    if not stepped.quantized or name not in MOMENTS:
+        return mover.allocate((name,), like, parameter)
+    tensors = {
+        part: mover.allocate((name, part), part_like, parameter)
+        for part, part_like in moment_layout(parameter).items()
+    }
+    return Moment(**tensors, signed=MOMENTS[name], shape=parameter.shape, stride=parameter.stride())
+
+
+def _is_flat(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_complex()
+
+
+def bytes_of_gradient(gradient: Tensor | None) -> int:
+    """Return the bytes of a gradient; of a sparse one, of its indices and values."""
+    if gradient is None:
+        return 0
+    if gradient.layout is torch.sparse_coo:
+        return gradient._indices().nbytes + gradient._values().nbytes
+    return gradient.nbytes if gradient.layout is torch.strided else gradient.numel() * gradient.element_size()
+
+
+# ---------------------------------------------------------------------- checkpoints and copies
+
+
+def _ordinary_state_dict(
+    eight_bit: EightBitState, optimizer: Optimizer, state_dict: dict[str, Any]
+) -> dict[str, Any]:
+    """Put 32-bit numbers in the place of 8-bit moments.
 
     They are on the host, because all of them at once may be more than the device has room for.
     """
-
-    def __init__(self, eight_bit: EightBitState) -> None:
-        self._eight_bit = eight_bit
-
-    def __call__(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        # torch numbers the parameters in the order of the groups.
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        with torch.no_grad():
-            state = {
-                key: self._eight_bit.ordinary(value, parameters[key], _HOST)
-                if isinstance(key, int)
-                else value
-                for key, value in state_dict["state"].items()
-            }
-        return {**state_dict, "state": state}
+    state = dict(state_dict["state"])
+    # torch numbers the parameters in the order of the groups.
+    for key, member in enumerate(members_of(optimizer)):
+        if any(isinstance(value, Moment) for value in state.get(key, {}).values()):
+            state[key] = dict(state[key])
+            with torch.no_grad():
+                eight_bit.dequantize(state[key], member.parameter, _HOST)
+    return {**state_dict, "state": state}
 
 
 class _Reduce:
     """An optimizer's ``__reduce_ex__`` while some of its state is stored or in 8 bits.
 
     A deep copy or a pickle of an optimizer knows nothing of a store: it must hold ordinary state beside its
-    parameters. Copying and pickling both ask the object itself for ``__reduce_ex__``, so that one attribute of the
-    instance is enough; copies don't inherit it. It also keeps `steps` alive, which alone can bring the state back.
+    parameters. Copying and pickling both ask the object itself for ``__reduce_ex__``; copies don't inherit it. It also
+    keeps `users` alive, which alone can bring the state back: of each model whose parameters the optimizer steps.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, steps: BucketedSteps, inner: Callable[[Any], Any] | None
-    ) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)  # or the optimizer would be in a cycle, and live longer
-        self.steps = steps
-        self.inner = inner  # of another model whose parameters the same optimizer steps
+        self.users: list[BucketedSteps] = []
 
     def __call__(self, protocol: Any) -> Any:
         optimizer = self._optimizer()
         assert optimizer is not None, "an optimizer's own attribute was called after it was gone"
-        whole = self.inner(protocol) if self.inner else type(optimizer).__reduce_ex__(optimizer, protocol)
+        whole = type(optimizer).__reduce_ex__(optimizer, protocol)
         contents = whole[2] if isinstance(whole, tuple) and len(whole) > 2 else None
         if not isinstance(contents, dict) or not isinstance(contents.get("state"), dict):
             return whole  # a class that is copied in its own way
         contents = {key: value for key, value in contents.items() if key != _REDUCE}
-        contents["state"] = self._ordinary(contents["state"])
-        return (*whole[:2], contents, *whole[3:])
-
-    def _ordinary(self, state: dict[Any, Any]) -> dict[Any, Any]:
+        state = contents["state"]
         copy: dict[Any, Any] = defaultdict(dict) if isinstance(state, defaultdict) else {}
         with torch.no_grad():
             for key, value in state.items():
-                copy[key] = self.steps.copied(value, key) if isinstance(key, Tensor) else value
-        return copy
-
-
-def _remove_reduce(optimizer: Optimizer, steps: BucketedSteps) -> None:
-    """Remove the `_Reduce` of these steps, also from under another's."""
-    outer, own = None, vars(optimizer).get(_REDUCE)
-    while isinstance(own, _Reduce) and own.steps is not steps:
-        outer, own = own, own.inner
-    if not isinstance(own, _Reduce):
-        return
-    if outer is not None:
-        outer.inner = own.inner
-    elif own.inner is not None:
-        vars(optimizer)[_REDUCE] = own.inner
-    else:
-        del vars(optimizer)[_REDUCE]
+                for user in self.users if isinstance(key, Tensor) else ():
+                    value = user.copied(value, key)
+                copy[key] = value
+        contents["state"] = copy
+        return (*whole[:2], contents, *whole[3:])

@@ -2,20 +2,18 @@
 
 Note [Eight bits between steps]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-An optimizer's moments are in 8 bits only while it does not step. In a step they are dequantized, a bucket
-of parameters at a time, the optimizer's own arithmetic runs, and its results are quantized again (by `bitsandbytes`,
-in blocks of 256 numbers with a scale each). So whatever the optimizer is told,
-learning rates, groups, schedulers, closures, `amsgrad`, `maximize`, `foreach`, `fused`, holds as ever, and its
-weight decay is its own: `bitsandbytes`' own Adam has that of AdamW.
+An optimizer's moments are in 8 bits only while it does not step. In a step they are dequantized, a bucket of
+parameters at a time, the optimizer's own arithmetic runs, and its results are quantized again (by `bitsandbytes`, in
+blocks of 256 numbers with a scale each). So learning rates, groups, schedulers, closures, `amsgrad`, `foreach` and
+the kind of weight decay are the user's own. Two moments take 2.03 bytes a parameter instead of 8.
 
-*Exact where it can be.* A number is made coarser only after it went through a step. State that was loaded, or
-was there before, is used as it is; `state_dict` gives the very numbers that the next step would begin with.
-So a run that is saved, ended and resumed goes on as if it had not been, though the file holds ordinary 32-bit
-state which any optimizer of that class can load.
+A number is rounded only after it went through a step. State that was loaded, or was there before, is used as it is;
+`state_dict` gives the 32-bit numbers that the next step would begin with. So a run that is saved and resumed goes on
+as if it had not been, and any optimizer of that class can load the file.
 
-*What stays in 32 bits.* Parameters with fewer than 4,096 elements, as `bitsandbytes` has it. The weights of
-embeddings: their gradients are zero but for the rows of this batch, so that the numbers of one block differ by
-orders of magnitude, and the small ones would be lost. A head that is tied to an embedding is that embedding.
+In 32 bits stay: parameters with fewer than 4,096 elements, as in `bitsandbytes`; and the weights of embeddings (and
+heads tied to them), whose gradients are zero but for the rows of a batch, so that the numbers of one block differ by
+orders of magnitude. With these GPT-2 XL has 2.35 bytes a parameter, GPT-2 small 3.9.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -43,8 +40,8 @@ __all__ = [
     "Unavailable",
     "find_quantizer",
     "moment_bytes",
+    "moment_layout",
     "parameters_in_eight_bits",
-    "why_unavailable",
 ]
 
 LEAST_ELEMENTS = 4096
@@ -107,10 +104,9 @@ class Moment(dict[str, Tensor]):
         """Its bytes in 32 bits."""
         return 4 * self.shape.numel()
 
-    def part(self, part: slice) -> tuple[Tensor, Tensor]:
-        """Return codes and scales of a part that begins where a block does."""
-        stop = min(part.stop, self.shape.numel())
-        return self["codes"][part.start : stop], self["scales"][part.start // BLOCK : -(-stop // BLOCK)]
+    def copied(self) -> Moment:
+        """Return another of the same tensors."""
+        return Moment(**self, signed=self.signed, shape=self.shape, stride=self.stride)
 
 
 def moment_layout(like: Tensor) -> dict[str, Tensor]:
@@ -178,33 +174,14 @@ class EightBitState:
                     error,
                 )
 
-    def dequantize(self, state: Any, parameter: Tensor) -> None:
-        """Make the moments in a parameter's state ordinary tensors beside it."""
+    def dequantize(self, state: Any, parameter: Tensor, device: torch.device | None = None) -> None:
+        """Make the moments in a parameter's state ordinary tensors on a device, by default the parameter's."""
         for name, value in _items(state):
             if isinstance(value, Moment):
-                state[name] = self._dequantized(value, parameter)
-
-    def ordinary(self, state: Any, parameter: Tensor, device: torch.device | None = None) -> Any:
-        """Return a parameter's state with its moments in 32 bits, on a device; the original stays as it is."""
-        if not any(isinstance(value, Moment) for _, value in _items(state)):
-            return state
-        return {
-            name: self._dequantized(value, parameter).to(device or parameter.device)
-            if isinstance(value, Moment)
-            else value
-            for name, value in _items(state)
-        }
-
-    def quantize_part(self, values: Tensor, part: slice, moment: Moment) -> None:
-        """Quantize a slice of a moment into it."""
-        new = self._quantizer.quantize(values, signed=moment.signed)
-        for target, source in zip(moment.part(part), new, strict=True):
-            target.copy_(source)
-
-    def dequantize_part(self, moment: Moment, part: slice, device: torch.device) -> Tensor:
-        """Return a slice of a moment in 32 bits, flat."""
-        codes, scales = (each.to(device) for each in moment.part(part))
-        return self._quantizer.dequantize(codes, scales, signed=moment.signed)
+                # On the parameter's device, where the quantizer was tried, wherever the codes are kept.
+                codes, scales = (value[part].to(parameter.device) for part in ("codes", "scales"))
+                numbers = self._quantizer.dequantize(codes, scales, signed=value.signed)
+                state[name] = numbers.as_strided(value.shape, value.stride).to(device or parameter.device)
 
     def _quantized(self, tensor: Tensor, *, signed: bool) -> Moment:
         if not _is_dense(tensor):
@@ -212,12 +189,6 @@ class EightBitState:
         # In the order of memory, whatever the layout is (channels last, say).
         codes, scales = self._quantizer.quantize(tensor.as_strided((tensor.numel(),), (1,)), signed=signed)
         return Moment(codes, scales, signed=signed, shape=tensor.shape, stride=tensor.stride())
-
-    def _dequantized(self, moment: Moment, parameter: Tensor) -> Tensor:
-        # On the parameter's device, where the quantizer was tried, wherever the codes are kept.
-        codes, scales = (moment[name].to(parameter.device) for name in ("codes", "scales"))
-        numbers = self._quantizer.dequantize(codes, scales, signed=moment.signed)
-        return numbers.as_strided(moment.shape, moment.stride)
 
 
 def _items(state: Any) -> list[tuple[Any, Any]]:
@@ -278,19 +249,14 @@ class Bitsandbytes:
         Raises:
             Unavailable: They do not work there.
         """
+        numbers = torch.linspace(-1, 1, 2 * BLOCK, device=device)
         try:
-            numbers = torch.linspace(-1, 1, 2 * BLOCK, device=device)
             again = self.dequantize(*self.quantize(numbers, signed=True), signed=True)
-            error = float((again - numbers).abs().max())
-            zero = float(self._map(numbers, True)[_ZERO])
-        except Exception as raised:
-            raise Unavailable(f"bitsandbytes does not run on {device} ({_in_short(raised)})") from raised
-        if zero != 0:
-            raise Unavailable(
-                f"bitsandbytes has other codes than expected (that of zero stands for {zero:.2g})"
-            )
-        if not error < 0.02:
-            raise Unavailable(f"bitsandbytes computes wrong numbers on {device} (off by {error:.2g})")
+            is_right = float((again - numbers).abs().max()) < 0.02 and not self._map(numbers, True)[_ZERO]
+        except Exception as error:
+            raise Unavailable(f"bitsandbytes does not run on {device} ({_in_short(error)})") from error
+        if not is_right:
+            raise Unavailable(f"bitsandbytes computes wrong numbers on {device}")
 
     def _map(self, beside: Tensor, signed: bool) -> Tensor:
         """Return the number that each code stands for: fine near zero, coarse near the largest."""
@@ -311,25 +277,27 @@ class ShapesOnly:
         return torch.empty_like(codes, dtype=torch.float32)
 
 
-def find_quantizer(parameters: Iterable[Tensor]) -> Quantizer:
+def find_quantizer(parameters: Sequence[Tensor]) -> Quantizer:
     """Return bitsandbytes, tried on the devices of the parameters that are to be stepped.
 
     Raises:
         Unavailable: It can't be used; the message says why.
     """
-    parameters = list(parameters)
     if any(isinstance(parameter, FakeTensor) for parameter in parameters):
         # Not imported: inside a simulation it would find a GPU that is not there, and make its tables of nothing.
         _check_version(_installed_version())
         return ShapesOnly()
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # at import it warns of missing kernels for 4-bit inference
     try:
-        with _quietly():
-            module = importlib.import_module("bitsandbytes")
-            functional = importlib.import_module("bitsandbytes.functional")
-    except ImportError as error:
-        raise Unavailable(f"{_MISSING} ({_in_short(error)}); {_INSTALL}") from error
+        module = importlib.import_module("bitsandbytes")
+        functional = importlib.import_module("bitsandbytes.functional")
     except Exception as error:  # its native libraries fail in many ways
-        raise Unavailable(f"{_MISSING} ({_in_short(error)})") from error
+        advice = f"; {_INSTALL}" if isinstance(error, ImportError) else ""
+        raise Unavailable(f"bitsandbytes can't be imported ({_in_short(error)}){advice}") from error
+    finally:
+        logger.setLevel(level)
     _check_version(str(getattr(module, "__version__", "0")))
     quantizer = Bitsandbytes(functional)
     for device in {parameter.device for parameter in parameters if not parameter.is_meta}:
@@ -337,16 +305,6 @@ def find_quantizer(parameters: Iterable[Tensor]) -> Quantizer:
     return quantizer
 
 
-def why_unavailable() -> str | None:
-    """Return why bitsandbytes can't be used, as far as is known without importing it; None if it may be usable."""
-    try:
-        _check_version(_installed_version())
-    except Unavailable as reason:
-        return str(reason)
-    return None
-
-
-_MISSING = "bitsandbytes can't be imported"
 _INSTALL = "pip install 'open-memscale[bnb]'"
 
 
@@ -358,26 +316,10 @@ def _installed_version() -> str:
 
 
 def _check_version(version: str) -> None:
-    if _numbers(version) < OLDEST:
+    numbers = tuple(int(part) if part.isdecimal() else 0 for part in version.split(".")[:2])
+    if numbers < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise Unavailable(f"bitsandbytes is {version}, and at least {oldest} is needed")
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Suppress warnings at import about missing kernels for 4-bit inference."""
-    logger = logging.getLogger("bitsandbytes")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    parts = version.split(".")[:2]
-    return tuple(int(part) if part.isdecimal() else 0 for part in parts)
 
 
 def _in_short(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""The one interceptor of `optimizer.step()`, and what subscribes to it.
+"""The one interceptor of `optimizer.step()`, what subscribes to it, and steps in several calls.
 
 Whatever has to happen around a step subscribes here: loss scaling, the buckets of parameters with the state that
 is loaded for them, the placement of parameters, recovery from out-of-memory errors. A subscriber is asked which
@@ -18,11 +18,13 @@ from __future__ import annotations
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Container, MutableMapping
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, MutableMapping
 from types import CellType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -30,7 +32,16 @@ from torch.utils.hooks import RemovableHandle
 from memscale._torch import arithmetic_cell, outside_compiler, step_cell
 from memscale.optimizer.kinds import arithmetic_of, why_whole
 
-__all__ = ["StepInterceptor", "StepOrder", "StepSubscriber", "closure_of", "evaluate_closure"]
+__all__ = [
+    "Member",
+    "SplitStep",
+    "StepInterceptor",
+    "StepOrder",
+    "StepSubscriber",
+    "closure_of",
+    "evaluate_closure",
+    "members_of",
+]
 
 
 class StepOrder(enum.IntEnum):
@@ -45,7 +56,7 @@ class StepOrder(enum.IntEnum):
 class StepSubscriber:
     """Base class of what happens around optimizer steps. Each method does nothing unless it is overridden.
 
-    The interceptor refers to subscribers weakly, so that a model which is dropped without `detach` is collected.
+    The interceptor refers to subscribers weakly: a model that is dropped without `detach` is collected.
     """
 
     order: ClassVar[StepOrder]
@@ -58,13 +69,13 @@ class StepSubscriber:
         """Be called no more."""
         StepInterceptor.instance.remove(self)
 
+    def undo(self) -> None:
+        """Be called no more: an entry of the undo log."""
+        self.unsubscribe()
+
     def parameter_ids(self) -> Container[int]:
         """Return the ids of the parameters whose steps matter."""
         raise NotImplementedError
-
-    def owns(self, parameter: torch.Tensor) -> bool:
-        """Return whether the steps of a parameter matter."""
-        return id(parameter) in self.parameter_ids()
 
     def concerns(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer steps any of these parameters."""
@@ -116,9 +127,7 @@ class StepInterceptor:
         self._subscribers: tuple[weakref.ref[StepSubscriber], ...] = ()  # outermost first
         self._handles: list[RemovableHandle] = []
         self._replaced: dict[int, tuple[CellType, Callable[..., Any]]] = {}
-        self._intercepted: MutableMapping[type[Optimizer], object] = (
-            weakref.WeakKeyDictionary()
-        )  # their steps
+        self._intercepted: MutableMapping[type[Optimizer], object] = weakref.WeakKeyDictionary()  # steps
 
     def add(self, subscriber: StepSubscriber) -> None:
         """Call a subscriber; of those with the same order the last one is outermost."""
@@ -152,10 +161,12 @@ class StepInterceptor:
 
     @outside_compiler
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        concerned = self._concerned(optimizer)
-        kind = type(optimizer)
+        concerned, kind = self._concerned(optimizer), type(optimizer)
         if concerned and self._intercepted.get(kind) is not kind.step:
-            self._intercept(kind)
+            owner = arithmetic_of(kind)
+            self._replace(step_cell(kind), self._run_step)
+            self._replace(arithmetic_cell(vars(owner)["step"]) if owner else None, self._run_arithmetic)
+            self._intercepted[kind] = kind.step
         for subscriber in concerned:
             subscriber.before_step(optimizer)
 
@@ -163,12 +174,6 @@ class StepInterceptor:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for subscriber in self._concerned(optimizer):
             subscriber.after_step(optimizer)
-
-    def _intercept(self, kind: type[Optimizer]) -> None:
-        owner = arithmetic_of(kind)
-        self._replace(step_cell(kind), self._run_step)
-        self._replace(arithmetic_cell(vars(owner)["step"]) if owner else None, self._run_arithmetic)
-        self._intercepted[kind] = kind.step
 
     def _replace(self, cell: CellType | None, run: Callable[..., Any]) -> None:
         if cell is None or id(cell) in self._replaced:
@@ -221,3 +226,71 @@ def evaluate_closure(*args: Any, **kwargs: Any) -> Any:
         return None
     with torch.enable_grad():  # as optimizers do; hooks and steps run without
         return closure()
+
+
+# ---------------------------------------------------------------------- a step in several calls
+
+
+class Member(NamedTuple):
+    """A parameter and its position in the optimizer."""
+
+    group: int
+    position: int
+    parameter: Tensor
+
+
+def members_of(optimizer: Optimizer) -> list[Member]:
+    """Return all parameters of an optimizer, in its order."""
+    return [
+        Member(index, position, parameter)
+        for index, group in enumerate(optimizer.param_groups)
+        for position, parameter in enumerate(group["params"])
+    ]
+
+
+class SplitStep:
+    """One step of an optimizer, in several calls; the groups are whole again when the block ends, also by an error.
+
+    Example:
+        >>> first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+        >>> optimizer = torch.optim.SGD([first, second], lr=0.1)
+        >>> with SplitStep(optimizer) as split:
+        ...     for member in members_of(optimizer):
+        ...         split.show([member])
+        ...         print(len(optimizer.param_groups[0]["params"]))
+        1
+        1
+        >>> len(optimizer.param_groups[0]["params"])
+        2
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = list(optimizer.param_groups)
+        # The lists of a group that have one entry for each parameter.
+        self._lists = [
+            {key: group[key] for key in ("params", "param_names") if isinstance(group.get(key), list)}
+            for group in self._groups
+        ]
+
+    def __enter__(self) -> SplitStep:
+        return self
+
+    def show(self, members: Iterable[Member]) -> None:
+        """Cut the groups down to these members, for the next call; groups that have none are left out.
+
+        A member may have another tensor than the optimizer has in its position: that is shown instead.
+        """
+        shown: dict[int, list[Member]] = defaultdict(list)
+        for member in sorted(members, key=lambda member: member[:2]):
+            shown[member.group].append(member)
+        self._optimizer.param_groups[:] = [self._groups[index] for index in shown]
+        for index, chosen in shown.items():
+            for key, values in self._lists[index].items():
+                self._groups[index][key] = [values[each.position] for each in chosen]
+            self._groups[index]["params"] = [each.parameter for each in chosen]
+
+    def __exit__(self, *error: object) -> None:
+        for group, lists in zip(self._groups, self._lists, strict=True):
+            group.update(lists)
+        self._optimizer.param_groups[:] = self._groups

@@ -31,6 +31,7 @@ __all__ = [
     "FOREACH_DIFFERS_IN_16_BITS",
     "MOMENTS",
     "ONE_BY_ONE",
+    "STATE_NAMES",
     "NewState",
     "arithmetic_of",
     "has_moments",
@@ -40,32 +41,19 @@ __all__ = [
     "why_whole",
 ]
 
+_ADAMS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")
+_OTHERS = ("ASGD", "Adadelta", "Adagrad", "RMSprop", "Rprop", "SGD")
+_NOT_ELEMENTWISE = ("Adafactor", "Muon", "SparseAdam")
+
+ELEMENTWISE = frozenset(getattr(optim, name) for name in (*_ADAMS, *_OTHERS))
+"""The classes that treat every element of a parameter by itself: they can step a slice of it."""
+
 ONE_BY_ONE: tuple[type[Optimizer], ...] = tuple(
     getattr(optim, name)
-    for name in (
-        "ASGD",
-        "Adadelta",
-        "Adafactor",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "Muon",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-        "SparseAdam",
-    )
+    for name in sorted((*_ADAMS, *_OTHERS, *_NOT_ELEMENTWISE))
     if hasattr(optim, name)  # Muon is new
 )
 """All classes of torch.optim but LBFGS, whose direction and step length come from all parameters together."""
-
-ELEMENTWISE = frozenset(ONE_BY_ONE) - {
-    getattr(optim, name) for name in ("Adafactor", "Muon", "SparseAdam") if hasattr(optim, name)
-}
-"""Those that treat every element of a parameter by itself: they can step a slice of it."""
 
 FOREACH_DIFFERS = frozenset({optim.ASGD, optim.NAdam, optim.RAdam})
 """Those whose ``foreach`` implementation rounds differently from the loop over parameters."""
@@ -81,6 +69,11 @@ MOMENTS: Mapping[str, bool] = {
     "sum": False,
 }
 """The names of state that can be kept in 8 bits, and whether it has a sign."""
+
+STATE_NAMES = frozenset(MOMENTS) | frozenset(
+    ("acc_delta", "ax", "col_var", "exp_inf", "grad_avg", "prev", "row_var", "step_size", "variance")
+)
+"""The names of all state that these classes keep, counters left out."""
 
 # The classes that bitsandbytes has 8-bit versions of, by name: of the class, or of one that it derives from.
 _EIGHT_BIT_NAMES = ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad")

@@ -1,11 +1,14 @@
-"""Steps of parameters that are placed on the host below an accelerator.
+"""The optimizer technique: state where the plan has it, and steps of parameters that are on the host.
 
-Their state follows them, it must fit under the cap on host memory, and the numbers must be those of the device:
+It finds the optimizers of a model's parameters by itself, those that are built later included (``interceptor.py``).
+
+Note [The implementation of the device]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 torch steps parameters that are on an accelerator by its ``foreach`` implementation, and those on a CPU, or some of
 each, by its loop over them. The two round differently in the classes of :data:`FOREACH_DIFFERS`, with 16-bit parameters
-in those of :data:`FOREACH_DIFFERS_IN_16_BITS` (``tests/optimizer/test_same_implementation.py`` compares all). For these
-the step is asked to run as it would on the device. In 16 bits the ``foreach`` of a CPU itself rounds what that of CUDA
-does not: see :func:`memscale._torch.foreach_mul_`.
+in those of :data:`FOREACH_DIFFERS_IN_16_BITS` (``tests/optimizer/test_same_implementation.py`` compares all). Master
+copies on the host are stepped as they would be on the device. In 16 bits the ``foreach`` of a CPU itself rounds what
+that of CUDA does not: see :func:`memscale._torch.foreach_mul_`.
 """
 
 from __future__ import annotations
@@ -14,17 +17,19 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memscale._torch import FOREACH_MUL, LightDispatchMode, foreach_mul_, takes_foreach
+from memscale.config import Config
 from memscale.errors import TierFullError
-from memscale.optimizer.buckets import bytes_of_gradient
-from memscale.optimizer.eight_bit import stored_layout
-from memscale.optimizer.interceptor import StepOrder, StepSubscriber
+from memscale.execution_plan import Tier
+from memscale.optimizer.bucketed_steps import BucketedSteps, bytes_of_gradient
+from memscale.optimizer.eight_bit import parameters_in_eight_bits, stored_layout
+from memscale.optimizer.interceptor import StepOrder, StepSubscriber, members_of
 from memscale.optimizer.kinds import (
     FOREACH_DIFFERS,
     FOREACH_DIFFERS_IN_16_BITS,
@@ -32,61 +37,81 @@ from memscale.optimizer.kinds import (
     arithmetic_of,
     why_whole,
 )
-from memscale.optimizer.states import OptimizerStates
+from memscale.optimizer.state_stores import DiskStateStore, HostStateStore, StateStore
+from memscale.techniques.base import ModelSite
 from memscale.units import format_bytes
 
-__all__ = ["PlacedModel", "PlacementSteps"]
+if TYPE_CHECKING:
+    from memscale.offload.homes import Homes
+    from memscale.techniques.undo_log import UndoLog
+
+__all__ = ["DEFAULT_BUCKET_BYTES", "OptimizerState", "PlacementSteps", "takes_all_state"]
+
+DEFAULT_BUCKET_BYTES = 64 * 2**20
+"""What is loaded at once where the plan does not say: large enough to be read and written in long runs."""
 
 _HOST = torch.device("cpu")
+_STORES: dict[Tier, type[StateStore]] = {
+    "device": StateStore,
+    "host": HostStateStore,
+    "disk": DiskStateStore,
+}
 
 
-class PlacedModel(Protocol):
-    """What of a model's parameter placement a step has to know."""
+class OptimizerState:
+    """Keeps optimizer state as ``plan.optimizer`` says.
 
-    @property
-    def device(self) -> torch.device | None:
-        """Where the model computes; None while nothing is placed."""
+    Parameters on disk are stepped in buckets wherever their state is: their pages must not be in memory all at once.
+    """
 
-    @property
-    def host_capacity(self) -> int | None:
-        """The cap on host memory for parameters with gradients and state, in bytes; None for no cap."""
+    def attach(self, site: ModelSite, log: UndoLog) -> None:
+        states, wanted = site.homes.states, site.plan.optimizer
+        eight_bit = parameters_in_eight_bits(site.model) if wanted is not None and wanted.eight_bit else []
+        tier: Tier = "device" if wanted is None else wanted.state
+        if tier == "host" and site.device.type == "cpu":
+            tier = "device"  # which is the host
+        # With state on disk below an accelerator, that of parameters which are not on disk is on the accelerator.
+        is_beside = tier == "device" or (tier == "disk" and site.device.type != "cpu")
+        stored: Sequence[nn.Parameter] = site.homes.on_disk
+        if not is_beside and takes_all_state(tier, site.config):
+            stored = list(site.model.parameters())
+        if not stored and not eight_bit:
+            states.restore()  # of a plan before this one
+            return
+        capacity = None if site.config is None else site.config.max_cpu_offload_bytes
+        if capacity is not None:
+            capacity = max(0, capacity - site.homes.bytes_on_host)
+        store = states.store
+        if type(store) is not _STORES[tier] or store.capacity != capacity:
+            store = _STORES[tier](site.homes.store, capacity)
+        bucket_bytes = (wanted.bucket_bytes if wanted else 0) or DEFAULT_BUCKET_BYTES
+        states.attach(stored, store, bucket_bytes, eight_bit=eight_bit, logs=site.logs)
+        log.add(states)  # which keeps state where it is until the next plan, or `restore`
 
-    @property
-    def states(self) -> OptimizerStates:
-        """Where optimizer state is kept, if the plan says so."""
 
-    def parameter_ids(self) -> Container[int]:
-        """Return the ids of the parameters that are placed."""
+def takes_all_state(tier: Tier, config: Config | None) -> bool:
+    """Return whether the state of all parameters is kept on a tier, or only of those that are there themselves.
 
-    def host_masters(self, *, with_disk_bound: bool = True) -> list[nn.Parameter]:
-        """Return the parameters in host memory instead of on the device.
-
-        Args:
-            with_disk_bound: Whether to include those of a layer on disk that are too small for a page there.
-        """
+    Under a cap on the disk, only what the planner counts goes there.
+    """
+    return tier != "disk" or config is None or config.max_disk_offload_bytes is None
 
 
 class PlacementSteps(StepSubscriber):
     """Makes the optimizers of placed parameters follow them.
 
     Args:
-        placement: Where parameters are; it is not kept alive.
+        homes: Where parameters are; it is not kept alive.
+
+    Attributes:
+        optimizers: Those that have stepped the parameters.
     """
 
     order = StepOrder.PLACEMENT
 
-    def __init__(self, placement: PlacedModel) -> None:
-        self._placement = weakref.ref(placement)
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers that have stepped the parameters."""
-        return list(self._optimizers)
-
-    def note_optimizer(self, optimizer: Optimizer) -> None:
-        """Note an optimizer whose state is to follow its parameters."""
-        self._optimizers.add(optimizer)
+    def __init__(self, homes: Homes) -> None:
+        self._homes = weakref.ref(homes)
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def find_optimizers(self) -> None:
         """Note the optimizers of the parameters that have not made a step yet.
@@ -97,35 +122,27 @@ class PlacementSteps(StepSubscriber):
         for each in gc.get_objects():
             # `param_groups`: not one whose `__init__` has raised.
             if issubclass(type(each), Optimizer) and "param_groups" in vars(each) and self.concerns(each):
-                self._optimizers.add(each)
-
-    def forget_optimizers(self) -> None:
-        """Forget all optimizers: nothing is placed any more."""
-        self._optimizers.clear()
+                self.optimizers.add(each)
 
     def parameter_ids(self) -> Container[int]:
-        placement = self._placement()
-        return () if placement is None else placement.parameter_ids()
+        homes = self._homes()
+        return () if homes is None else homes.parameter_ids()
 
     def before_step(self, optimizer: Optimizer) -> None:
-        self._optimizers.add(optimizer)
+        self.optimizers.add(optimizer)
         self.follow(optimizer)
-        placement = self._placement()
-        if (
-            placement is not None
-            and placement.device not in (None, _HOST)
-            and placement.host_capacity is not None
-        ):
-            masters = placement.host_masters(with_disk_bound=False)
-            check_room(optimizer, masters, placement.host_capacity, placement.states)
+        homes = self._homes()
+        if homes is not None and homes.device not in (None, _HOST) and homes.host_capacity is not None:
+            masters = homes.host_masters(with_disk_bound=False)
+            check_room(optimizer, masters, homes.host_capacity, homes.states)
 
     def around_arithmetic(self, call: Callable[[], Any], optimizer: Optimizer) -> None:
-        placement = self._placement()
-        if placement is None or placement.device is None or placement.device == _HOST:
+        homes = self._homes()
+        if homes is None or homes.device is None or homes.device == _HOST:
             call()
             return
-        masters = {id(each) for each in placement.host_masters()}
-        with as_on_the_device(optimizer, masters, placement.device):
+        masters = {id(each) for each in homes.host_masters()}
+        with as_on_the_device(optimizer, masters, homes.device):
             call()
 
     def follow(self, optimizer: Optimizer) -> None:
@@ -134,22 +151,20 @@ class PlacementSteps(StepSubscriber):
         As in `Optimizer.load_state_dict`, the counter of steps follows to an accelerator only where the implementation
         wants it there. It never stays on one that its parameter has left: ASGD, for example, makes it there.
         """
-        placement = self._placement()
-        if placement is None:
+        homes = self._homes()
+        if homes is None:
             return
-        ids = placement.parameter_ids()
-        for group in optimizer.param_groups:
-            counts_on_device = group.get("fused") or group.get("capturable")
-            for parameter in group["params"]:
-                if id(parameter) not in ids:
+        ids = homes.parameter_ids()
+        for member in members_of(optimizer):
+            parameter, group = member.parameter, optimizer.param_groups[member.group]
+            state = optimizer.state.get(parameter, {}) if id(parameter) in ids else {}
+            for name, value in state.items():
+                if not isinstance(value, Tensor) or value.device == parameter.device:
                     continue
-                state = optimizer.state.get(parameter, {})
-                for name, value in state.items():
-                    if not isinstance(value, Tensor) or value.device == parameter.device:
-                        continue
-                    stays = name == "step" and parameter.device != _HOST and not counts_on_device
-                    if not stays and not placement.states.is_stored(value):
-                        state[name] = value.to(parameter.device)
+                counts_on_device = group.get("fused") or group.get("capturable")
+                stays = name == "step" and parameter.device != _HOST and not counts_on_device
+                if not stays and not homes.states.is_stored(value):
+                    state[name] = value.to(parameter.device)
 
 
 @contextlib.contextmanager
@@ -162,10 +177,8 @@ def as_on_the_device(optimizer: Optimizer, masters: set[int], device: torch.devi
         device: The device.
     """
     has_16_bits = any(
-        each.dtype.itemsize == 2
-        for group in optimizer.param_groups
-        for each in group["params"]
-        if id(each) in masters
+        member.parameter.dtype.itemsize == 2 and id(member.parameter) in masters
+        for member in members_of(optimizer)
     )
     changed = []
     if arithmetic_of(type(optimizer)) in (FOREACH_DIFFERS_IN_16_BITS if has_16_bits else FOREACH_DIFFERS):
@@ -195,9 +208,7 @@ class _DeviceRounding(LightDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def check_room(
-    optimizer: Optimizer, masters: Sequence[Tensor], capacity: int, states: OptimizerStates
-) -> None:
+def check_room(optimizer: Optimizer, masters: Sequence[Tensor], capacity: int, states: BucketedSteps) -> None:
     """Raise if the state that a step is about to make for masters exceeds the cap on host memory with them.
 
     Raises:
@@ -209,18 +220,18 @@ def check_room(
     # Before a closure is evaluated there are none.
     ids = with_gradient or {id(each) for each in masters if each.requires_grad}
     new, layout = 0, NewState(optimizer)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) in ids:
-                quantized = states.quantizes(optimizer, parameter)
-                for name, like in layout.of(group, parameter).items():
-                    new += sum(part.nbytes for _, part in stored_layout(name, like, quantized=quantized))
+    for member in members_of(optimizer):
+        parameter, group = member.parameter, optimizer.param_groups[member.group]
+        if id(parameter) in ids:
+            quantized = states.quantizes(optimizer, parameter)
+            for name, like in layout.of(group, parameter).items():
+                new += sum(part.nbytes for _, part in stored_layout(name, like, quantized=quantized))
     if not new:
         return
     used = sum(
         each.nbytes + (each.nbytes if id(each) in ids else bytes_of_gradient(each.grad)) for each in masters
     )
-    used += sum(_state_bytes(optimizer.state.get(each)) for each in masters)
+    used += sum(_tensor_bytes(optimizer.state.get(each)) for each in masters)
     if used + new > capacity:
         raise TierFullError(
             f"This step of {type(optimizer).__name__} was not made, and no parameter was changed: its state needs "
@@ -230,10 +241,7 @@ def check_room(
         )
 
 
-def _state_bytes(state: Any) -> int:
-    values = state.values() if isinstance(state, dict) else ()
-    return sum(
-        _state_bytes(value) if isinstance(value, dict) else value.nbytes
-        for value in values
-        if isinstance(value, (Tensor, dict))
-    )
+def _tensor_bytes(value: Any) -> int:
+    if isinstance(value, dict):
+        return sum(map(_tensor_bytes, value.values()))
+    return value.nbytes if isinstance(value, Tensor) else 0

@@ -2,148 +2,127 @@
 
 Note [Stored state]
 ~~~~~~~~~~~~~~~~~~~
-A state tensor is stored once: the store answers with an ordinary tensor, its *stored tensor*, which stays the same
-object from then on. For a step it is loaded: the tensor itself, if it can be computed with (a memory-mapped tensor
-on a CPU), else a copy on the parameter's device. After the arithmetic the values are copied back into the stored
-tensor and the copy is dropped; an optimizer that replaces a tensor by a new one is served the same way.
-``optimizer.state`` always holds every tensor, stored or loaded, so that it is complete at any moment, also after
-an error.
+A state tensor is stored once: the store allocates an ordinary tensor for it, its *stored tensor*, which stays the
+same object from then on. For a step it is loaded: the stored tensor itself where a CPU can compute with it (a
+memory-mapped tensor), else a copy on the parameter's device. After the arithmetic the values are copied back, and the
+copy is dropped. ``optimizer.state`` always holds every tensor, stored or loaded: it is complete at any moment, also
+after an error.
 
-Left where they are: scalars and what is smaller than a page (step counters, mostly); what is not on its
-parameter's device (it was moved already); parts of a larger storage and aliases of the parameter or its gradient
-(moving them would free nothing, and end the sharing); sparse tensors and those made of several (``DTensor``,
-torchao's).
+Moved are the tensors that torch's own arithmetic keeps (:data:`STATE_NAMES`), of a page or more. Step counters and
+whatever a subclass adds to the state stay where they are, and so do tensors made of several (``DTensor``).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from memscale._torch import is_traceable_wrapper_subclass, tree_map_only
+from memscale._torch import is_traceable_wrapper_subclass
 from memscale.errors import TierFullError
-from memscale.observe.counters import WatchedState
-from memscale.tiers.store import DiskStore
+from memscale.observe.counters import Below, Meter
+from memscale.optimizer.eight_bit import BLOCK, EightBitState, Moment, is_moment, stored_layout
+from memscale.optimizer.kinds import STATE_NAMES
+from memscale.tiers.disk import DiskStore
 from memscale.units import format_bytes
 
-__all__ = ["PAGE", "DiskStateStore", "HostStateStore", "Origins", "StateMover", "StateStore"]
+__all__ = ["PAGE", "DiskStateStore", "HostStateStore", "Origins", "StateMover", "StateStore", "tensors_in"]
 
 PAGE = 4096
 
 _HOST = torch.device("cpu")
 
-# Where a tensor is in a parameter's state: ("exp_avg",), ("preconditioners", 1); and the stored tensor it had.
-Path = tuple[Any, ...]
+# Where a tensor is in a parameter's state: ("exp_avg",), or ("exp_avg", "codes") of a moment in 8 bits.
+Path = tuple[str, ...]
+# The stored tensors that a parameter's state was loaded from.
 Origins = dict[Path, Tensor]
 
 
-class StateStore(Protocol):
-    """Where optimizer state is kept between steps."""
-
-    def store(self, tensor: Tensor) -> Tensor:
-        """Return an ordinary tensor of the store with the same values; the original may be freed afterwards."""
-
-    def load(self, stored: Tensor, parameter: Tensor) -> Tensor:
-        """Return a tensor for the parameter's step: the stored one if it can be used, else a copy on its device."""
-
-    def allocate(self, like: Tensor) -> Tensor:
-        """Return an ordinary tensor of the store, as large as this one (which has no values), uninitialised."""
-
-    def reserve(self, like: Tensor, parameter: Tensor) -> Tensor | None:
-        """Allocate for state of this parameter that the next step makes; None if it takes no room in the store.
-
-        Raises:
-            TierFullError: There is no room for it.
-        """
-
-    def fill(self, stored: Tensor, values: Tensor) -> None:
-        """Give values to a tensor that was reserved."""
-
-    def release_pages(self, tensor: Tensor) -> None:
-        """Give back the pages of a tensor that is not used for now: state, a parameter, a gradient, or slices."""
-
-
-class DiskStateStore:
-    """State is in memory-mapped files, with which a CPU computes directly.
-
-    Args:
-        disk: The disk.
-    """
-
-    def __init__(self, disk: DiskStore) -> None:
-        self._disk = disk
-
-    def store(self, tensor: Tensor) -> Tensor:
-        return tensor if self._disk.holds(tensor) else self._disk.copy_of(tensor)
-
-    def load(self, stored: Tensor, parameter: Tensor) -> Tensor:
-        for each in (stored, parameter, parameter.grad):
-            if each is not None:
-                self._disk.prefetch_pages(each)
-        return stored.to(parameter.device)
-
-    def allocate(self, like: Tensor) -> Tensor:
-        return self._disk.empty_like(like)
-
-    def reserve(self, like: Tensor, parameter: Tensor) -> Tensor | None:
-        return None if self._disk.holds(like) else self.allocate(like)
-
-    def fill(self, stored: Tensor, values: Tensor) -> None:
-        self._disk.fill(stored, values)
-
-    def release_pages(self, tensor: Tensor) -> None:
-        self._disk.release_pages(tensor)
-
-
-class HostStateStore:
-    """State is in host memory, and on the device while it is stepped.
-
-    State of parameters that are on the host themselves takes no room here.
+class StateStore:
+    """Keeps state on the device of its parameter: the base class of stores on other tiers.
 
     Args:
         disk: The disk, which parameters and gradients may be on.
         capacity: The most host memory to take, a hard cap (`max_cpu_offload_gb`); None for no cap.
     """
 
+    tier: Below | None = None
+
     def __init__(self, disk: DiskStore, capacity: int | None = None) -> None:
-        self._disk = disk
-        self._capacity = capacity
-        self.bytes_used = 0
+        self.disk = disk
+        self.capacity = capacity
 
-    def store(self, tensor: Tensor) -> Tensor:
-        if tensor.device == _HOST:
-            return tensor
-        return self._counted(tensor.nbytes, lambda: tensor.to(_HOST))
-
-    def load(self, stored: Tensor, parameter: Tensor) -> Tensor:
-        return stored.to(parameter.device)
+    def takes(self, parameter: Tensor) -> bool:
+        """Return whether state of a parameter is kept here rather than beside it."""
+        return False
 
     def allocate(self, like: Tensor) -> Tensor:
-        return self._counted(like.nbytes, lambda: torch.empty_like(like, device=_HOST))
+        """Return an uninitialised tensor of the store, as large as this one.
 
-    def reserve(self, like: Tensor, parameter: Tensor) -> Tensor | None:
-        return None if parameter.device == _HOST else self.allocate(like)
+        Raises:
+            TierFullError: There is no room for it.
+        """
+        raise NotImplementedError
 
     def fill(self, stored: Tensor, values: Tensor) -> None:
+        """Copy values to a tensor of the store."""
         stored.copy_(values)
 
-    def release_pages(self, tensor: Tensor) -> None:
-        self._disk.release_pages(tensor)
+    def load(self, stored: Tensor, parameter: Tensor) -> Tensor:
+        """Return a tensor for the parameter's step: the stored one if it can be used, else a copy on its device."""
+        return stored.to(parameter.device)
 
-    def _counted(self, nbytes: int, make: Callable[[], Tensor]) -> Tensor:
-        if self._capacity is not None and self.bytes_used + nbytes > self._capacity:
+    def release_pages(self, tensor: Tensor) -> None:
+        """Release the pages of a tensor on disk that is not used for now: state, a parameter, a gradient, a slice."""
+        self.disk.release_pages(tensor)
+
+
+class DiskStateStore(StateStore):
+    """Keeps state in memory-mapped files, with which a CPU computes directly."""
+
+    tier = "disk"
+
+    def takes(self, parameter: Tensor) -> bool:
+        return True
+
+    def allocate(self, like: Tensor) -> Tensor:
+        return self.disk.empty_like(like)
+
+    def fill(self, stored: Tensor, values: Tensor) -> None:
+        self.disk.fill(stored, values)
+
+    def load(self, stored: Tensor, parameter: Tensor) -> Tensor:
+        for each in (stored, parameter, parameter.grad):
+            if each is not None:
+                self.disk.prefetch_pages(each)
+        return stored.to(parameter.device)
+
+
+class HostStateStore(StateStore):
+    """Keeps state of parameters on an accelerator in host memory."""
+
+    tier = "host"
+
+    def __init__(self, disk: DiskStore, capacity: int | None = None) -> None:
+        super().__init__(disk, capacity)
+        self.bytes_used = 0
+
+    def takes(self, parameter: Tensor) -> bool:
+        return parameter.device != _HOST
+
+    def allocate(self, like: Tensor) -> Tensor:
+        if self.capacity is not None and self.bytes_used + like.nbytes > self.capacity:
             raise TierFullError(
-                f"{format_bytes(nbytes)} more of optimizer state would exceed the cap on host memory of "
-                f"{format_bytes(self._capacity)}, of which {format_bytes(self.bytes_used)} is used. Raise "
+                f"{format_bytes(like.nbytes)} more of optimizer state would exceed the cap on host memory of "
+                f"{format_bytes(self.capacity)}, of which {format_bytes(self.bytes_used)} is used. Raise "
                 "Config(max_cpu_offload_gb=...)."
             )
-        stored = make()
-        self.bytes_used += nbytes
-        weakref.finalize(stored, self._release, nbytes).atexit = False
+        stored = torch.empty_like(like, device=_HOST)
+        self.bytes_used += like.nbytes
+        weakref.finalize(stored, self._release, like.nbytes).atexit = False
         return stored
 
     def _release(self, nbytes: int) -> None:
@@ -151,21 +130,19 @@ class HostStateStore:
 
 
 class StateMover:
-    """Moves the state of single parameters between a store and the parameters. See Note [Stored state].
+    """Moves the state of single parameters between a store and their device. See Note [Stored state].
 
     Args:
         store: Where it is kept.
         least_bytes: Smaller tensors stay where they are.
-        watched: Counts what is moved.
+        meter: Counts what is moved.
     """
 
-    def __init__(
-        self, store: StateStore, least_bytes: int = PAGE, watched: WatchedState | None = None
-    ) -> None:
+    def __init__(self, store: StateStore, least_bytes: int, meter: Meter) -> None:
         self.store = store
-        self.watched = watched or WatchedState()
-        self.least_bytes = least_bytes
         self.bytes_moved = 0
+        self._least_bytes = least_bytes
+        self._meter = meter
         self._reserved: dict[tuple[int, Path], Tensor] = {}  # by parameter, for the step that runs
         # By id: tensors can't be members of a WeakSet, which compares them by value.
         self._stored: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -174,49 +151,48 @@ class StateMover:
         """Return whether this is a stored tensor."""
         return self._stored.get(id(tensor)) is tensor
 
-    def bytes_of(self, value: Any, parameter: Tensor) -> int:
-        """Return the bytes of state that is stored, or would be."""
+    def loaded_bytes(self, state: Any, parameter: Tensor, *, quantized: bool) -> int:
+        """Return the bytes of state that are on the device for a step, and not between steps."""
         total = 0
-
-        def count(path: Path, tensor: Tensor) -> Tensor:
-            nonlocal total
-            if self.is_stored(tensor) or self._may_store(tensor, parameter):
-                total += tensor.nbytes
-            return tensor
-
-        replace_tensors(value, count)
+        for name, value in _entries(state):
+            if isinstance(value, Moment):
+                total += value.dequantized_bytes
+            elif (quantized and is_moment(name, value, parameter)) or self._moves(value, parameter):
+                total += value.nbytes
         return total
 
     # ------------------------------------------------------------------ reservation
 
-    def reserve(self, parameter: Tensor, path: Path, like: Tensor) -> None:
-        """Allocate room now for state that the step will store.
+    def reserve(self, state: Any, new: dict[str, Tensor], parameter: Tensor, *, quantized: bool) -> None:
+        """Allocate room now for all state that the step will store.
+
+        Args:
+            state: The parameter's state.
+            new: What the step is about to add to it, without values.
+            parameter: The parameter.
+            quantized: Whether its moments are kept in 8 bits.
 
         Raises:
             TierFullError: There is none.
         """
-        if like.nbytes >= self.least_bytes and like.dim():
-            stored = self.store.reserve(like, parameter)
-            if stored is not None:
-                self._reserved[id(parameter), path] = stored
-
-    def reserve_for(self, state: Any, parameter: Tensor) -> None:
-        """Allocate room for state that exists and is not stored yet."""
-
-        def visit(path: Path, tensor: Tensor) -> Tensor:
-            if not self.is_stored(tensor) and self._may_store(tensor, parameter):
-                self.reserve(parameter, path, tensor)
-            return tensor
-
-        replace_tensors(state, visit)
+        if not self.store.takes(parameter):
+            return
+        wanted = [
+            (path, tensor) for path, _, tensor in tensors_in(state) if self._may_store(tensor, parameter)
+        ]
+        for name, like in new.items():
+            wanted += stored_layout(name, like, quantized=quantized)
+        for path, like in wanted:
+            if like.nbytes >= self._least_bytes and like.dim():
+                self._reserved[id(parameter), path] = self.store.allocate(like)
 
     def end_reservation(self) -> None:
         """Release what was reserved and not needed."""
         self._reserved.clear()
 
-    def allocate(self, like: Tensor, parameter: Tensor, path: Path) -> Tensor:
-        """Return a tensor for state that is made a slice at a time: in the store, or beside the parameter if small."""
-        if like.nbytes < self.least_bytes:
+    def allocate(self, path: Path, like: Tensor, parameter: Tensor) -> Tensor:
+        """Return a tensor for state that a step makes: in the store, or beside the parameter if that has it."""
+        if like.nbytes < self._least_bytes or not self.store.takes(parameter):
             return torch.empty_like(like, device=parameter.device)
         stored = self._reserved.pop((id(parameter), path), None)
         if stored is None or not _fits(stored, like):
@@ -226,151 +202,110 @@ class StateMover:
 
     # ------------------------------------------------------------------ moving
 
-    def load(self, state: Any, parameter: Tensor, origins: Origins) -> None:
-        """Load a parameter's state, and note in ``origins`` which stored tensors it came from."""
-        loaded: dict[int, Tensor] = {}
-
-        def visit(path: Path, tensor: Tensor) -> Tensor:
+    def load(self, state: Any, parameter: Tensor) -> Origins:
+        """Load a parameter's state; return the stored tensors that it came from."""
+        origins: Origins = {}
+        for path, holder, tensor in tensors_in(state):
             if self.is_stored(tensor):
-                if id(tensor) not in loaded:
-                    self.note_load(tensor, parameter)
                 origins[path] = tensor
-            return self._loaded(tensor, parameter, loaded)
-
-        replace_tensors(state, visit)
+                self._count(tensor, parameter, to_device=True)
+                holder[path[-1]] = self.store.load(tensor, parameter)
+        return origins
 
     def save(self, state: Any, parameter: Tensor, origins: Origins) -> None:
         """Store a parameter's state, what is new included, and release its pages."""
-        # What was seen, with its stored tensor; holding on to it, because an id belongs to a tensor while it lives.
-        seen: dict[int, tuple[Tensor, Tensor]] = {}
-        # An optimizer may pass a tensor on from one entry to another: such an entry's stored tensor is not free.
-        taken: set[int] = set()
-        replace_tensors(state, lambda path, tensor: _note(tensor, taken))
-
-        def visit(path: Path, tensor: Tensor) -> Tensor:
-            if id(tensor) in seen:
-                return seen[id(tensor)][1]
+        for path, holder, tensor in tensors_in(state):
             stored = origins.get(path)
-            was_loaded = stored is not None or not self.is_stored(tensor)
             if self.is_stored(tensor):
+                if stored is None:
+                    continue  # it was not loaded
                 stored = tensor
-            elif stored is not None and id(stored) not in taken and _fits(stored, tensor):
+            elif tensor is stored:
+                continue  # a slice that is beside its parameter
+            elif stored is not None and _fits(stored, tensor):
                 stored.copy_(tensor)
-                taken.add(id(stored))
             elif self._may_store(tensor, parameter):
-                stored = self._store_new(tensor, parameter, path)
+                stored = self.allocate(path, tensor, parameter)
+                self.store.fill(stored, tensor)
             else:
-                return tensor
-            seen[id(tensor)] = (tensor, stored)
-            self.bytes_moved += stored.nbytes
-            if was_loaded:
-                self.watched.down(stored, parameter)
-            self.store.release_pages(stored)
-            return stored
-
-        replace_tensors(state, visit)
-
-    def store_existing(self, state: Any, parameter: Tensor) -> None:
-        """Store what is not stored yet: state from before, or that was loaded from a checkpoint."""
-
-        def visit(path: Path, tensor: Tensor) -> Tensor:
-            if self.is_stored(tensor) or not self._may_store(tensor, parameter):
-                return tensor
-            stored = self._store_new(tensor, parameter, path)
-            self.note_save(stored, parameter)
-            self.store.release_pages(stored)
-            return stored
-
-        replace_tensors(state, visit)
+                continue
+            holder[path[-1]] = stored
+            if self.is_stored(stored):
+                self._count(stored, parameter, to_device=False)
+                self.store.release_pages(stored)
 
     def bring_back(self, state: Any, parameter: Tensor) -> None:
         """Move state beside its parameter for good, as ordinary tensors of their own."""
-        loaded: dict[int, Tensor] = {}
+        for path, holder, tensor in tensors_in(state):
+            if self.is_stored(tensor):
+                loaded = self.store.load(tensor, parameter)
+                holder[path[-1]] = tensor.clone() if loaded is tensor else loaded
 
-        def visit(path: Path, tensor: Tensor) -> Tensor:
-            new = self._loaded(tensor, parameter, loaded)
-            if new is tensor and self.is_stored(tensor):
-                new = loaded[id(tensor)] = tensor.clone()
-            return new
+    def copied(self, state: Any, parameter: Tensor, eight_bit: EightBitState | None) -> Any:
+        """Return a parameter's state as it would be without the store, in 32 bits; the original stays stored."""
+        if not isinstance(state, dict):
+            return state
+        copy = {name: value.copied() if isinstance(value, Moment) else value for name, value in state.items()}
+        for path, holder, tensor in tensors_in(copy):
+            if self.is_stored(tensor):
+                holder[path[-1]] = self.store.load(tensor, parameter)
+        if eight_bit is not None:
+            eight_bit.dequantize(copy, parameter)
+        return copy
 
-        replace_tensors(state, visit)
+    def part_of(self, name: str, value: Any, part: slice) -> Any:
+        """Return an entry of a parameter's state for a slice of the parameter: a view, stored if the whole is."""
+        if isinstance(value, Moment):
+            blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
+            codes, scales = self._view(value["codes"], part), self._view(value["scales"], blocks)
+            return Moment(codes, scales, signed=value.signed, shape=codes.shape, stride=(1,))
+        if name in STATE_NAMES and isinstance(value, Tensor):
+            return self._view(value, part)
+        return value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
 
-    def copied(self, state: Any, parameter: Tensor) -> Any:
-        """Return the state as it would be without the store; the original stays stored."""
-        loaded: dict[int, Tensor] = {}
-        return tree_map_only(Tensor, lambda tensor: self._loaded(tensor, parameter, loaded), state)
+    def _view(self, whole: Tensor, part: slice) -> Tensor:
+        view = whole.view(-1)[part]
+        if self.is_stored(whole):
+            self._stored[id(view)] = view
+        return view
 
-    def note_load(self, stored: Tensor, parameter: Tensor) -> None:
-        """Count a stored tensor, or a slice of one, that was loaded."""
+    def _count(self, stored: Tensor, parameter: Tensor, *, to_device: bool) -> None:
         self.bytes_moved += stored.nbytes
-        self.watched.up(stored, parameter)
+        tier = self.store.tier
+        if tier == "disk" or (tier == "host" and parameter.device != _HOST):
+            count = self._meter.up if to_device else self._meter.down
+            count("optimizer state", tier, stored.nbytes)
 
-    def note_save(self, stored: Tensor, parameter: Tensor) -> None:
-        """Count one that was saved."""
-        self.bytes_moved += stored.nbytes
-        self.watched.down(stored, parameter)
-
-    def _store_new(self, tensor: Tensor, parameter: Tensor, path: Path) -> Tensor:
-        stored = self._reserved.pop((id(parameter), path), None)
-        if stored is not None and _fits(stored, tensor):
-            self.store.fill(stored, tensor)
-        else:
-            stored = self.store.store(tensor)
-        self._stored[id(stored)] = stored
-        return stored
-
-    def _loaded(self, tensor: Tensor, parameter: Tensor, loaded: dict[int, Tensor]) -> Tensor:
-        if not self.is_stored(tensor):
-            return tensor
-        if id(tensor) not in loaded:
-            loaded[id(tensor)] = self.store.load(tensor, parameter)
-        return loaded[id(tensor)]
+    def _moves(self, value: Any, parameter: Tensor) -> bool:
+        return isinstance(value, Tensor) and (self.is_stored(value) or self._may_store(value, parameter))
 
     def _may_store(self, tensor: Tensor, parameter: Tensor) -> bool:
-        if tensor.device != parameter.device or tensor.layout is not torch.strided or tensor.dim() == 0:
-            return False
-        if (
-            tensor.nbytes < self.least_bytes
-            or tensor.grad_fn is not None
-            or is_traceable_wrapper_subclass(tensor)
-        ):
-            return False
-        storage = tensor.untyped_storage()
-        return storage.nbytes() <= tensor.nbytes and storage._cdata not in _storages(parameter)
+        return (
+            self.store.takes(parameter)
+            and not self.is_stored(tensor)
+            and tensor.dim() > 0
+            and tensor.nbytes >= self._least_bytes
+            and tensor.device == parameter.device
+            and tensor.layout is torch.strided
+            and not is_traceable_wrapper_subclass(tensor)
+        )
 
 
-def replace_tensors(value: Any, visit: Callable[[Path, Tensor], Tensor], path: Path = ()) -> Any:
-    """Put ``visit(path, tensor)`` in the place of each tensor, in the containers that are there."""
-    if isinstance(value, Tensor):
-        return visit(path, value)
-    if isinstance(value, dict):
-        for key, each in list(value.items()):
-            new = replace_tensors(each, visit, (*path, key))
-            if new is not each:
-                value[key] = new
-    elif isinstance(value, list):
-        for index, each in enumerate(value):
-            value[index] = replace_tensors(each, visit, (*path, index))
-    elif type(value) is tuple:
-        new = tuple(replace_tensors(each, visit, (*path, index)) for index, each in enumerate(value))
-        return value if all(a is b for a, b in zip(new, value, strict=True)) else new
-    return value
+def _entries(state: Any) -> list[tuple[str, Any]]:
+    """Return the entries of a parameter's state that torch's arithmetic keeps there."""
+    items = state.items() if isinstance(state, dict) else ()
+    return [(name, value) for name, value in items if name in STATE_NAMES]
 
 
-def _note(tensor: Tensor, ids: set[int]) -> Tensor:
-    ids.add(id(tensor))
-    return tensor
+def tensors_in(state: Any) -> Iterator[tuple[Path, dict[str, Any], Tensor]]:
+    """Yield the tensors among them: where each is, the dict that holds it under the path's last name, and itself."""
+    for name, value in _entries(state):
+        if isinstance(value, Moment):
+            for part, tensor in list(value.items()):
+                yield (name, part), value, tensor
+        elif isinstance(value, Tensor):
+            yield (name,), state, value
 
 
 def _fits(stored: Tensor, tensor: Tensor) -> bool:
     return stored.shape == tensor.shape and stored.dtype == tensor.dtype and tensor.layout is torch.strided
-
-
-def _storages(parameter: Tensor) -> set[int]:
-    """Return the storages of the parameter itself."""
-    tensors = (parameter, parameter.grad)
-    return {
-        each.untyped_storage()._cdata
-        for each in tensors
-        if each is not None and each.layout is torch.strided and not is_traceable_wrapper_subclass(each)
-    }

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memscale._torch import DDP_STATIC_GRAPH_REDUCED, FAKE_TENSOR_LOGGER, disable_current_modes
-from memscale._util.rng import RngState
+from memscale._util.snapshots import RngState
 
 __all__ = ["rehearsal"]
 

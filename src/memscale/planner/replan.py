@@ -63,7 +63,7 @@ def _replan(executor: Executor, sample: Sample) -> None:
         batches.add(named_shapes(executor.model, planned))
         if is_first:
             executor.replan(plan)
-            log_plan(log, plan, hardware, "planned anew from the first training batch")
+            log_plan(log, plan, hardware, "planned from the first training batch")
         elif _is_for_more(plan, executor.plan):
             executor.replan(plan)
             _log_larger(log, plan, sample)

@@ -4,13 +4,13 @@ Note [Loss scaling]
 ~~~~~~~~~~~~~~~~~~~
 In fp16 small gradients are rounded to zero. A backward pass through a model that computed in fp16 therefore begins
 with a gradient that is multiplied by a scale, a power of two, and whatever arrives at a leaf of the graph is divided
-by it, in 32 bits, before it is accumulated. The loop sees nothing of it: `p.grad`, accumulation, clipping, hooks of
-parameters and DDP see true gradients, those of other parts of the loss included, because the whole pass is scaled and
-all of its leaves are divided.
+by it, in 32 bits, before it is accumulated. `p.grad`, accumulation, clipping, hooks of parameters and DDP see true
+gradients, those of other parts of the loss included, because the whole pass is scaled and all of its leaves are
+divided.
 
-*How.* A subscriber of `_torch.BACKWARD` (``backward.py``) collects the leaves of the graph; if parameters of the model
-are among them, it puts a hook on every leaf for the duration of the pass, before the hooks that are there. A pass
-that does not go through `torch.autograd.backward` (`torch.autograd.grad`, say) is not scaled, which is right too.
+*How.* A subscriber of `_torch.BACKWARD` collects the leaves of the graph; if parameters of the model are among them,
+it puts a hook on every leaf for the duration of the pass, before the hooks that are there. A pass that does not go
+through `torch.autograd.backward` (`torch.autograd.grad`, say) is not scaled, which is right too.
 
 *Inside a backward pass* (torch's reentrant checkpointing) another one runs with gradients that are scaled already.
 There, only the parameters of the model are divided: other leaves are where the outer pass goes on from.
@@ -22,20 +22,36 @@ halved, as torch's `GradScaler` does. If the loop has a `GradScaler` of its own,
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from memscale._torch import FakeTensor, largest_magnitudes
-from memscale.optimizer.buckets import members_of
-from memscale.optimizer.interceptor import StepOrder, StepSubscriber, closure_of, evaluate_closure
+from memscale._torch import (
+    BACKWARD,
+    GRAD_SCALER_SCALE,
+    BackwardOrder,
+    FakeTensor,
+    in_backward,
+    largest_magnitudes,
+    leaves_of,
+)
+from memscale.optimizer.interceptor import (
+    StepOrder,
+    StepSubscriber,
+    closure_of,
+    evaluate_closure,
+    members_of,
+)
 from memscale.optimizer.kinds import has_own_step
-from memscale.precision.backward import start_scaling, stop_scaling
 
 __all__ = ["LossScale", "LossScaling"]
 
@@ -89,6 +105,7 @@ class LossScaling(StepSubscriber):
     Attributes:
         scale: The scale.
         skipped: How many steps were not made.
+        is_wanted: Whether the last forward pass was in fp16 by MemScale's own autocast.
     """
 
     order = StepOrder.LOSS_SCALING
@@ -96,10 +113,9 @@ class LossScaling(StepSubscriber):
     def __init__(self, module: nn.Module, scale: LossScale, *, logs: bool = True) -> None:
         self.scale = scale
         self.skipped = 0
+        self.is_wanted = False
         self._module = weakref.ref(module)
         self._logs = logs
-        self._computed = False  # whether the last forward was in fp16 by MemScale's own autocast
-        self._is_attached = False
         self._warned_of_closure = False
         self._passes = 0
         self._last_backoff = self._last_growth = 0
@@ -107,29 +123,20 @@ class LossScaling(StepSubscriber):
 
     def attach(self) -> None:
         """Scale backward passes and check steps from now on."""
-        self._is_attached = True
-        start_scaling(self)
+        BACKWARD.subscribe(_scaled_backward, self, BackwardOrder.LOSS_SCALING)
+        GRAD_SCALER_SCALE.subscribe(_defer_to_loop, self)
         self.subscribe()
 
     def undo(self) -> None:
         """Scale and check nothing any more."""
-        self._is_attached = False
         self.unsubscribe()
-        stop_scaling(self)
+        self.stop()
 
-    def note_forward(self, *, ours: bool) -> None:
-        """Note that the model is called, in MemScale's precision or in the loop's own."""
-        self._computed = ours
-
-    def defer_to_loop(self) -> None:
-        """Stop scaling: the loop has a `GradScaler` of its own."""
-        self._computed = False
-        stop_scaling(self)
-
-    @property
-    def factor(self) -> float:
-        """The scale of a backward pass that begins now; 1 if it is not to be scaled."""
-        return self.scale.value if self._computed else 1
+    def stop(self) -> None:
+        """Scale nothing any more: the loop has a `GradScaler` of its own."""
+        self.is_wanted = False
+        BACKWARD.unsubscribe(_scaled_backward, self)
+        GRAD_SCALER_SCALE.unsubscribe(_defer_to_loop, self)
 
     def parameter_ids(self) -> set[int]:
         """Return the ids of the model's parameters."""
@@ -140,8 +147,6 @@ class LossScaling(StepSubscriber):
         """Note that a scaled backward pass begins."""
         self._passes += 1
 
-    # ------------------------------------------------------------------ steps
-
     def around_step(self, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Skip a step whose gradients are not finite."""
         loss: Any = None
@@ -151,7 +156,8 @@ class LossScaling(StepSubscriber):
                 return step(optimizer, *args, **kwargs)
             loss = evaluate_closure(*args, **kwargs)  # which makes the gradients
             args, kwargs = (lambda: loss,), {}
-        if self._is_new_to(optimizer):
+        if self._seen.get(optimizer, 0) != self._passes:  # a pass was scaled since its last step
+            self._seen[optimizer] = self._passes
             if not _is_finite(optimizer):
                 self._skip(optimizer)
                 return loss
@@ -171,13 +177,6 @@ class LossScaling(StepSubscriber):
                 type(optimizer).__name__,
             )
 
-    def _is_new_to(self, optimizer: Optimizer) -> bool:
-        """Return whether a backward pass is or was scaled since the last step of an optimizer."""
-        if self._seen.get(optimizer, 0) == self._passes:
-            return False
-        self._seen[optimizer] = self._passes
-        return True
-
     def _skip(self, optimizer: Optimizer) -> None:
         self.skipped += 1
         if self._last_backoff != self._passes:  # several optimizers, one overflow
@@ -191,23 +190,6 @@ class LossScaling(StepSubscriber):
                 type(optimizer).__name__,
                 self.scale.value,
             )
-
-    # ------------------------------------------------------------------ copies
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            "module": self._module(),
-            "scale": self.scale,
-            "skipped": self.skipped,
-            "logs": self._logs,
-            "attached": self._is_attached,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["module"], state["scale"], logs=state["logs"])  # type: ignore[misc]
-        self.skipped = state["skipped"]
-        if state["attached"]:
-            self.attach()
 
 
 def _is_finite(optimizer: Optimizer) -> bool:
@@ -227,3 +209,101 @@ def _is_finite(optimizer: Optimizer) -> bool:
         if not torch.stack([norm.float() for norm in norms]).isfinite().all():
             return False
     return True
+
+
+# ---------------------------------------------------------------------- backward passes
+
+# Of the scaled passes that are running: the scale, and the ids of the models' parameters.
+_running: list[tuple[float, set[int]]] = []
+
+
+def _defer_to_loop(
+    scale: Callable[..., Any], models: list[LossScaling], scaler: GradScaler, outputs: Any
+) -> Any:
+    if scaler.is_enabled():
+        reached = {id(leaf) for leaf in leaves_of(_as_list(outputs))}
+        for model in models:
+            if reached & model.parameter_ids():
+                model.stop()
+    return scale(scaler, outputs)
+
+
+def _scaled_backward(
+    backward: Callable[..., None],
+    models: list[LossScaling],
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    options = {
+        "retain_graph": retain_graph,
+        "create_graph": create_graph,
+        "grad_variables": grad_variables,
+        "inputs": inputs,
+    }
+    roots = _as_list(tensors)
+    if any(isinstance(root, GradientEdge) for root in roots):  # the caller works on the graph itself
+        return backward(tensors, grad_tensors, **options)
+    if in_backward():
+        factor, parameters = _running[-1] if _running else (1.0, set())
+        leaves = [leaf for leaf in leaves_of(roots) if id(leaf) in parameters] if parameters else []
+        with _divided(leaves, factor):
+            return backward(tensors, grad_tensors, **options)
+    wanted = [model for model in models if model.is_wanted]
+    # A graph of gradients is differentiated again, and gradients of inner tensors are what the caller asked for.
+    of_inner = inputs is not None and any(not tensor.is_leaf for tensor in _as_list(inputs))
+    is_narrow = any(root.dtype in (torch.float16, torch.bfloat16) for root in roots)
+    if not wanted or grad_variables is not None or of_inner or is_narrow or create_graph:
+        return backward(tensors, grad_tensors, **options)
+    leaves = leaves_of(roots)
+    reached = {id(leaf) for leaf in leaves}
+    scaled = [model for model in wanted if reached & model.parameter_ids()]
+    if not scaled:
+        return backward(tensors, grad_tensors, **options)
+    factor = min(model.scale.value for model in scaled)
+    seeds = _seeds(roots, grad_tensors, factor)
+    for model in scaled:
+        model.note_pass()  # before the pass: an optimizer may step inside of it
+    _running.append((factor, set().union(*(model.parameter_ids() for model in scaled))))
+    try:
+        with _divided(leaves, factor):
+            backward(roots, seeds, **options)
+    finally:
+        _running.pop()
+    return None
+
+
+def _seeds(roots: Sequence[torch.Tensor], given: Any, factor: float) -> list[torch.Tensor]:
+    """Return the scaled gradients that a pass begins with: ones, if the caller has given none."""
+    seeds = []
+    for root, gradient in zip(roots, [None] * len(roots) if given is None else _as_list(given), strict=True):
+        if gradient is None and root.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")  # torch's message
+        ones = torch.full_like(root, factor, requires_grad=False) if gradient is None else None
+        seeds.append(gradient * factor if ones is None else ones)
+    return seeds
+
+
+@contextlib.contextmanager
+def _divided(leaves: Iterable[torch.Tensor], factor: float) -> Iterator[None]:
+    """Divide gradients that arrive at these leaves inside the block, before any other hook sees them."""
+    share = 1 / factor  # exact: a power of two
+    handles: list[RemovableHandle] = []
+    try:
+        for leaf in leaves:
+            handles.append(leaf.register_hook(lambda gradient: gradient * share))  # type: ignore[no-untyped-call]
+            hooks = leaf._backward_hooks or {}
+            for key in list(hooks)[:-1]:
+                # The others to the end, one by one: autograd goes by insertion, not by `move_to_end`.
+                hooks[key] = hooks.pop(key)
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [value] if isinstance(value, (torch.Tensor, GradientEdge)) else list(value)

@@ -98,7 +98,7 @@ class AutocastStage(ForwardStage):
     ) -> Any:
         has_its_own = torch.is_autocast_enabled(self._device_type)
         if self._scaling is not None and torch.is_grad_enabled():
-            self._scaling.note_forward(ours=not has_its_own)
+            self._scaling.is_wanted = not has_its_own
         if has_its_own:
             return call_next(*args, **kwargs)
         with torch.autocast(self._device_type, dtype=self._dtype, cache_enabled=False):
@@ -116,13 +116,9 @@ def in_full(output: Any, dtype: torch.dtype) -> Any:
     tree = Tree.of(output)
     if not any(tensor.dtype is dtype for tensor in tree.tensors()):
         return output
-    done: dict[int, torch.Tensor] = {}  # one that is returned twice stays one
+    wide: dict[int, torch.Tensor] = {}  # one that is returned twice stays one
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype is not dtype:
-            return tensor
-        if id(tensor) not in done:
-            done[id(tensor)] = tensor.float()
-        return done[id(tensor)]
+        return wide.setdefault(id(tensor), tensor.float() if tensor.dtype is dtype else tensor)
 
     return tree.map(torch.Tensor, change).build()

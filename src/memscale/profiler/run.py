@@ -28,8 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from memscale._util.attributes import Attributes
-from memscale._util.rng import RngState
+from memscale._util.snapshots import Attributes, RngState
 from memscale.errors import ProfileError
 from memscale.hardware import DeviceSpec, find_gpu
 from memscale.memory.allocator import CachingAllocator

@@ -2,9 +2,9 @@
 
 | where | what is repeated |
 |---|---|
-| forward (`guard.py`) | the model's forward, with random state and buffers as it found them |
-| backward (`backward.py`) | the model's forward, and backward for the gradients that have not arrived |
-| optimizer step (`steps.py`) | its arithmetic, a few parameters at a time |
+| forward | the model's forward, with random state and buffers as it found them |
+| backward | the model's forward, and backward for the gradients that have not arrived |
+| optimizer step | its arithmetic, a few parameters at a time |
 
 Nothing of what failed may be alive while the next plan is tried, or there is no room for it: neither the error's frames
 (Note [What an error holds]) nor what the failed graph has saved (Note [Backward again]). Parameters are not moved

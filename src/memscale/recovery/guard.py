@@ -1,7 +1,22 @@
-"""The guard of a wrapped model's steps, and out of memory in forward: the call is repeated under a heavier plan.
+"""Out of memory in forward and backward: repeat them under a heavier plan.
 
-What held the memory of a call that failed was its error (Note [What an error holds]): without its traceback the graph
-and the activations are freed, and parameters may be moved.
+*Forward.* The call is repeated with the random state and buffers that it found.
+
+Note [Backward again]
+~~~~~~~~~~~~~~~~~~~~~
+Every call of `torch.autograd.backward` is looked at: which calls of a wrapped model does the pass reach, and which
+gradients are there before it begins? If memory runs out,
+
+- the gradients of the model's outputs are known (Note [Gradients of a model's outputs]), unless the pass failed before
+  it got there;
+- a parameter's gradient has been accumulated completely or not at all: autograd adds it in one operation when all of
+  its parts have arrived. So nothing has to be undone, gradient accumulation over several steps included: the
+  repetition leaves out the parameters that have theirs.
+
+Then what the failed graph has saved is freed, as it is when a pass is through. The loop may still hold its loss and
+logits, which stay as they are, with a graph that cannot be used any more. The calls are repeated under a heavier plan,
+and one backward pass brings the missing gradients. A pass is not repeated if that could give other numbers, or if
+something would be lost (`_Pass._objection`); then the error says that the next step has the heavier plan.
 """
 
 from __future__ import annotations
@@ -13,63 +28,66 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from memscale._torch import BACKWARD, BackwardOrder, hooks_are_allowed
-from memscale.checkpointing.model_call import GraphHandle, ModelCall
+from memscale._torch import (
+    BACKWARD,
+    BackwardOrder,
+    hooks_are_allowed,
+    in_backward,
+    leaves_of,
+    release_saved_tensors,
+)
+from memscale.checkpointing.model_call import GraphHandle, ModelCall, ReachedOutput, reached_outputs
 from memscale.errors import RecomputeError, is_out_of_memory
 from memscale.execution_plan import Plan
 from memscale.executor import Executor, executor_of
-from memscale.recovery.backward import guarded_backward
-from memscale.recovery.shortage import (
-    add_note,
-    explain,
-    free_memory,
-    heavier_plans,
-    log_recovery,
-    planned_forward,
-)
+from memscale.recovery.shortage import explain, free_memory, heavier_plans, log_recovery
 from memscale.recovery.steps import StepRecovery
-from memscale.techniques.forward import ForwardStage, Stage, WeakModule
+from memscale.techniques.forward import ForwardStage, Stage, override_of
+from memscale.units import format_bytes
 
 if TYPE_CHECKING:
     from memscale.techniques.undo_log import UndoLog
 
-__all__ = ["RecoverStage", "StepGuard"]
+__all__ = ["StepGuard"]
 
-_FAILED = object()
+_FREED = (
+    "Trying to backward through a graph a second time whose first backward pass ran out of memory and was repeated by "
+    "MemScale with another graph. Specify retain_graph=True if you need to backward through it again."
+)
 
 
 class StepGuard:
-    """Guards forward, backward and the optimizer steps of one model. See `memscale.recovery`."""
+    """Guards forward, backward and the optimizer steps of one model. See `memscale.recovery`.
+
+    Attributes:
+        calls: The calls of the model whose graphs are alive.
+    """
 
     def __init__(self) -> None:
-        self._calls: weakref.WeakKeyDictionary[GraphHandle, ModelCall] = weakref.WeakKeyDictionary()
-        self._model: WeakModule | None = None
-
-    @property
-    def calls(self) -> list[ModelCall]:
-        """The calls of the model whose graphs are alive."""
-        return list(self._calls.values())
-
-    def add_call(self, call: ModelCall, handle: GraphHandle) -> None:
-        """Keep a call for as long as its graph is alive."""
-        self._calls[handle] = call
+        self.calls: weakref.WeakKeyDictionary[GraphHandle, ModelCall] = weakref.WeakKeyDictionary()
+        self._model: weakref.ref[nn.Module] | None = None
 
     @property
     def awaits_backward(self) -> bool:
         """Whether a call of the model has a graph that no backward pass has come to."""
-        return any(call.awaits_backward for call in self.calls)
+        return any(call.awaits_backward for call in list(self.calls.values()))
 
     def begin(self, model: nn.Module, log: UndoLog) -> None:
         """Guard backward passes and optimizer steps."""
-        self._model = WeakModule(model)
-        log.add(_GuardedBackward(self))
+        self._model = weakref.ref(model)
+        BACKWARD.subscribe(_guarded_backward, self, BackwardOrder.RECOVERY)
+        log.add(self)
         log.add(StepRecovery(model))
+
+    def undo(self) -> None:
+        """Guard backward passes no more."""
+        BACKWARD.unsubscribe(_guarded_backward, self)
 
     def cover(self, model: nn.Module, log: UndoLog) -> None:
         """Guard forward passes, outside of all techniques that are on the model."""
         if not isinstance(model, torch.jit.ScriptModule):  # its forward cannot be replaced
             is_opaque = any(stage.is_opaque for _, stage in log.stages())
-            log.add_stage(model, RecoverStage(self, is_opaque=is_opaque))
+            log.add_stage(model, _RecoverStage(self, is_opaque=is_opaque))
 
     def executor(self) -> Executor | None:
         """Return the model's executor, if its plan is attached."""
@@ -77,29 +95,11 @@ class StepGuard:
         executor = None if model is None else executor_of(model)
         return executor if executor is not None and executor.attached else None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"model": self._model}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]  # no graph is copied
-        self._model = state["model"]
+# Forward ---------------------------------------------------------------------------------------------
 
 
-class _GuardedBackward:
-    """The subscription of a guard to backward passes, as a change that can be undone."""
-
-    def __init__(self, guard: StepGuard) -> None:
-        self._guard = guard
-        BACKWARD.subscribe(guarded_backward, guard, BackwardOrder.RECOVERY)
-
-    def undo(self) -> None:
-        BACKWARD.unsubscribe(guarded_backward, self._guard)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_guard"])  # type: ignore[misc]  # a copy of the model is guarded by itself
-
-
-class RecoverStage(ForwardStage):
+class _RecoverStage(ForwardStage):
     """Repeats a call of a whole model if it runs out of memory.
 
     Args:
@@ -110,7 +110,7 @@ class RecoverStage(ForwardStage):
 
     order = Stage.RECOVER
 
-    def __init__(self, guard: StepGuard, *, is_opaque: bool = True) -> None:
+    def __init__(self, guard: StepGuard, *, is_opaque: bool) -> None:
         self._guard = guard
         self.is_opaque = is_opaque
 
@@ -121,51 +121,238 @@ class RecoverStage(ForwardStage):
         if executor is None or not hooks_are_allowed() or cast(Any, torch.jit).is_tracing():
             return call_next(*args, **kwargs)
         call = ModelCall(module, args, kwargs, executor.homes.device)
-        failure: Exception | None = None
-        try:
-            output = call_next(*args, **kwargs)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = error
-        # Not in the `except` above: as long as that runs, the frames that failed hold their tensors.
+        output, failure = _attempt(lambda: call_next(*args, **kwargs))
         if failure is not None:
-            output = _repeat(executor, call, failure)
-        self._guard.add_call(call, call.finish_forward(output))
+            output = _repeat_forward(executor, call, failure)
+        self._guard.calls[call.finish_forward(output)] = call
         call.on_backward = executor.meter.backward_pass
         return output
 
 
-def _repeat(executor: Executor, call: ModelCall, failure: Exception) -> Any:
+def _attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """Return a function's result, or the error if memory ran out.
+
+    Outside of an `except`, as its caller handles the error: in one, the frames that failed hold their tensors.
+    """
+    try:
+        return function(), None
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None, error
+
+
+def _use(executor: Executor, plan: Plan) -> None:
+    executor.replan(plan)
+    executor.homes.settle_states()
+
+
+def _planned_forward(executor: Executor, call: ModelCall) -> Any:
+    """Repeat a call with all techniques of the attached plan, inside of the stage that recovers."""
+    override = override_of(executor.model)
+    forward = executor.model.forward if override is None else override.inside_of(Stage.RECOVER)
+    return forward(*call.sample.args, **call.sample.kwargs)
+
+
+def _repeat_forward(executor: Executor, call: ModelCall, failure: Exception) -> Any:
     tried: list[Plan] = []
     objection = ""
+
+    def run() -> Any:
+        _use(executor, tried[-1])
+        call.conditions.flags.parameters_moved()
+        return _planned_forward(executor, call)
+
     origin = free_memory(executor.device, failure)
     try:
         call.restore_state()
         for plan in heavier_plans(executor, call.sample):
             tried.append(plan)
-            output = _run_under(executor, call, plan)
-            if output is not _FAILED:
-                executor.batches.ceiling = plan.predicted_peak_bytes or None
+            output, again = _attempt(run)
+            if again is None:
                 log_recovery(executor, "forward", failure)
                 return output
+            free_memory(executor.device, again)
+            call.restore_state()
     except RecomputeError as error:
         objection = str(error)
-    add_note(failure, explain(executor, "forward", call.sample, tried, objection), origin)
+    explain(failure, executor, "forward", call.sample, tried, objection, origin=origin)
     raise failure
 
 
-def _run_under(executor: Executor, call: ModelCall, plan: Plan) -> Any:
-    """Return the output of a call under another plan, or `_FAILED` if it runs out of memory again."""
-    try:
-        executor.replan(plan)
-        executor.homes.settle_states()
-        call.conditions.flags.parameters_moved()
-        return planned_forward(executor.model)(*call.sample.args, **call.sample.kwargs)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        failure = error
-    free_memory(executor.device, failure)
-    call.restore_state()
-    return _FAILED
+# Backward --------------------------------------------------------------------------------------------
+
+
+def _guarded_backward(
+    backward: Callable[..., None],
+    guards: Sequence[StepGuard],
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    def run() -> None:
+        backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+
+    if in_backward():
+        return run()
+    given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    roots = [each for each in given if isinstance(each, torch.Tensor)]
+    is_special = bool(retain_graph or create_graph) or inputs is not None
+    guarded = _Pass(roots, guards, is_special=is_special)
+    if not guarded.calls:
+        return run()
+    _, failure = _attempt(run)
+    if failure is None:
+        guarded.finish()
+    else:
+        guarded.repeat(failure, backward)
+    return None
+
+
+class _Pass:
+    """One backward pass, and the calls of a wrapped model that it reaches. See Note [Backward again]."""
+
+    def __init__(
+        self, roots: Sequence[torch.Tensor], guards: Sequence[StepGuard], *, is_special: bool
+    ) -> None:
+        self._roots = roots
+        self._is_special = is_special  # it keeps its graph, or brings gradients to some tensors only
+        self._reached, outside = reached_outputs(roots)
+        self.calls = list({id(each.call): each.call for each in self._reached}.values())
+        for call in self.calls:
+            call.gradients = {}  # of an earlier pass, over a graph that was kept
+        owners = (guard for guard in guards if any(call in guard.calls.values() for call in self.calls))
+        self._guard = next(owners, None)
+        self._outside = {id(leaf) for leaf in outside}
+        leaves = [*outside]
+        for call in self.calls:
+            leaves += (*call.conditions.flags.parameters(), *call.sample.tensors())
+        self._leaves = {id(leaf): leaf for leaf in leaves if leaf.requires_grad and leaf.is_leaf}
+        self._before = self._gradients()
+        self._arrived: set[int] = set()
+
+    def finish(self) -> None:
+        if not self._is_special:
+            for call in self.calls:
+                call.release()
+
+    def repeat(self, failure: Exception, backward: Callable[..., None]) -> None:
+        """Bring the missing gradients under a heavier plan, or raise the error with an explanation."""
+        executor = None if self._guard is None else self._guard.executor()
+        if executor is None:
+            raise failure
+        objection, consequence = self._objection(), ""
+        tried: list[Plan] = []
+        self._arrived |= self._changed()
+        if not self._is_special:
+            release_saved_tensors(self._roots, _FREED)
+        origin = free_memory(executor.device, failure)
+        sample = max(
+            (call.sample for call in self.calls), key=lambda each: sum(map(torch.numel, each.tensors()))
+        )
+
+        def run() -> None:
+            _use(executor, tried[-1])
+            self._bring_missing(executor, backward)
+
+        if objection:
+            for call in self.calls:  # a graph that is kept needs its parameters where they are
+                call.awaits_backward = self._is_special
+            consequence = "there is no heavier plan for the next step"
+            failed = executor.plan
+            plan = next(heavier_plans(executor, sample), failed)
+            if plan is not failed and _attempt(lambda: _use(executor, plan))[1] is None:
+                executor.batches.ceiling = plan.predicted_peak_bytes or None
+                peak = format_bytes(plan.predicted_peak_bytes)
+                consequence = f"the next step runs under a heavier plan, peak {peak}"
+        else:
+            for plan in heavier_plans(executor, sample):
+                tried.append(plan)
+                _, again = _attempt(run)
+                if again is None:
+                    log_recovery(executor, "backward", failure)
+                    self.finish()
+                    return
+                self._arrived |= self._changed()
+                free_memory(executor.device, again)
+        explain(failure, executor, "backward", sample, tried, objection, consequence, origin)
+        self.finish()
+        raise failure
+
+    def _objection(self) -> str:
+        """Return why the pass must not be repeated; nothing if it may be."""
+        assert self._guard is not None
+        if self._is_special:
+            return "it was called with retain_graph, create_graph or inputs"
+        if not all(call in self._guard.calls.values() for call in self.calls):
+            return (
+                "it goes through several wrapped models, or through one that was detached since its forward"
+            )
+        if not all(each.indices for each in self._reached):
+            return "the loss was computed outside of the model from its tiled logits, and cannot be computed again"
+        if any(index not in each.call.gradients for each in self._reached for index in each.indices):
+            return "it failed before it came to the model, in the loss or in what is around the model"
+        if _are_nested(self._reached):
+            return "the loss uses several outputs of the model of which one was computed from another"
+        if any(call.conditions.flags.any_was_computed for call in self.calls):
+            return "the model was called with computed weights (torch.func.functional_call)"
+        if any(tensor.grad_fn is not None for call in self.calls for tensor in call.sample.tensors()):
+            return "the model's inputs were computed from something that has gradients, too"
+        if not self._outside <= self._changed():
+            return "it has gradients to bring around the model, which have not arrived"
+        try:
+            for call in self.calls:
+                call.conditions.flags.check_parameters()
+        except RecomputeError as error:
+            return str(error)
+        return ""
+
+    def _bring_missing(self, executor: Executor, backward: Callable[..., None]) -> None:
+        self._before = self._gradients()  # after the plan was changed, which may have moved them
+        outputs: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        for call in self.calls:
+            with call.replay():
+                output = _planned_forward(executor, call)
+            for index, tensor in enumerate(call.outputs_of(output)):
+                gradient = call.gradients.get(index)
+                if gradient is not None:
+                    outputs.append(tensor)
+                    gradients.append(gradient)
+            del output
+        missing = [leaf for leaf in leaves_of(outputs) if id(leaf) not in self._arrived]
+        if missing:
+            backward(outputs, gradients, inputs=missing)
+
+    def _gradients(self) -> dict[int, tuple[torch.Tensor | None, int]]:
+        return {
+            key: (leaf.grad, 0 if leaf.grad is None else leaf.grad._version)
+            for key, leaf in self._leaves.items()
+        }
+
+    def _changed(self) -> set[int]:
+        """Return the ids of the leaves whose gradients have arrived."""
+        now = self._gradients()
+        return {
+            key
+            for key, (gradient, version) in self._before.items()
+            if now[key][0] is not gradient or now[key][1] != version
+        }
+
+
+def _are_nested(reached: Sequence[ReachedOutput]) -> bool:
+    """Return whether one output is behind another: then its gradient is not from outside alone."""
+    nodes = {each.node for each in reached}
+    pending: list[Any] = list(nodes)
+    seen: set[Any] = set()
+    while pending:
+        for node, _ in pending.pop().next_functions:
+            if node in nodes:
+                return True
+            if node is not None and node not in seen:
+                seen.add(node)
+                pending.append(node)
+    return False

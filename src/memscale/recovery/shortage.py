@@ -11,16 +11,19 @@ dropped before a heavier plan is tried. Its lines are kept as text, in case the 
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import json
 import math
+import os
+import platform
+import tempfile
+import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import torch
-from torch import nn
 
 from memscale._torch import disable_current_modes
 from memscale.config import Config, OptimizationMode
@@ -33,69 +36,48 @@ from memscale.observe.log import open_log
 from memscale.planner.make_plan import make_plan
 from memscale.profiler import Place, Sample
 from memscale.profiler.recorder import backward_targets, loss_of
-from memscale.recovery.dump import dump_out_of_memory
-from memscale.techniques.forward import Stage, override_of
 from memscale.units import format_bytes
+from memscale.version import __version__
 
-__all__ = ["add_note", "explain", "free_memory", "heavier_plans", "log_recovery", "planned_forward"]
+__all__ = ["explain", "free_memory", "heavier_plans", "log_recovery"]
 
 HEAVIER_SHARE = 0.75  # of the predicted peak of the plan that failed
 LARGEST_TENSORS = 5  # that an explanation names
+MAX_DUMPS = 3  # of one model: a loop that goes on after such errors must not fill the disk
 
 
 # Errors ----------------------------------------------------------------------------------------------
 
 
-def free_memory(device: torch.device, *errors: BaseException) -> str:
-    """Free what failed calls hold: the tensors in their frames, cycles, and the allocator's cache.
+def free_memory(device: torch.device, error: BaseException) -> str:
+    """Free what a failed call holds: the tensors in its frames, cycles, and the allocator's cache.
 
     Returns:
-        The traceback of the first error as text: it has none any more. See Note [What an error holds].
+        The traceback of the error as text: it has none any more. See Note [What an error holds].
     """
-    origins = [_traceback_text(error.__traceback__) for error in errors]
-    for error in errors:
-        for each in _chain(error):
-            traceback.clear_frames(each.__traceback__)
-            each.__traceback__ = None
-    gc.collect()
-    if device.type != "cpu":
-        empty_cache = getattr(torch.get_device_module(device), "empty_cache", None)
-        if empty_cache is not None:
-            empty_cache()
-    return origins[0] if origins else ""
-
-
-def _traceback_text(raised: TracebackType | None) -> str:
-    """Return the lines of a traceback, without those of how torch and MemScale call modules."""
-    module_calls = Path(torch.nn.modules.module.__file__)
-    package = Path(__file__).parents[1]
+    # Without the lines of how torch and MemScale call modules.
+    module_calls, package = Path(torch.nn.modules.module.__file__), Path(__file__).parents[1]
+    raised = error.__traceback__
     lines = [
         line
         for frame, line in zip(traceback.extract_tb(raised), traceback.format_tb(raised), strict=True)
         if Path(frame.filename) != module_calls and package not in Path(frame.filename).parents
     ]
-    return "".join(lines).rstrip()
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
         each = pending.pop()
         if each is not None and id(each) not in seen:
             seen.add(id(each))
-            yield each
+            traceback.clear_frames(each.__traceback__)
+            each.__traceback__ = None
             pending += [each.__context__, each.__cause__]
-
-
-def add_note(error: BaseException, note: str, origin: str = "") -> None:
-    """Add a note, and the text of the error's traceback, to its message; before Python 3.11, in the message itself."""
-    if origin:
-        note = f"{note}\n  Where it came from:\n{origin}"
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    else:
-        error.args = (f"{error}\n{note}", *error.args[1:])
+    gc.collect()
+    if device.type != "cpu":
+        empty_cache = getattr(torch.get_device_module(device), "empty_cache", None)
+        if empty_cache is not None:
+            empty_cache()
+    return "".join(lines).rstrip()
 
 
 # Heavier plans ---------------------------------------------------------------------------------------
@@ -137,12 +119,6 @@ def heavier_plans(executor: Executor, sample: Sample) -> Iterator[Plan]:
         yield first
 
 
-def planned_forward(model: nn.Module) -> Callable[..., Any]:
-    """Return a model's forward with all techniques of its plan, inside of the stage that recovers."""
-    override = override_of(model)
-    return model.forward if override is None else override.inside_of(Stage.RECOVER)
-
-
 def _plan(executor: Executor, sample: Sample, config: Config, hardware: Hardware) -> Plan | None:
     try:
         with executor.meter.planning(), executor.suspended() as model:
@@ -180,8 +156,9 @@ def _actions(plan: Plan) -> tuple[object, ...]:
 
 
 def log_recovery(executor: Executor, where: str, error: BaseException) -> None:
-    """Log in one line what happened, and by which plan the step was repeated."""
+    """Log by which plan a step was repeated, whose peak is the limit for the plans of later batches."""
     plan = executor.plan
+    executor.batches.ceiling = plan.predicted_peak_bytes or None
     with open_log(executor.config or Config()) as log:
         log.warning(
             "out of memory in %s (%s): the step was repeated with a heavier plan, peak %s, step time × %.2f (%s)",
@@ -194,22 +171,26 @@ def log_recovery(executor: Executor, where: str, error: BaseException) -> None:
 
 
 def explain(
+    error: BaseException,
     executor: Executor,
     where: str,
     sample: Sample | None,
     tried: Sequence[Plan],
     objection: str = "",
     consequence: str = "",
-) -> str:
-    """Return what to know of an out-of-memory error that is raised in the end.
+    origin: str = "",
+) -> None:
+    """Add to an out-of-memory error, which is raised in the end, what to know of it; write the same to a JSON file.
 
     Args:
+        error: The error.
         executor: The executor of the model, with the plan that is attached now.
         where: The part of the step.
         sample: What the model was called with.
         tried: The plans that the step was repeated with.
         objection: Why it was not repeated.
         consequence: What was done about it.
+        origin: The text of the error's traceback, if it has none any more.
     """
     plan = executor.plan
     lines = [
@@ -229,11 +210,17 @@ def explain(
         lines.append(f"  at its peak forward and backward hold (simulated): {parts}")
         for top in peak.top:
             lines.append(f"    {format_bytes(top.nbytes)} {top.category}: {top.description}")
-    lines.append(f"  {dump_out_of_memory(executor, where, tried, objection, peak)}")
+    lines.append(f"  {_dump(executor, where, tried, objection, peak)}")
     lines.append(
         "  What helps: a smaller batch, a shorter sequence, another mode; see memscale.plan(model, batch)."
     )
-    return "\n".join(lines)
+    if origin:
+        lines.append(f"  Where it came from:\n{origin}")
+    note = "\n".join(lines)
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:  # before Python 3.11
+        error.args = (f"{error}\n{note}", *error.args[1:])
 
 
 def _simulated_peak(executor: Executor, sample: Sample) -> Snapshot | None:
@@ -255,3 +242,40 @@ def _simulated_peak(executor: Executor, sample: Sample) -> Snapshot | None:
             return simulation.tracker.at_peak(simulation.device, top=LARGEST_TENSORS)
     except Exception:
         return None  # a model that cannot be simulated: the error that is being explained matters more
+
+
+def _dump(
+    executor: Executor, where: str, tried: Sequence[Plan], objection: str, peak: Snapshot | None
+) -> str:
+    """Write a file to the offload directory, or else to that for temporary files; return a line that says where."""
+    written = executor.meter.dumps
+    if len(written) >= MAX_DUMPS:
+        return f"dumps of earlier such errors: {', '.join(written)}"
+    directory = None if executor.config is None else executor.config.offload_dir
+    contents = {
+        "schema": 1,
+        "what": "out of memory",
+        "where": where,
+        "why_not_repeated": objection,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "memscale": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "device": str(executor.device),
+        "plan": json.loads(executor.plan.to_json()),
+        "plans_tried": [json.loads(plan.to_json()) for plan in tried],
+        "report": dataclasses.asdict(executor.report()),
+        "simulated_peak": None if peak is None else dataclasses.asdict(peak),
+    }
+    try:
+        if directory is not None:
+            os.makedirs(directory, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="memscale-oom-", suffix=".json", dir=directory, delete=False, encoding="utf-8"
+        ) as file:
+            json.dump(contents, file, indent=1, default=str)
+    except Exception as error:  # the error that is being explained matters more
+        return f"a dump of this could not be written: {type(error).__name__}: {error}"
+    written.append(file.name)
+    return f"all of this and more, as JSON: {file.name}"

@@ -21,6 +21,7 @@ of torch.optim's (``optimizer/kinds.py``) is not repeated.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -31,13 +32,11 @@ from torch.optim import Optimizer
 from memscale._torch import LightDispatchMode, a_dispatch_mode_is_active, written_tensors
 from memscale.config import Config
 from memscale.errors import is_out_of_memory
-from memscale.executor import executor_of
+from memscale.executor import Executor, executor_of
 from memscale.observe.log import open_log
-from memscale.optimizer.buckets import Member, SplitStep, members_of
-from memscale.optimizer.interceptor import StepOrder, StepSubscriber
+from memscale.optimizer.interceptor import Member, SplitStep, StepOrder, StepSubscriber, members_of
 from memscale.optimizer.kinds import why_whole
-from memscale.recovery.shortage import add_note, explain, free_memory
-from memscale.techniques.forward import WeakModule
+from memscale.recovery.shortage import explain, free_memory
 
 __all__ = ["StepRecovery"]
 
@@ -59,21 +58,16 @@ class StepRecovery(StepSubscriber):
     order = StepOrder.RECOVERY
 
     def __init__(self, model: nn.Module) -> None:
-        self._begin(WeakModule(model))
-
-    def _begin(self, model: WeakModule) -> None:
-        self._model = model
+        self._model = weakref.ref(model)
         self._ran_out = False
         self.subscribe()
 
     def undo(self) -> None:
         self.unsubscribe()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"model": self._model}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._begin(state["model"])
+    def _executor(self) -> Executor | None:
+        model = self._model()
+        return None if model is None else executor_of(model)
 
     def parameter_ids(self) -> set[int]:
         """Return the ids of the model's parameters."""
@@ -82,8 +76,7 @@ class StepRecovery(StepSubscriber):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Tell the model's placement of an optimizer."""
-        model = self._model()
-        executor = None if model is None else executor_of(model)
+        executor = self._executor()
         if executor is not None:
             executor.homes.note_optimizer(optimizer)
 
@@ -98,11 +91,6 @@ class StepRecovery(StepSubscriber):
 
     def around_arithmetic(self, call: Callable[[], Any], optimizer: Optimizer) -> None:
         """Run the arithmetic, again in buckets if memory runs out."""
-        self._watched(optimizer, call)
-
-    # ------------------------------------------------------------------ a step
-
-    def _watched(self, optimizer: Optimizer, call: Callable[[], Any]) -> None:
         if self._is_short(optimizer):
             self._in_buckets(optimizer, call)
             return
@@ -116,30 +104,46 @@ class StepRecovery(StepSubscriber):
                 raise
             failure = error
         self._ran_out = True
-        came_from = _free(optimizer, failure)
+        origin = _free(optimizer, failure)
         if not versions.restore():
-            self._explain(failure, _CHANGED, came_from)
+            self._explain(failure, _CHANGED, origin)
             raise failure
         self._in_buckets(optimizer, call)
-        self._say(failure)
+        executor = self._executor()
+        with open_log((None if executor is None else executor.config) or Config()) as log:
+            log.warning(
+                "out of memory in the optimizer's step (%s): it was repeated a few parameters at a time, as later "
+                "ones will be",
+                str(failure).partition("\n")[0][:120],
+            )
 
     def _in_buckets(self, optimizer: Optimizer, call: Callable[[], Any]) -> None:
         everyone = members_of(optimizer)
         stepped = [member for member in everyone if member.parameter.grad is not None]
-        pending = [member for member in everyone if member.parameter.grad is None]
         if not stepped:
             call()
             return
-        pending += stepped[::-1]  # taken from the end: those without a gradient go with the last bucket
+        # Taken from the end: those without a gradient go with the last bucket.
+        pending = [member for member in everyone if member.parameter.grad is None] + stepped[::-1]
         limit = BUCKET_BYTES
         done: list[_Operands] = []
         is_kept = True  # what every bucket so far had before
         with SplitStep(optimizer) as split:
             while pending:
-                bucket = _take(pending, limit)
+                bucket = [pending.pop()]
+                size = _bytes_of(bucket[0])
+                while pending and size + _bytes_of(pending[-1]) <= limit:
+                    size += _bytes_of(pending[-1])
+                    bucket.append(pending.pop())
                 operands = _Operands(optimizer, bucket)
                 split.show(bucket)
-                failure = _attempt(call)
+                failure: Exception | None = None
+                try:
+                    call()
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    failure = error
                 if failure is None:
                     if all(member.parameter.device.type != "cpu" for member in bucket):
                         done.append(operands)  # on the host, where there is room
@@ -147,14 +151,14 @@ class StepRecovery(StepSubscriber):
                         is_kept = False
                     continue
                 operands.restore()
-                came_from = _free(optimizer, failure)
+                origin = _free(optimizer, failure)
                 if len(bucket) == 1:
                     for earlier in done:
                         earlier.restore()
-                    self._explain(failure, _NO_ROOM if is_kept else _CHANGED, came_from)
+                    self._explain(failure, _NO_ROOM if is_kept else _CHANGED, origin)
                     raise failure
                 pending += bucket[::-1]
-                limit = max(1, sum(map(_bytes_of, bucket)) // 2)
+                limit = max(1, size // 2)
 
     def _is_short(self, optimizer: Optimizer) -> bool:
         """Return whether a device may lack the memory for a step's temporaries and new state."""
@@ -168,50 +172,20 @@ class StepRecovery(StepSubscriber):
                 needed[parameter.device] = needed.get(parameter.device, 0) + times * parameter.nbytes
         return any(_free_bytes(device, size) < size for device, size in needed.items())
 
-    # ------------------------------------------------------------------ words
-
-    def _explain(self, error: Exception, why: str, came_from: str = "") -> None:
-        model = self._model()
-        executor = None if model is None else executor_of(model)
+    def _explain(self, error: Exception, why: str, origin: str = "") -> None:
+        executor = self._executor()
         if executor is not None:
-            add_note(error, explain(executor, "the optimizer's step", None, (), why), came_from)
+            explain(error, executor, "the optimizer's step", None, (), why, origin=origin)
             setattr(error, _EXPLAINED, True)  # steps may be nested
-
-    def _say(self, error: Exception) -> None:
-        model = self._model()
-        executor = None if model is None else executor_of(model)
-        config = (executor.config if executor is not None else None) or Config()
-        with open_log(config) as log:
-            log.warning(
-                "out of memory in the optimizer's step (%s): it was repeated a few parameters at a time, as later "
-                "ones will be",
-                str(error).partition("\n")[0][:120],
-            )
-
-
-def _attempt(call: Callable[[], Any]) -> Exception | None:
-    """Return the error if memory ran out."""
-    try:
-        call()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return error
-    return None
 
 
 class _Versions:
     """The versions of a step's operands, which tell whether it changed anything."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
         self._seen_writing = False
-        self._parameters = [(each.parameter, each.parameter._version) for each in members_of(optimizer)]
-        self._states = {
-            parameter: {name: (value, _kept(value)) for name, value in optimizer.state[parameter].items()}
-            for parameter, _ in self._parameters
-            if parameter in optimizer.state
-        }
+        self._parameters = {each.parameter: each.parameter._version for each in members_of(optimizer)}
+        self._states = _SavedState(optimizer, self._parameters, _version_or_counter)
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -219,7 +193,7 @@ class _Versions:
         if not a_dispatch_mode_is_active():
             yield
             return
-        writes = _Writes({id(parameter) for parameter, _ in self._parameters})
+        writes = _Writes({id(parameter) for parameter in self._parameters})
         try:
             with writes:
                 yield
@@ -228,17 +202,11 @@ class _Versions:
 
     def restore(self) -> bool:
         """Discard state that was made anew; return False if something else was changed."""
-        if self._seen_writing or any(
-            parameter._version != version for parameter, version in self._parameters
-        ):
+        versions = [(value._version, kept) for value, kept in self._states.items() if isinstance(kept, int)]
+        versions += [(parameter._version, version) for parameter, version in self._parameters.items()]
+        if self._seen_writing or any(now != before for now, before in versions):
             return False
-        for state in self._states.values():
-            for value, kept in state.values():
-                if isinstance(kept, int) and value._version != kept:
-                    return False
-        with torch.no_grad():
-            for parameter, _ in self._parameters:
-                _restore(self._optimizer, parameter, self._states.get(parameter))
+        self._states.restore()
         return True
 
 
@@ -258,7 +226,7 @@ class _Writes(LightDispatchMode):
         return result
 
 
-def _kept(value: Any) -> torch.Tensor | int | None:
+def _version_or_counter(value: Any) -> torch.Tensor | int | None:
     """Return the value of a counter, the version of a larger tensor."""
     if not isinstance(value, torch.Tensor):
         return None
@@ -269,47 +237,52 @@ class _Operands:
     """Copies on the host of what a bucket's arithmetic changes."""
 
     def __init__(self, optimizer: Optimizer, bucket: Iterable[Member]) -> None:
-        self._optimizer = optimizer
         with torch.no_grad():
-            self._parameters = [(each.parameter, _on_host(each.parameter)) for each in bucket]
-            self._states = {
-                parameter: {
-                    name: (value, _on_host(value)) for name, value in optimizer.state[parameter].items()
-                }
-                for parameter, _ in self._parameters
-                if parameter in optimizer.state
-            }
+            self._parameters = {each.parameter: _on_host(each.parameter) for each in bucket}
+            self._states = _SavedState(optimizer, self._parameters, _on_host)
 
     def restore(self) -> None:
         with torch.no_grad():
-            for parameter, copy in self._parameters:
+            for parameter, copy in self._parameters.items():
                 parameter.copy_(copy)
-                _restore(self._optimizer, parameter, self._states.get(parameter))
+        self._states.restore()
 
 
 def _on_host(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else None
 
 
-def _restore(optimizer: Optimizer, parameter: torch.Tensor, state: dict[str, Any] | None) -> None:
-    if state is None:
-        optimizer.state.pop(parameter, None)
-        return
-    for value, copy in state.values():
-        if isinstance(copy, torch.Tensor):
-            value.copy_(copy)
-    now = optimizer.state[parameter]
-    now.clear()
-    now.update({name: value for name, (value, _) in state.items()})
+class _SavedState:
+    """The state of some parameters before a step: each value, and what `keep` makes of it to restore it by."""
 
+    def __init__(
+        self, optimizer: Optimizer, parameters: Iterable[torch.Tensor], keep: Callable[[Any], Any]
+    ) -> None:
+        self._optimizer = optimizer
+        self._states = {
+            parameter: {name: (value, keep(value)) for name, value in optimizer.state[parameter].items()}
+            if parameter in optimizer.state
+            else None
+            for parameter in parameters
+        }
 
-def _take(pending: list[Member], limit: int) -> list[Member]:
-    bucket = [pending.pop()]
-    total = _bytes_of(bucket[0])
-    while pending and total + _bytes_of(pending[-1]) <= limit:
-        total += _bytes_of(pending[-1])
-        bucket.append(pending.pop())
-    return bucket
+    def items(self) -> Iterator[tuple[Any, Any]]:
+        for state in self._states.values():
+            yield from (state or {}).values()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Discard new state, and write kept tensors back to the state that there was."""
+        for parameter, state in self._states.items():
+            if state is None:
+                self._optimizer.state.pop(parameter, None)
+                continue
+            for value, copy in state.values():
+                if isinstance(copy, torch.Tensor):
+                    value.copy_(copy)
+            now = self._optimizer.state[parameter]
+            now.clear()
+            now.update({name: value for name, (value, _) in state.items()})
 
 
 def _bytes_of(member: Member) -> int:

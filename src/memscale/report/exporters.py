@@ -37,8 +37,6 @@ class ReportSource(Protocol):
 class Metrics:
     """Serve a model's report to Prometheus while its plan is attached: `Config.observability_port`.
 
-    A copy, by ``deepcopy`` or pickle, serves nothing.
-
     Args:
         port: The port; 0 for any free one, None for no server.
     """
@@ -79,12 +77,6 @@ class Metrics:
         server, self._server = self._server, None
         if server is not None:
             server.remove(source)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(None)  # type: ignore[misc]  # the port is the original's
 
 
 _servers: list[_Server] = []

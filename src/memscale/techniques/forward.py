@@ -9,8 +9,8 @@ order of `Stage`, whatever the order in which they were added; each decides whet
 and the last one calls the module's own forward.
 
 *References.* The module owns its override, and the override refers to the module weakly: a cycle would keep
-the memory of a model that its user has dropped until the garbage collector runs. `WeakModule` is copied and
-pickled like an ordinary reference, so that the override of a copied module refers to the copy.
+the memory of a model that its user has dropped until the garbage collector runs. Copied by itself, as from an
+attribute that someone else made, an override is the copied module's method. See Note [Copies].
 
 *When a stage runs.* Whenever gradients are on, in `train()` and in `eval()` mode alike: a model that is
 trained with its batch norm and dropout off saves as much for backward as any. With gradients off only stages
@@ -51,7 +51,6 @@ __all__ = [
     "ForwardOverride",
     "ForwardStage",
     "Stage",
-    "WeakModule",
     "override_of",
 ]
 
@@ -63,26 +62,6 @@ _IS_DISPATCH = "_memscale_dispatch"
 logger = logging.getLogger("memscale")
 
 S = TypeVar("S", bound="ForwardStage")
-
-
-class WeakModule:
-    """A weak reference to a module that can be copied and pickled, with the module."""
-
-    __slots__ = ("__weakref__", "_reference")
-
-    def __init__(self, module: nn.Module) -> None:
-        self._reference: weakref.ref[nn.Module] | None = weakref.ref(module)
-
-    def __call__(self) -> nn.Module | None:
-        """Return the module, or None if it is gone."""
-        return None if self._reference is None else self._reference()
-
-    def __getstate__(self) -> tuple[nn.Module | None]:
-        return (self(),)
-
-    def __setstate__(self, state: tuple[nn.Module | None]) -> None:
-        (module,) = state
-        self._reference = None if module is None else weakref.ref(module)
 
 
 class Stage(enum.IntEnum):
@@ -159,7 +138,7 @@ class ForwardOverride:
     def __init__(
         self, module: nn.Module, method: str = "forward", notice: CompileNotice | None = None
     ) -> None:
-        self._module = WeakModule(module)
+        self._module = weakref.ref(module)
         self._method = method
         self._notice = notice or CompileNotice()
         covered = method == "forward" and is_covered(module)
@@ -223,6 +202,9 @@ class ForwardOverride:
     ) -> Any:
         self._notice.log(module)
         return self._run(module, stages, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.module, self._method)
 
     @property
     def module(self) -> nn.Module:

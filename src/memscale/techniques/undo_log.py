@@ -3,13 +3,13 @@
 A change is logged before it is made, and removed from the log after it is undone; undoing a change that was
 never made does nothing. So an interrupt at any point leaves a log by which the rest can be undone.
 
-Modules are referred to weakly, and in `deepcopy` and pickle as ordinary objects: a log keeps no model alive,
-and the log of a copied model is about the copy.
+Modules are referred to weakly: a log keeps no model alive. It is never copied. See Note [Copies].
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -22,7 +22,6 @@ from memscale.techniques.forward import (
     CompileNotice,
     ForwardOverride,
     ForwardStage,
-    WeakModule,
     is_covered,
     override_of,
 )
@@ -33,50 +32,67 @@ logger = logging.getLogger("memscale")
 
 
 class Change(Protocol):
-    """One change of a model."""
+    """One change of a model.
+
+    If it changes attributes of modules, it also has `undo_in(module, attributes)`, which undoes it in a copy of those.
+    """
 
     def undo(self) -> None:
         """Undo it; do nothing if it was not made."""
 
 
 class SetAttribute:
-    """An attribute in a module's own `__dict__`, and what was there before."""
+    """An attribute in an object's own `__dict__`, and what was there before."""
 
-    def __init__(self, module: nn.Module, module_name: str, name: str, value: object) -> None:
-        attributes = vars(module)
-        self._module = WeakModule(module)
-        self._module_name = module_name
+    def __init__(self, owner: object, owner_name: str, name: str, value: object) -> None:
+        attributes = vars(owner)
+        self._owner = weakref.ref(owner)
+        self._owner_name = owner_name
         self._name = name
         self._value = value
         self._had_before = name in attributes
         self._before = attributes.get(name)
 
     def make(self) -> None:
-        module = self._module()
-        if module is not None:
+        owner = self._owner()
+        if owner is not None:
             # Not setattr: a module may have its own, and nn.Module's looks for parameters and submodules.
-            vars(module)[self._name] = self._value
+            vars(owner)[self._name] = self._value
 
     def undo(self) -> None:
-        module = self._module()
-        if module is None:
+        owner = self._owner()
+        if owner is None:
             return
-        attributes = vars(module)
-        if (self._name in attributes) == self._had_before and attributes.get(self._name) is self._before:
-            return
-        if attributes.get(self._name) is not self._value:
-            if self._name == "forward" and is_covered(module):
+        attributes = vars(owner)
+        if not self.undo_in(owner, attributes):
+            if isinstance(owner, nn.Module) and self._name == "forward" and is_covered(owner):
                 return  # it calls the module's own forward from now on. See Note [Forward override]
             logger.warning(
                 "%s.%s was replaced after MemScale had set it, and stays as it is now; what MemScale had put "
                 "there has no effect any more.",
-                self._module_name or type(module).__name__,
+                self._owner_name or type(owner).__name__,
                 self._name,
             )
-        elif self._had_before:
+
+    def undo_in(self, owner: object, attributes: dict[str, Any]) -> bool:
+        """Undo it in the attributes of an object; return False if someone has replaced it."""
+        if owner is not self._owner():
+            return True
+        has, now = self._name in attributes, attributes.get(self._name)
+        if has == self._had_before and now is self._before:
+            return True
+        if now is not self._value:
+            return False
+        if self._had_before:
             attributes[self._name] = self._before
         else:
             del attributes[self._name]
+        return True
+
+    def before(self) -> tuple[object, str, object] | None:
+        """Return the object, if it is not a module, with the attribute's name and the value before."""
+        owner = self._owner()
+        return None if owner is None or isinstance(owner, nn.Module) else (owner, self._name, self._before)
 
 
 class AddedStage:
@@ -108,6 +124,17 @@ class AddedHook:
         if self._handle is not None:
             self._handle.remove()
 
+    def undo_in(self, owner: object, attributes: dict[str, Any]) -> None:
+        """Remove the hook from copies of the dicts that it is registered in."""
+        handle = self._handle
+        if handle is None:
+            return
+        registered = [reference() for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
+        for name, value in vars(owner).items():
+            if any(value is each for each in registered):
+                kept = ((key, hook) for key, hook in attributes[name].items() if key != handle.id)
+                attributes[name] = type(value)(kept)
+
 
 class UndoLog:
     """Changes of a model, in the order in which they were made.
@@ -132,16 +159,16 @@ class UndoLog:
     def __len__(self) -> int:
         return len(self._changes)
 
-    def set_attribute(self, module: nn.Module, attribute: str, value: object, *, name: str = "") -> None:
-        """Set an attribute in a module's own `__dict__`.
+    def set_attribute(self, owner: object, attribute: str, value: object, *, name: str = "") -> None:
+        """Set an attribute in an object's own `__dict__`.
 
         Args:
-            module: Whose attribute.
+            owner: Whose attribute.
             attribute: Its name.
             value: Its value.
-            name: What the module is called, for messages.
+            name: What the owner is called, for messages.
         """
-        self._make(SetAttribute(module, name, attribute, value))
+        self._make(SetAttribute(owner, name, attribute, value))
 
     def add_stage(
         self, module: nn.Module, stage: ForwardStage, *, method: str = "forward", name: str = ""
@@ -173,7 +200,7 @@ class UndoLog:
         self._make(AddedHook(lambda: module.register_forward_hook(hook, always_call=True)))
 
     def add(self, change: Change) -> None:
-        """Log a change that was made elsewhere; it must be right for a copy of the model when it is copied."""
+        """Log a change that was made elsewhere."""
         self._changes.append(change)
 
     def stages(self) -> Iterator[tuple[nn.Module, ForwardStage]]:
@@ -181,6 +208,18 @@ class UndoLog:
         for change in self._changes:
             if isinstance(change, AddedStage):
                 yield change.override.module, change.stage
+
+    def undo_in(self, module: nn.Module, attributes: dict[str, Any]) -> None:
+        """Undo all changes of a module's attributes in a copy of those."""
+        for change in reversed(self._changes):
+            undo_in = getattr(change, "undo_in", None)
+            if undo_in is not None:
+                undo_in(module, attributes)
+
+    def changed_objects(self) -> list[tuple[object, str, object]]:
+        """Return the changed attributes of objects other than modules, with their values before."""
+        changes = (each.before() for each in self._changes if isinstance(each, SetAttribute))
+        return [each for each in changes if each is not None]
 
     def undo(self) -> None:
         """Undo all changes, the last one first; an error in one does not keep the others from being undone.

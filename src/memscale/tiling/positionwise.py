@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from memscale._torch import LightDispatchMode, disable_current_modes, tree_leaves
-from memscale._util.rng import HostRngState
+from memscale._util.snapshots import HostRngState
 from memscale.checkpointing.state import submodules
 
 __all__ = ["NotPositionWise", "PositionWise", "show_position_wise"]

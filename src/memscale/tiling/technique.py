@@ -186,9 +186,9 @@ class SdpaAttention:
         if reasons and site.logs:
             logger.warning("Attention stays eager: %s.", "; ".join(reasons))
         if configs:
-            change = _SdpaChosen(configs)
-            log.add(change)
-            log.add_forward_pre_hook(site.model, _EagerOnRequest(change))
+            log.add_forward_pre_hook(site.model, _EagerOnRequest(configs))
+        for config in configs:
+            log.set_attribute(config, _ATTENTION_SETTING, "sdpa")
 
 
 def _eager_configs(model: nn.Module) -> tuple[list[Any], list[str]]:
@@ -217,30 +217,16 @@ def _eager_configs(model: nn.Module) -> tuple[list[Any], list[str]]:
     return [each for key, each in found.items() if key not in reasons], list(dict.fromkeys(reasons.values()))
 
 
-class _SdpaChosen:
-    """A change of configurations. In a copy of the model it is about the copy's, which are copied with it."""
-
-    def __init__(self, configs: list[Any]) -> None:
-        self._configs = configs
-        for config in configs:
-            vars(config)[_ATTENTION_SETTING] = "sdpa"
-
-    def undo(self) -> None:
-        for config in self._configs:
-            if vars(config).get(_ATTENTION_SETTING) == "sdpa":
-                vars(config)[_ATTENTION_SETTING] = "eager"
-        self._configs = []
-
-
 class _EagerOnRequest:
-    """Undoes the change before a call that asks for attention weights, which SDPA does not have."""
+    """Goes back to eager attention before a call that asks for attention weights, which SDPA does not have."""
 
-    def __init__(self, change: _SdpaChosen) -> None:
-        self._change = change
+    def __init__(self, configs: Sequence[Any]) -> None:
+        self._eager = [(config, vars(config)[_ATTENTION_SETTING]) for config in configs]
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         if kwargs is not None and kwargs.get("output_attentions"):
-            self._change.undo()
+            for config, eager in self._eager:
+                vars(config)[_ATTENTION_SETTING] = eager
 
 
 # Head and loss ---------------------------------------------------------------------------------------

@@ -1,0 +1,378 @@
+"""Snapshots of state that a forward changes beside its tensors: random generators, and attributes of modules.
+
+Note [Attributes of a region]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A module may count its calls (`self.steps += 1`), keep its last hidden state, append to a list, draw from a generator of
+its own, or pass a tensor to a later module through a dictionary that both have. If it computes with that, a
+recomputation that finds the state as forward left it silently computes something else. So the attributes of modules are
+read before forward, restored while it is recomputed, and set back afterwards:
+
+- Attributes by identity, including those that forward adds or deletes.
+- Lists, dictionaries, sets and deques by their elements, nested ones too.
+- Tensors among them by value: each is copied, and the copy dropped when forward ends unless the tensor was changed in
+  place. One with a history is given to the recomputation as a leaf, as the inputs of a region are, because with its
+  history it would keep the graph before the region alive.
+- Random generators by their state.
+
+Not restored are objects of other classes that forward changes in place, and modules of `torch.nn`, which are most of a
+model's and do not do such things.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import math
+import operator
+import random
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from memscale._torch import Generator, same_version
+from memscale._util.trees import is_lazy
+
+__all__ = ["Attributes", "HostRngState", "RngState", "TorchRngState"]
+
+# -- global random generators
+
+
+class TorchRngState:
+    """A snapshot of the random state of the CPU and of all devices of some types.
+
+    A device that has not been initialised has no state yet, and asking must not initialise it.
+    """
+
+    __slots__ = ("_cpu", "_devices")
+
+    def __init__(self, device_types: Iterable[str]) -> None:
+        self._cpu = torch.get_rng_state()
+        self._devices: list[tuple[str, int, torch.Tensor]] = []
+        for device_type in device_types:
+            module = _module_with_rng(device_type)
+            if module is not None:
+                for index in range(module.device_count()):
+                    self._devices.append((device_type, index, module.get_rng_state(index)))
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        for device_type, index, state in self._devices:
+            _module_with_rng(device_type).set_rng_state(state, index)
+
+
+class HostRngState:
+    """A snapshot of Python's `random` and, if `numpy.random` was imported, of NumPy's global generator.
+
+    Generator objects (`random.Random`, `numpy.random.Generator`, `torch.Generator`) are not included: which of them a
+    function uses is unknown.
+    """
+
+    __slots__ = ("_numpy", "_python")
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = _numpy_state()
+
+    def has_moved(self) -> bool:
+        """Return whether a number was drawn or a state set since."""
+        if random.getstate() != self._python:
+            return True
+        numpy = _numpy_state()
+        return self._numpy is not numpy and _comparable(self._numpy) != _comparable(numpy)
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy.random"].set_state(self._numpy)
+
+
+class RngState:
+    """All global random state: torch's and the host's."""
+
+    __slots__ = ("_host", "_torch")
+
+    def __init__(self, device_types: Iterable[str]) -> None:
+        self._torch = TorchRngState(device_types)
+        self._host = HostRngState()
+
+    def restore(self) -> None:
+        self._torch.restore()
+        self._host.restore()
+
+
+_MT19937_BYTES = 625 * 4  # 624 words and a position
+_latest_numpy: tuple[bytes, dict[str, Any]] | None = None
+
+
+def _numpy_state() -> dict[str, Any] | None:
+    """Return the state of NumPy's global generator; the same object as the last time if it has not changed.
+
+    `get_state` takes 30 us for every recomputed layer, so the memory of the generator is compared first. It is
+    the whole state, except for the second of two normal numbers that are drawn at once: while one is stored
+    (`has_gauss`), the state is always read.
+    """
+    global _latest_numpy
+    module = sys.modules.get("numpy.random")
+    if module is None or not hasattr(module, "get_state"):
+        return None
+    generator: Any = getattr(getattr(module.mtrand, "_rand", None), "_bit_generator", None)
+    memory = b""
+    if type(generator).__name__ == "MT19937":
+        memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+        if _latest_numpy is not None and _latest_numpy[0] == memory and not _latest_numpy[1]["has_gauss"]:
+            return _latest_numpy[1]
+    state: dict[str, Any] = module.get_state(legacy=False)
+    _latest_numpy = (memory, state) if memory else None
+    return state
+
+
+def _comparable(state: dict[str, Any] | None) -> object:
+    if state is None:
+        return None
+    inner = {
+        name: value if isinstance(value, int) else value.tobytes() for name, value in state["state"].items()
+    }
+    return state["bit_generator"], inner, state["has_gauss"], state["gauss"]
+
+
+def _module_with_rng(device_type: str) -> Any:
+    if device_type in ("cpu", "meta"):
+        return None
+    try:
+        module: Any = torch.get_device_module(device_type)
+    except RuntimeError:  # a label without a module, as simulated devices may be
+        return None
+    is_there = getattr(module, "is_initialized", None) or getattr(module, "is_available", None)
+    if is_there is not None and not is_there():
+        return None
+    has_rng = all(hasattr(module, name) for name in ("get_rng_state", "set_rng_state", "device_count"))
+    return module if has_rng else None
+
+
+# -- attributes of modules
+
+_PLAIN = frozenset({int, float, bool, str, complex, type(None)})
+_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, set, deque})
+_IGNORED = frozenset(
+    {*vars(nn.Module()), "_memscale_executor", "_memscale_forward", "forward"}
+)  # not the user's
+_MISSING = object()
+
+
+class Attributes:
+    """The attributes of some modules before a forward. See Note [Attributes of a region].
+
+    Args:
+        modules: Whose attributes; those of `torch.nn` are skipped.
+        copy_bytes: A larger tensor is not copied.
+    """
+
+    __slots__ = ("_containers", "_copy_bytes", "_generators", "_modules", "_tensors")
+
+    def __init__(self, modules: Sequence[nn.Module], *, copy_bytes: float = math.inf) -> None:
+        self._copy_bytes = copy_bytes
+        self._containers: dict[int, tuple[Any, Any]] = {}
+        self._generators: list[tuple[_Generator, Any]] = []
+        self._tensors: dict[int, _HeldTensor] = {}
+        self._modules: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for module in modules:
+            if not type(module).__module__.startswith("torch.nn."):
+                read = {name: self._read(value) for name, value in _attributes(module.__dict__)}
+                self._modules.append((module.__dict__, read))
+
+    def _read(self, value: Any) -> Any:
+        """Return what stands for a value in the snapshot: itself, or what its value at forward can be had from."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind in _CONTAINERS:
+            if id(value) not in self._containers:
+                self._containers[id(value)] = (value, None)  # it may contain itself
+                self._containers[id(value)] = (value, _mapped(value, self._read))
+        elif kind is tuple:
+            return _mapped(value, self._read)
+        elif isinstance(value, torch.Tensor):
+            if isinstance(value, nn.Parameter) or is_lazy(value):
+                return value
+            if id(value) not in self._tensors:
+                self._tensors[id(value)] = _HeldTensor(value, self._copy_bytes)
+            return self._tensors[id(value)]
+        elif (generator := _generator(value)) is not None:
+            self._generators.append((generator, generator.read()))
+        return value
+
+    def end_forward(self) -> None:
+        """Drop the copies of tensors that forward has not changed, and the history of all."""
+        for tensor in self._tensors.values():
+            tensor.end_forward()
+
+    def unknown_tensor(self) -> torch.Tensor | None:
+        """Return a tensor that was changed in place, of which no copy was made."""
+        return next((each.tensor for each in self._tensors.values() if each.is_unknown()), None)
+
+    def restore(self) -> None:
+        """Set everything as it was before a forward that has failed, or that has ended and is to leave no trace."""
+        with torch.no_grad():
+            for each in self._tensors.values():
+                each.write_back()
+        self._exchange(lambda each: each.tensor)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Run the block with everything as it was before forward, and set it back afterwards."""
+        values: dict[_HeldTensor, torch.Tensor] = {}
+
+        def value_of(held: _HeldTensor) -> torch.Tensor:
+            if held not in values:
+                values[held] = held.at_forward()
+            return values[held]
+
+        put_back = self._exchange(value_of)
+        try:
+            yield
+        finally:
+            put_back()
+
+    def _exchange(self, value_of: Callable[[_HeldTensor], torch.Tensor]) -> Callable[[], None]:
+        """Set everything as it was before forward, and return a function that sets it as it was until now."""
+
+        def thawed(value: Any) -> Any:
+            if isinstance(value, _HeldTensor):
+                return value_of(value)
+            return _mapped(value, thawed) if type(value) is tuple else value
+
+        modules = [(own, dict(_attributes(own))) for own, _ in self._modules]
+        containers = [(container, container.copy()) for container, _ in self._containers.values()]
+        generators = [(generator, generator.read()) for generator, _ in self._generators]
+        for own, before in self._modules:
+            _set_attributes(own, {name: thawed(value) for name, value in before.items()})
+        for container, before in self._containers.values():
+            _set_elements(container, _mapped(before, thawed))
+        for generator, state in self._generators:
+            generator.write(state)
+
+        def put_back() -> None:
+            for own, now in modules:
+                _set_attributes(own, now)
+            for container, elements in containers:
+                _set_elements(container, elements)
+            for generator, state in generators:
+                generator.write(state)
+
+        return put_back
+
+
+class _HeldTensor:
+    """A tensor that an attribute or a container had before forward."""
+
+    __slots__ = ("_copy", "_is_large", "_requires_grad", "_version", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, copy_bytes: float) -> None:
+        self.tensor = tensor
+        self._requires_grad = tensor.requires_grad
+        self._version = _version_of(tensor)
+        self._is_large = tensor.layout is torch.strided and tensor.nbytes > copy_bytes
+        self._copy = None if self._is_large else tensor.detach().clone()
+
+    def end_forward(self) -> None:
+        if _version_of(self.tensor) == self._version:
+            self._copy = None
+        if self.tensor.grad_fn is not None and self._is_large:
+            # Most likely the last result of a model, which nothing reads again: not worth its memory. Were it read, an
+            # operation on a tensor without data would raise.
+            self.tensor = torch.empty_like(self.tensor, device="meta")
+            self._version = 0
+        elif self.tensor.grad_fn is not None:
+            self.tensor = self.tensor.detach()
+
+    def is_unknown(self) -> bool:
+        return self._copy is None and _version_of(self.tensor) != self._version
+
+    def at_forward(self) -> torch.Tensor:
+        """Return the tensor as forward found it, for a recomputation to change."""
+        if self._copy is not None:
+            return self._copy.clone().requires_grad_(self._requires_grad)
+        if self.tensor.requires_grad == self._requires_grad:
+            return self.tensor
+        return self.tensor.detach().requires_grad_(self._requires_grad)
+
+    def write_back(self) -> None:
+        if self._copy is not None and _version_of(self.tensor) != self._version:
+            with same_version(self.tensor):
+                self.tensor.copy_(self._copy)
+            self._version = _version_of(self.tensor)
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _mapped(container: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a container's elements, changed, in a dictionary, set or list; of a tuple, a tuple or itself."""
+    if isinstance(container, tuple):
+        changed = tuple(map(change, container))
+        return container if all(map(operator.is_, changed, container)) else changed
+    if isinstance(container, dict):
+        return {key: change(value) for key, value in container.items()}
+    return set(container) if isinstance(container, set) else list(map(change, container))
+
+
+def _attributes(own: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in own.items() if name not in _IGNORED]
+
+
+def _set_attributes(own: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for name, _ in _attributes(own):
+        if name not in wanted:
+            del own[name]
+    for name, value in wanted.items():
+        if own.get(name, _MISSING) is not value:
+            own[name] = value
+
+
+def _set_elements(container: Any, wanted: Any) -> None:
+    """Set the elements of a container, unless it has them: someone may be iterating over it."""
+    now, then = (
+        list(each.values()) if isinstance(each, dict) else list(each) for each in (container, wanted)
+    )
+    if len(now) == len(then) and all(map(operator.is_, [*container, *now], [*wanted, *then])):
+        return
+    container.clear()
+    if isinstance(container, dict | set):
+        container.update(wanted)
+    else:
+        container.extend(wanted)
+
+
+class _Generator(NamedTuple):
+    """How to read and write the state of a random generator."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+
+def _generator(value: object) -> _Generator | None:
+    """Return the random generator of torch, Python or NumPy that an attribute is; None if it is anything else.
+
+    The class is asked for by its private name: `torch.Generator` is another class while a GPU is simulated, where this
+    module may be imported first.
+    """
+    if isinstance(value, Generator):
+        return _Generator(value.get_state, value.set_state)
+    if isinstance(value, random.Random) and not isinstance(
+        value, random.SystemRandom
+    ):  # the system's has no state
+        return _Generator(value.getstate, value.setstate)
+    if (numpy := sys.modules.get("numpy.random")) is None:  # not imported: nobody has one
+        return None
+    if isinstance(value, numpy.Generator):
+        bits = value.bit_generator
+        return _Generator(lambda: bits.state, functools.partial(setattr, bits, "state"))
+    if isinstance(value, numpy.RandomState):
+        return _Generator(value.get_state, value.set_state)
+    return None

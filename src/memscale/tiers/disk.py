@@ -1,0 +1,632 @@
+"""The disk tier: tensors on disk that are ordinary CPU tensors, because their memory is mapped from a file.
+
+Note [Mapped tensors]
+~~~~~~~~~~~~~~~~~~~~~
+A mapped tensor is a CPU tensor with a storage of its own: the optimizer steps on it, `state_dict` saves it, `deepcopy`
+copies it to ordinary memory. The system reads its pages when they are touched; `release_pages` takes them out of the
+process (RSS) without losing a bit. The mapping is shared and of a file, so it counts neither as private memory
+(RLIMIT_DATA) nor towards overcommit. It is unmapped when the last tensor over it dies. The finalizer is on the buffer
+that the storage holds, not on the storage: `share_memory_()` exchanges the memory of a storage that lives on.
+
+Note [Space on disk]
+~~~~~~~~~~~~~~~~~~~~
+All tensors of a model are in one `tempfile.TemporaryFile`. It has no name, so its space returns to the disk when the
+process ends, however it ends. Space is allocated (`posix_fallocate`) before a byte is written, so a full disk is an
+error in the thread that asks, and never a SIGBUS. Freed extents stay allocated for the next step, which is faster than
+new pages; they count against the cap, and are punched out of the file when the cap or the disk needs their space.
+
+Note [Fork]
+~~~~~~~~~~~
+A child made by `os.fork` has the same file. It may read what was stored before. Allocating is refused, what dies in the
+child is not freed in the file, and its mappings become private (copy-on-write) as soon as it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import math
+import mmap
+import os
+import sys
+import tempfile
+import threading
+import weakref
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import nn
+
+from memscale._torch import is_fake
+from memscale._util.locks import LateLock
+from memscale.errors import ConfigError, TierError, TierFullError, shown
+from memscale.hardware.host import find_disk
+from memscale.memory.record import is_mapped, mark_mapped, new_storages_are_mapped
+from memscale.units import format_bytes
+
+__all__ = ["PAGE", "DiskFile", "DiskStore", "Extent", "FreeList", "read_into", "round_up", "write_from"]
+
+PAGE = mmap.PAGESIZE
+
+_CPU = torch.device("cpu")
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+# Bytes of one write. The page cache takes memory in blocks as large as the write, and large ones are hard to come by:
+# on a virtual machine 6 GB were written at 0.3 GB/s by 40 MiB, and at 0.5 to 1.0 by 256 KiB (Linux 6.18, ext4).
+WRITE_BYTES = 2**18
+
+
+class DiskStore:
+    """A model's share of the disk: parameters, gradients, optimizer state and activations under one cap.
+
+    The file is made when the first tensor goes there.
+
+    Args:
+        directory: Where (`offload_dir`); None for what `find_disk` chooses.
+        capacity: The most bytes to take, a hard cap (`max_disk_offload_gb`); None for what is free then.
+
+    Example:
+        >>> store = DiskStore(capacity=2**20)
+        >>> mapped = store.copy_of(torch.ones(1024))
+        >>> store.release_pages(mapped), store.bytes_used, float(mapped.sum())
+        (4096, 4096, 1024.0)
+        >>> store.close()
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None = None, capacity: int | None = None) -> None:
+        self._directory = directory
+        self._capacity = capacity
+        self._file: DiskFile | None = None
+
+    @property
+    def file(self) -> DiskFile:
+        """The file and the cap on it."""
+        if self._file is None:
+            self._file = DiskFile(self._directory, self._capacity)
+        return self._file
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes on the disk that are in use, in whole pages."""
+        return 0 if self._file is None else self._file.bytes_used
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a new contiguous mapped tensor without values; in a simulation one that only counts.
+
+        Raises:
+            TierFullError: The cap would be exceeded, or the disk is full.
+            TierError: The file can't be made or mapped.
+        """
+        dtype = dtype or torch.get_default_dtype()
+        nbytes = math.prod(shape) * dtype.itemsize
+        plain = torch.empty(0, dtype=dtype, device=_CPU)
+        if not nbytes:
+            return torch.empty(tuple(shape), dtype=dtype, device=_CPU)
+        file = self.file
+        extent = file.allocate(nbytes, counted_only=is_fake(plain))
+        if is_fake(plain):
+            with new_storages_are_mapped():
+                simulated = torch.empty(tuple(shape), dtype=dtype, device=_CPU)
+            mark_mapped(simulated.untyped_storage())
+            weakref.finalize(simulated.untyped_storage(), file.free, extent).atexit = False
+            return simulated
+        try:
+            address = file.map(extent)
+        except BaseException:
+            file.free(extent)
+            raise
+        buffer = (ctypes.c_char * nbytes).from_address(address)
+        # Not at exit: tensors that are still alive then are still used.
+        weakref.finalize(buffer, file.free, extent).atexit = False
+        storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+        mark_mapped(storage)
+        return plain.set_(storage, 0, tuple(shape))  # type: ignore[call-overload,no-any-return]
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a mapped tensor of the same shape, type and order of dimensions, without values.
+
+        Raises:
+            As :meth:`empty`.
+        """
+        return _in_the_same_order(tensor, lambda dense: self.empty(dense.shape, dense.dtype))
+
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the same values in a mapped tensor, without pages in memory.
+
+        Raises:
+            As :meth:`empty`.
+        """
+
+        def dense_copy(dense: torch.Tensor) -> torch.Tensor:
+            copy = self.empty(dense.shape, dense.dtype)
+            if not is_fake(copy):
+                self.fill(copy, dense)
+            return copy
+
+        with torch.no_grad():
+            return _in_the_same_order(tensor, dense_copy)
+
+    def fill(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Write values to a tensor; through the file if it is mapped here, so that it takes no pages."""
+        with torch.no_grad():
+            extent = self._extent_of(tensor) if tensor.is_contiguous() and tensor.numel() else None
+            if extent is None or self.file.is_forked or tensor.storage_offset():
+                tensor.copy_(values)
+                return
+            dense = values.detach().resolve_conj().resolve_neg().to(_CPU, tensor.dtype).contiguous()
+            write_from(self.file.fd, dense, extent.offset)
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the values of a contiguous mapped tensor in ordinary memory; through the file, without pages."""
+        values = torch.empty_like(tensor)
+        extent = self._extent_of(tensor)
+        if extent is not None and not self.file.is_forked:
+            read_into(self.file.fd, values, extent.offset)
+        elif not is_fake(tensor):
+            values.copy_(tensor)
+        return values
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor's memory is mapped here."""
+        if self._file is None or tensor.layout is not torch.strided:
+            return False
+        if is_fake(tensor):
+            return is_mapped(tensor.untyped_storage())
+        return self._extent_of(tensor) is not None
+
+    def prefetch_pages(self, tensor: torch.Tensor) -> None:
+        """Have the system read a tensor's pages to the page cache, if it is mapped here. A hint."""
+        if tensor.numel() and self._extent_of(tensor) is not None:
+            start, stop = _addresses_of(tensor)
+            start = start // PAGE * PAGE
+            _advise(start, round_up(stop) - start, _MADV_WILLNEED)
+
+    def release_pages(self, tensor: torch.Tensor) -> int:
+        """Take a tensor's pages out of this process until they are touched again, if it is mapped here.
+
+        Returns:
+            How many bytes of pages were released: of a view, the whole pages of what it spans.
+        """
+        extent = self._extent_of(tensor) if tensor.numel() else None
+        if extent is None or self.file.is_forked:
+            return 0  # in a fork, what was written would be lost with the pages: see Note [Fork]
+        start, stop = _addresses_of(tensor)
+        start = round_up(start)
+        if stop == tensor.untyped_storage().data_ptr() + tensor.untyped_storage().nbytes():
+            stop = round_up(stop)  # what is left of the last page is nobody's
+        stop = stop // PAGE * PAGE
+        if start < stop:
+            _advise(start, stop - start, _MADV_DONTNEED)
+        return max(0, stop - start)
+
+    def close(self) -> None:
+        """Free the disk space. Mapped tensors that are still alive keep their values and their space."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def _extent_of(self, tensor: torch.Tensor) -> Extent | None:
+        # By address, and never a guess: to release the pages of ordinary memory would erase it.
+        if self._file is None or type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device != _CPU:
+            return None
+        strided = tensor.layout is torch.strided
+        return self._file.mapped_at(tensor.untyped_storage().data_ptr()) if strided else None
+
+
+def _in_the_same_order(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Keep the order of dimensions: channels last, say, has kernels of its own, which give other bits."""
+    if tensor.is_contiguous():
+        return make(tensor)
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], axis))
+    back = sorted(range(tensor.dim()), key=order.__getitem__)
+    return make(tensor.detach().permute(order)).permute(back)
+
+
+def _addresses_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte, and of the one behind its last."""
+    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
+
+
+# ---------------------------------------------------------------------- the file
+
+
+@dataclass(eq=False)
+class Extent:
+    """A range of the file that belongs to whoever asked for it.
+
+    Attributes:
+        offset: Where it starts, at a page; -1 for space that is only counted (fake tensors have no bytes).
+        nbytes: Its length, in whole pages.
+        address: Where it is mapped; None if it is not.
+    """
+
+    offset: int
+    nbytes: int
+    address: int | None = None
+
+
+class DiskFile:
+    """The file of one model in `offload_dir`, made when the first byte is stored. See Note [Space on disk].
+
+    Args:
+        directory: Where; None for what `find_disk` chooses.
+        capacity: The most bytes to take of the disk, a hard cap; None for what is free now.
+
+    Raises:
+        HardwareError: The directory is a file, or no parent of it exists.
+        ConfigError: The capacity is negative.
+
+    Example:
+        >>> file = DiskFile(capacity=2**20)
+        >>> extent = file.allocate(5000)
+        >>> file.bytes_used
+        8192
+        >>> file.free(extent)
+        >>> file.close()
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None = None, capacity: int | None = None) -> None:
+        disk = find_disk(directory)
+        if capacity is not None and capacity < 0:
+            raise ConfigError(
+                f"capacity={shown(capacity)} is not allowed: give a number of bytes, 0 or more."
+            )
+        self.directory: Path = disk.directory
+        self.capacity: int = disk.free_bytes if capacity is None else capacity
+        self._used = 0
+        self._end = 0
+        self._spare = FreeList()  # freed, and still allocated on the disk
+        self._holes = FreeList()  # punched out: their space is the disk's again
+        self._can_punch = True  # until the file system says that it can't
+        self._file: IO[bytes] | None = None
+        self._pid = os.getpid()
+        self._closed = False
+        self._opening = threading.Lock()
+        self._lock: LateLock[Extent] = LateLock(self._release)
+        self._mapped: dict[int, Extent] = {}  # by address
+        self._is_private = False
+        _files.add(self)
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes handed out now, in whole pages; never above the capacity."""
+        return self._used
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Those, and spare extents; never above the capacity either."""
+        return self._used + self._spare.total
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the one that the file belongs to. See Note [Fork]."""
+        return os.getpid() != self._pid
+
+    @property
+    def fd(self) -> int:
+        """The descriptor of the file, which is made if there is none yet.
+
+        Raises:
+            TierError: The directory can't be made or written to, or the file is closed.
+        """
+        with self._opening:
+            if self._file is None:
+                if self._closed:
+                    raise TierError("This disk tier is closed: make a new one to offload again.")
+                try:
+                    self.directory.mkdir(parents=True, exist_ok=True)
+                    self._file = tempfile.TemporaryFile(dir=self.directory, prefix="memscale-", buffering=0)  # noqa: SIM115
+                    weakref.finalize(self, self._file.close)  # else Python warns of an unclosed file
+                except OSError as error:
+                    reason = os.strerror(error.errno) if error.errno else str(error)
+                    raise TierError(
+                        f"Can't offload to {self.directory}: {reason}. Give a directory on a disk with room that you "
+                        "may write to, by Config(offload_dir=...) or MEMSCALE_OFFLOAD_DIR. No tensor was moved."
+                    ) from error
+            return self._file.fileno()
+
+    def allocate(self, nbytes: int, *, counted_only: bool = False) -> Extent:
+        """Return an extent of so many bytes.
+
+        Args:
+            nbytes: More than 0; rounded up to whole pages.
+            counted_only: Take it off the capacity, and nothing off the disk.
+
+        Raises:
+            TierFullError: The cap would be exceeded, or the disk is full. Nothing was taken.
+            TierError: The directory is unusable, the file is closed, or this process is a fork.
+        """
+        length = round_up(nbytes)
+        if self.is_forked:
+            raise TierError(
+                f"This disk tier belongs to process {self._pid}, and {os.getpid()} is a fork of it: wrap a "
+                "model there, or start the process by spawn."
+            )
+        if self._closed:
+            raise TierError("This disk tier is closed: make a new one to offload again.")
+        fd = -1 if counted_only else self.fd
+        with self._lock:
+            offset = None if counted_only else self._spare.take(length)
+            if offset is None:
+                self._punch_spares(self.capacity - self._used - length)
+                if self.bytes_on_disk + length > self.capacity:
+                    raise TierFullError(
+                        f"The disk tier at {self.directory} is full: {format_bytes(nbytes)} more would exceed its cap "
+                        f"of {format_bytes(self.capacity)}, of which {format_bytes(self._used)} is used. The tensor "
+                        "stays where it is. Raise Config(max_disk_offload_gb=...)."
+                    )
+                offset = -1 if counted_only else self._grow(fd, length, nbytes)
+            self._used += length
+            return Extent(offset, length)
+
+    def map(self, extent: Extent) -> int:
+        """Map an extent, shared and writable, and return its address.
+
+        Raises:
+            TierError: It can't be mapped.
+        """
+        address = _libc().mmap(None, extent.nbytes, _READ_WRITE, mmap.MAP_SHARED, self.fd, extent.offset)
+        if address is None or address == _MAP_FAILED:
+            code = ctypes.get_errno()
+            advice = "Raise it with sysctl, or offload less" if code == errno.ENOMEM else "Try another disk"
+            raise TierError(
+                f"Can't map {extent.nbytes} bytes of the file in {self.directory}: {os.strerror(code)}. A process may "
+                f"have as many mappings as vm.max_map_count says, and this file has {len(self._mapped)}. {advice}."
+            )
+        extent.address = int(address)
+        with self._lock:
+            self._mapped[extent.address] = extent
+        return extent.address
+
+    def mapped_at(self, address: int) -> Extent | None:
+        """Return the extent that is mapped at an address."""
+        return self._mapped.get(address)
+
+    def free(self, extent: Extent) -> None:
+        """Unmap and free an extent. Safe in finalizers, see Note [Finalizers]."""
+        self._lock.leave(extent)
+
+    def close(self) -> None:
+        """Allocate nothing more. Extents stay valid until they are freed."""
+        self._closed = True
+        if not self.bytes_used and not self.is_forked:
+            self._spare, self._holes = FreeList(), FreeList()
+            if self._file is not None:
+                self._file.close()
+            self._file = None
+
+    def make_private(self) -> None:
+        """Keep what this process writes from the file, in a child that has just been forked. See Note [Fork]."""
+        self._lock.renew()
+        self._opening = threading.Lock()
+        if self._is_private:
+            return  # since an earlier fork: what was written since is not in the file
+        self._is_private = True
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+        for address, extent in self._mapped.items():
+            assert self._file is not None
+            fd = self._file.fileno()
+            if _libc().mmap(address, extent.nbytes, _READ_WRITE, flags, fd, extent.offset) != address:
+                _libc().mprotect(address, extent.nbytes, mmap.PROT_READ)  # to write ends the process
+
+    # The rest runs under the lock.
+
+    def _grow(self, fd: int, length: int, nbytes: int) -> int:
+        """Allocate a new extent, in a hole or at the end; returns its offset."""
+        hole = self._holes.find(length)
+        offset = self._end if hole is None else hole
+        try:
+            try:
+                _allocate(fd, offset, length)
+            except OSError as error:
+                if error.errno not in _DISK_FULL or not self._spare.total:
+                    raise
+                self._punch_spares(0)
+                _allocate(fd, offset, length)
+        except OSError as error:
+            with contextlib.suppress(OSError):  # free what was allocated before it failed
+                if hole is None:
+                    os.ftruncate(fd, offset)
+                else:
+                    _punch_hole(fd, offset, length)
+            if error.errno not in _DISK_FULL:
+                raise TierError(
+                    f"Can't take {format_bytes(nbytes)} of the disk at {self.directory}: {error.strerror}. The "
+                    "tensor was not moved. Give another directory by Config(offload_dir=...)."
+                ) from error
+            reason = f"{error.strerror}, with {format_bytes(find_disk(self.directory).free_bytes)} free"
+            if error.errno == errno.EFBIG:
+                reason = "files may not grow that large here (ulimit -f)"
+            raise TierFullError(
+                f"The disk at {self.directory} has no room for {format_bytes(nbytes)} more: {reason}; MemScale "
+                f"holds {format_bytes(self.bytes_on_disk)} of it. The tensor stays where it is. Free some space, "
+                "or give another disk by Config(offload_dir=...)."
+            ) from error
+        if hole is None:
+            self._end += length
+        else:
+            self._holes.take(length)
+        return offset
+
+    def _punch_spares(self, limit: int) -> None:
+        """Return spare extents to the disk until no more bytes of them are left than the limit."""
+        if self.is_forked or self._file is None:
+            return  # the parent may have used them since
+        while self._can_punch and self._spare.total > max(0, limit):
+            offset, length = self._spare.pop()
+            try:
+                self._can_punch = _punch_hole(self._file.fileno(), offset, length)
+            except OSError:
+                self._can_punch = False
+            (self._holes if self._can_punch else self._spare).add(offset, length)
+
+    def _release(self, extent: Extent) -> None:
+        if extent.address is not None:
+            del self._mapped[extent.address]
+            _libc().munmap(extent.address, extent.nbytes)
+        if self.is_forked:
+            return  # see Note [Fork]
+        self._used -= extent.nbytes
+        if extent.offset >= 0:
+            self._spare.add(extent.offset, extent.nbytes)
+
+
+class FreeList:
+    """Free ranges of a file, in order; neighbours are joined.
+
+    Example:
+        >>> free = FreeList()
+        >>> free.add(0, 64); free.add(64, 64)
+        >>> free.take(96), free.take(96), free.total
+        (0, None, 32)
+    """
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int]] = []  # (offset, length), in order
+        self.total = 0
+
+    def add(self, offset: int, length: int) -> None:
+        """Add a range."""
+        self.total += length
+        index = bisect_left(self._ranges, (offset, 0))
+        if index < len(self._ranges) and self._ranges[index][0] == offset + length:
+            length += self._ranges.pop(index)[1]
+        if index and sum(self._ranges[index - 1]) == offset:
+            offset, before = self._ranges.pop(index - 1)
+            length += before
+        insort(self._ranges, (offset, length))
+
+    def find(self, length: int) -> int | None:
+        """Return where the first range that is long enough starts."""
+        return next((offset for offset, size in self._ranges if size >= length), None)
+
+    def take(self, length: int) -> int | None:
+        """Cut a range of this length off the first that has it; returns its offset, None if there is none."""
+        offset = self.find(length)
+        if offset is None:
+            return None
+        _, size = self._ranges.pop(bisect_left(self._ranges, (offset, 0)))
+        if size > length:
+            insort(self._ranges, (offset + length, size - length))
+        self.total -= length
+        return offset
+
+    def pop(self) -> tuple[int, int]:
+        """Remove the last range, whole; returns its offset and length."""
+        offset, length = self._ranges.pop()
+        self.total -= length
+        return offset, length
+
+
+_files: weakref.WeakSet[DiskFile] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for file in list(_files):
+        file.make_private()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def write_from(fd: int, tensor: torch.Tensor, offset: int) -> None:
+    """Write the memory of a dense CPU tensor to a file."""
+    memory = _memory_of(tensor)
+    done = 0
+    while done < len(memory):
+        done += os.pwrite(fd, memory[done : done + WRITE_BYTES], offset + done)
+
+
+def read_into(fd: int, tensor: torch.Tensor, offset: int) -> None:
+    """Fill the memory of a dense CPU tensor from a file."""
+    memory = _memory_of(tensor)
+    done = 0
+    while done < len(memory):
+        count = os.preadv(fd, [memory[done:]], offset + done)
+        if count == 0:
+            raise OSError(errno.EIO, f"the file ends {len(memory) - done} bytes early: someone has cut it")
+        done += count
+
+
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    # Not by numpy, which is no dependency and lacks bfloat16 and float8.
+    kind = ctypes.c_char * tensor.nbytes
+    return memoryview(kind.from_address(tensor.data_ptr())).cast("B")
+
+
+def round_up(nbytes: int, unit: int = PAGE) -> int:
+    """Return the next multiple of `unit`.
+
+    Example:
+        >>> round_up(65, 64), round_up(128, 64)
+        (128, 128)
+    """
+    return -(-nbytes // unit) * unit
+
+
+# ---------------------------------------------------------------------- the C library
+# `mmap` of the standard library keeps a file descriptor for each mapping (a model has more tensors than a process may
+# have open files), its `madvise` holds the GIL, and Python has no `fallocate`.
+
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_MAP_FAILED = ctypes.c_void_p(-1).value
+# From linux/mman.h and linux/falloc.h; the numbers are the same on every architecture torch has.
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000 if sys.platform.startswith("linux") else 0
+_MADV_WILLNEED = 3
+_MADV_DONTNEED = 4
+_PUNCH_HOLE_KEEP_SIZE = 2 | 1
+
+
+@functools.cache
+def _libc() -> Any:
+    """Return the C library with its signatures declared: without them 64-bit offsets are cut to 32 bits."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, size, integer, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
+    for name, result, arguments in (
+        ("mmap", address, (address, size, integer, integer, integer, offset)),
+        ("munmap", integer, (address, size)),
+        ("mprotect", integer, (address, size, integer)),
+        ("madvise", integer, (address, size, integer)),
+        ("fallocate", integer, (integer, integer, offset, offset)),
+    ):
+        function = getattr(libc, name, None)
+        if function is not None:  # the last is Linux's own
+            function.restype, function.argtypes = result, arguments
+    return libc
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    while _libc().madvise(address, nbytes, advice) != 0:
+        code = ctypes.get_errno()
+        if code not in (errno.EINTR, errno.EAGAIN):
+            raise OSError(code, f"madvise: {os.strerror(code)}")
+
+
+def _allocate(fd: int, offset: int, length: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, offset, length)
+        return
+    for start in range(offset, offset + length, PAGE):  # macOS: write it once
+        os.pwrite(fd, bytes(PAGE), start)
+
+
+def _punch_hole(fd: int, offset: int, nbytes: int) -> bool:
+    """Return a range of a file to its disk; False where the file system can't."""
+    if not sys.platform.startswith("linux"):
+        return False
+    if _libc().fallocate(fd, _PUNCH_HOLE_KEEP_SIZE, offset, nbytes) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EOPNOTSUPP, errno.ENOSYS):
+        return False
+    raise OSError(code, f"fallocate: {os.strerror(code)}")
