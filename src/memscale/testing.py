@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -229,7 +229,7 @@ _generator: torch.Generator | None = None
 class ExecutingDevice(backend.VirtualDevice):
     """The executing device of a block, and its memory."""
 
-    computes = True
+    computes: ClassVar[bool] = True
 
     def __init__(self, capacity: int, capability: tuple[int, int]) -> None:
         tracker = ExecutingTracker(

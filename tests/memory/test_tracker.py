@@ -202,9 +202,8 @@ def test_the_tracker_does_not_grow_with_the_training(monkeypatch):
             model(x).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            ledger = tracker._ledger
-            assert max(len(ledger._events), len(ledger._marks)) <= 1000
-            assert len(ledger.find("cpu").dead_at_peak) <= 50
+            assert max(len(tracker._events), len(tracker._marks)) <= 1000
+            assert len(tracker._find("cpu").dead_at_peak) <= 50
             assert len(tracker._running.roots) == 1
     timeline = tracker.timeline()
     assert timeline.totals()[-1] == tracker.live_bytes()

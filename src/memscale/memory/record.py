@@ -18,8 +18,8 @@ import contextlib
 import enum
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -193,11 +193,11 @@ class Ledger:
     """Every allocation, by the storage it belongs to (`storage._cdata`)."""
 
     def __init__(self, allocators: Mapping[str, AllocatorFactory]) -> None:
-        self.live: dict[int, Entry] = {}
-        self.devices: dict[torch.device, DeviceMemory] = {}
-        self.clock = 0
+        self.clock = 0  # ticks: one for each allocation and release, and for each phase that began
         self.phase = Phase.SETUP
-        self.log: StepLog | None = None
+        self._live: dict[int, Entry] = {}
+        self._devices: dict[torch.device, DeviceMemory] = {}
+        self._log: StepLog | None = None
         self._factories = dict(allocators)
         self._phase_began = 0
         self._held: list[Allocation] = []  # allocations without a storage
@@ -209,21 +209,24 @@ class Ledger:
         self._died_while_busy: list[Entry] = []
         self._on_death = self._died  # bound once
 
-    def device(self, device: torch.device) -> DeviceMemory:
-        memory = self.devices.get(device)
+    def _device(self, device: torch.device) -> DeviceMemory:
+        memory = self._devices.get(device)
         if memory is None:
             factory = self._factories.get(device.type, ExactAllocator)
-            memory = self.devices[device] = DeviceMemory(str(device), factory())
+            memory = self._devices[device] = DeviceMemory(str(device), factory())
         return memory
 
-    def find(self, device: str | torch.device) -> DeviceMemory | None:
+    def _find(self, device: str | torch.device) -> DeviceMemory | None:
         """Return a device that memory was seen on; "cuda" means "cuda:0"."""
         wanted = torch.device(device)
-        return self.devices.get(wanted) or self.devices.get(torch.device(wanted.type, wanted.index or 0))
+        return self._devices.get(wanted) or self._devices.get(torch.device(wanted.type, wanted.index or 0))
+
+    def _claim_all(self) -> None:
+        """Set the categories that are known by now."""
 
     # ------------------------------------------------------------------ birth and death
 
-    def allocate(self, memory: DeviceMemory, nbytes: int) -> Block:
+    def _allocate(self, memory: DeviceMemory, nbytes: int) -> Block:
         """Allocate a block from the device's allocator and update the peaks.
 
         Raises:
@@ -246,7 +249,7 @@ class Ledger:
         self._release_queued()
         return block
 
-    def add(
+    def _follow(
         self,
         storage: torch.UntypedStorage,
         tensor: torch.Tensor,
@@ -255,9 +258,9 @@ class Ledger:
         module: str,
     ) -> Entry:
         """Follow a storage until it dies; also an empty one, which may be resized later."""
-        memory = self.devices.get(device) or self.device(device)
+        memory = self._devices.get(device) or self._device(device)
         size = storage.nbytes()
-        block = self.allocate(memory, size) if size else None
+        block = self._allocate(memory, size) if size else None
         entry = Entry(storage, self._on_death)
         entry.key, entry.size, entry.block, entry.device = storage._cdata, size, block, memory
         entry.allocation = Allocation(
@@ -270,16 +273,16 @@ class Ledger:
             tensor.shape,
             tensor.dtype,
         )
-        self.live[entry.key] = entry
+        self._live[entry.key] = entry
         self._record(entry.allocation, size)
         return entry
 
-    def hold(
+    def _hold(
         self, nbytes: int, device: torch.device, what: str, category: Category | None = None
     ) -> Callable[[], None]:
         """Account for memory without a storage until the returned function is called."""
-        memory = self.device(device)
-        block = self.allocate(memory, nbytes)
+        memory = self._device(device)
+        block = self._allocate(memory, nbytes)
         allocation = Allocation(
             block.size, memory.name, self.clock, self.phase, what, "", (nbytes,), torch.uint8, category
         )
@@ -292,16 +295,7 @@ class Ledger:
 
         return release
 
-    def workspace_bytes(self, device: str | torch.device) -> int:
-        """Return the bytes that libraries hold on a device."""
-        memory = self.find(device)
-        return sum(
-            each.nbytes
-            for each in self._held
-            if memory and each.device == memory.name and each.category is Category.WORKSPACE
-        )
-
-    def replace(self, entry: Entry, block: Block | None, size: int) -> None:
+    def _replace(self, entry: Entry, block: Block | None, size: int) -> None:
         """Give a storage another block; its category stays."""
         old, old_block = entry.allocation, entry.block
         entry.allocation = Allocation(
@@ -328,7 +322,7 @@ class Ledger:
     def _release_queued(self) -> None:
         while self._died_while_busy:
             entry = self._died_while_busy.pop()
-            del self.live[entry.key]
+            del self._live[entry.key]
             self._end(entry.allocation, entry.block, entry.device)
 
     def _end(self, allocation: Allocation, block: Block | None, memory: DeviceMemory) -> None:
@@ -350,12 +344,12 @@ class Ledger:
         if len(self._events) == self._events.maxlen:
             self._since = self._events[0][0]
         self._events.append((self.clock, allocation, size))
-        if self.log is not None and allocation.device == self.log.device:
-            self.log.events.append((allocation, size))
+        if self._log is not None and allocation.device == self._log.device:
+            self._log.events.append((allocation, size))
 
     # ------------------------------------------------------------------ time
 
-    def enter_phase(self, phase: Phase) -> None:
+    def _enter_phase(self, phase: Phase) -> None:
         if phase is not self.phase:
             self.phase = phase
             self.clock += 1
@@ -364,33 +358,73 @@ class Ledger:
 
     def reset_peak(self) -> None:
         """Set every device's peak to what is in use now, and drop what has died."""
-        for memory in self.devices.values():
+        self._claim_all()
+        for memory in self._devices.values():
             memory.start_peak(self.clock, self.phase)
         self._events.clear()
         self._since = self.clock
 
-    # ------------------------------------------------------------------ summaries
+    # ------------------------------------------------------------------ results
 
-    def now(self, device: str, top: int) -> Snapshot:
-        """Summarise what is in use on a device, with the `top` largest allocations."""
-        return _snapshot(self._alive(device), device, self.clock, self.phase, top)
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices that memory was seen on."""
+        return tuple(memory.name for memory in self._devices.values())
 
-    def at_peak(self, memory: DeviceMemory, top: int) -> Snapshot:
-        """Summarise what was in use at a device's peak, with the `top` largest allocations."""
+    def live_bytes(self, device: str | torch.device = "cpu") -> int:
+        """Return the bytes in use now."""
+        memory = self._find(device)
+        return memory.allocator.allocated if memory else 0
+
+    def workspace_bytes(self, device: str | torch.device = "cpu") -> int:
+        """Return the bytes in use now by `reserve`."""
+        name = self._name(device)
+        held = (each for each in self._held if each.category is Category.WORKSPACE and each.device == name)
+        return sum(each.nbytes for each in held)
+
+    def peak_bytes(self, device: str | torch.device = "cpu") -> int:
+        """Return the most bytes in use at once since the start or the last `reset_peak`."""
+        memory = self._find(device)
+        return memory.peak if memory else 0
+
+    def reserved_bytes(self, device: str | torch.device = "cpu") -> int:
+        """Return the bytes that the allocator holds now, in use or cached."""
+        memory = self._find(device)
+        return memory.allocator.reserved if memory else 0
+
+    def peak_reserved_bytes(self, device: str | torch.device = "cpu") -> int:
+        """Return the most bytes that the allocator held."""
+        memory = self._find(device)
+        return memory.peak_reserved if memory else 0
+
+    def now(self, device: str | torch.device = "cpu", top: int = 10) -> Snapshot:
+        """Return what is in use now, with the `top` largest tensors."""
+        self._claim_all()
+        name = self._name(device)
+        return _snapshot(self._alive(name), name, self.clock, self.phase, top)
+
+    def at_peak(self, device: str | torch.device = "cpu", top: int = 10) -> Snapshot:
+        """Return what was in use at the peak, with the `top` largest tensors and the modules they belong to."""
+        memory = self._find(device)
+        if memory is None:
+            return self.now(device, top)
+        self._claim_all()
         alive = [each for each in self._alive(memory.name) if each.born <= memory.peak_tick]
         allocations = [*memory.dead_at_peak, *alive]
         return _snapshot(allocations, memory.name, memory.peak_tick, memory.peak_phase, top)
 
-    def timeline(self, device: str) -> Timeline:
-        """Return the bytes by category after every event on a device, as far back as events are kept."""
+    def timeline(self, device: str | torch.device = "cpu") -> Timeline:
+        """Return the memory over time, by category, with the phases of each step, for the last events."""
+        self._claim_all()
+        name = self._name(device)
         now: Counter[Category] = Counter()
-        for allocation in self._alive(device):
+        for allocation in self._alive(name):
             if allocation.nbytes:
                 now[allocation.current_category()] += allocation.nbytes
         events = [
             (tick, each.current_category(), each.nbytes if size is not None else -each.nbytes)
             for tick, each, size in self._events
-            if each.device == device and each.nbytes
+            if each.device == name and each.nbytes
         ]
         states = [now]
         for _, category, change in reversed(events):
@@ -401,7 +435,7 @@ class Ledger:
         present = [category for category in Category if any(category in state for state in states)]
         begun = [mark.phase for mark in self._marks if mark.tick <= self._since]
         return Timeline(
-            device=device,
+            device=name,
             ticks=(self._since, *(tick for tick, _, _ in events)) if present else (),
             series=tuple((category, tuple(state[category] for state in states)) for category in present),
             marks=(
@@ -410,8 +444,68 @@ class Ledger:
             ),
         )
 
+    def alive_since(self, tick: int, device: str | torch.device, until: int | None = None) -> dict[int, int]:
+        """Return the bytes of what was allocated after `tick` (up to `until`) and is alive, by `storage._cdata`."""
+        memory = self._find(device)
+        last = self.clock if until is None else until
+        return {
+            key: entry.allocation.nbytes
+            for key, entry in list(self._live.items())
+            if entry.device is memory and tick < entry.allocation.born <= last
+        }
+
+    def bytes_of_storage(self, key: int) -> int:
+        """Return the bytes of a storage by its `_cdata`; 0 if it is not tracked."""
+        entry = self._live.get(key)
+        return entry.allocation.nbytes if entry else 0
+
+    @contextlib.contextmanager
+    def logging(self, device: str | torch.device) -> Iterator[StepLog]:
+        """Log the requests to a device's allocator inside the block, to be replayed."""
+        log = self._log = StepLog(self._name(device))
+        try:
+            yield log
+        finally:
+            self._log = None
+
+    def replay(self, log: StepLog, marks: Collection[int] = ()) -> Replay:
+        """Repeat the requests of a step whose memory was released in it. See Note [Replaying a step].
+
+        Args:
+            log: the requests; what was not released is there to stay, and is not requested again.
+            marks: numbers of events before which to record what is in use.
+        """
+        memory = self._find(log.device)
+        assert memory is not None  # the log is of it
+        allocator = memory.allocator
+        released = {id(allocation) for allocation, size in log.events if size is None}
+        peak = start = allocator.allocated
+        above_start: dict[int, int] = {}
+        blocks: dict[int, Block] = {}
+        for number, (allocation, size) in enumerate(log.events):
+            if number in marks:
+                above_start[number] = allocator.allocated - start
+            key = id(allocation)
+            if size is None:
+                block = blocks.pop(key, None)  # None: it is older than the log
+                if block is not None:
+                    allocator.free(block)
+            elif key in released and size:
+                blocks[key] = allocator.allocate(size)
+                peak = max(peak, allocator.allocated)
+        return Replay(peak, above_start)
+
+    def empty_cache(self) -> None:
+        """Release what the allocators hold without using it."""
+        for memory in self._devices.values():
+            memory.allocator.empty_cache()
+
+    def _name(self, device: str | torch.device) -> str:
+        memory = self._find(device)
+        return memory.name if memory else str(device)
+
     def _alive(self, device: str) -> list[Allocation]:
-        found = [*self._held, *(entry.allocation for entry in list(self.live.values()))]
+        found = [*self._held, *(entry.allocation for entry in list(self._live.values()))]
         return [allocation for allocation in found if allocation.device == device]
 
 
@@ -432,39 +526,15 @@ def _snapshot(alive: list[Allocation], device: str, tick: int, phase: Phase, top
     )
 
 
+@dataclass
 class StepLog:
-    """The requests to one device's allocator during a step, in order."""
+    """The requests to one device's allocator during a step, in order; size None: released."""
 
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.events: list[tuple[Allocation, int | None]] = []  # None: released
+    device: str
+    events: list[tuple[Allocation, int | None]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.events)
-
-    def replay(self, allocator: ExactAllocator, marks: Iterable[int] = ()) -> Replay:
-        """Repeat the requests whose memory was released in between; the rest is there to stay.
-
-        Args:
-            allocator: has the same in use afterwards as before.
-            marks: numbers of events before which to record what is in use.
-        """
-        released = {id(allocation) for allocation, size in self.events if size is None}
-        marked, start = set(marks), allocator.allocated
-        peak, above_start = start, {}
-        blocks: dict[int, Block] = {}
-        for number, (allocation, size) in enumerate(self.events):
-            if number in marked:
-                above_start[number] = allocator.allocated - start
-            key = id(allocation)
-            if size is None:
-                block = blocks.pop(key, None)  # None: it is older than the log
-                if block is not None:
-                    allocator.free(block)
-            elif key in released and size:
-                blocks[key] = allocator.allocate(size)
-                peak = max(peak, allocator.allocated)
-        return Replay(peak, above_start)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -54,10 +54,6 @@ from memscale.memory.record import (
     Entry,
     Ledger,
     Phase,
-    Replay,
-    Snapshot,
-    StepLog,
-    Timeline,
     is_mapped,
 )
 from memscale.units import format_bytes
@@ -132,7 +128,7 @@ class RunningModules:
             del self._numbers[: MAX_SPANS // 2], self._from_then[: MAX_SPANS // 2]
 
 
-class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
+class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
     """Track the memory of everything that runs inside its `with` block.
 
     What existed before is counted once it is watched or used: pass the model (and optimizer) to the constructor or to
@@ -163,9 +159,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
     supports_higher_order_operators = True
 
     def __init__(self, *watched: Watchable, allocators: Mapping[str, AllocatorFactory] | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._ledger = Ledger(allocators or {})
-        self._live = self._ledger.live
+        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        Ledger.__init__(self, allocators or {})
         self._running = RunningModules()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._in_backward = False
@@ -200,105 +195,9 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
     ) -> Callable[[], None]:
         """Account for memory without a tensor until the returned function is called."""
         try:
-            return self._ledger.hold(nbytes, device, what, category)
+            return self._hold(nbytes, device, what, category)
         except OutOfDeviceMemory as full:
             raise self._out_of_memory(device, full.requested, f" for {what}") from None
-
-    # ------------------------------------------------------------------ results
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """The devices that memory was seen on."""
-        return tuple(memory.name for memory in self._ledger.devices.values())
-
-    @property
-    def phase(self) -> Phase:
-        return self._ledger.phase
-
-    @property
-    def clock(self) -> int:
-        """Ticks so far: one for each allocation and release, and for each phase that began."""
-        return self._ledger.clock
-
-    def live_bytes(self, device: str | torch.device = "cpu") -> int:
-        """Return the bytes in use now."""
-        memory = self._ledger.find(device)
-        return memory.allocator.allocated if memory else 0
-
-    def workspace_bytes(self, device: str | torch.device = "cpu") -> int:
-        """Return the bytes in use now by `reserve`."""
-        return self._ledger.workspace_bytes(device)
-
-    def peak_bytes(self, device: str | torch.device = "cpu") -> int:
-        """Return the most bytes in use at once since the start or the last `reset_peak`."""
-        memory = self._ledger.find(device)
-        return memory.peak if memory else 0
-
-    def reserved_bytes(self, device: str | torch.device = "cpu") -> int:
-        """Return the bytes that the allocator holds now, in use or cached."""
-        memory = self._ledger.find(device)
-        return memory.allocator.reserved if memory else 0
-
-    def peak_reserved_bytes(self, device: str | torch.device = "cpu") -> int:
-        """Return the most bytes that the allocator held."""
-        memory = self._ledger.find(device)
-        return memory.peak_reserved if memory else 0
-
-    def now(self, device: str | torch.device = "cpu", top: int = 10) -> Snapshot:
-        """Return what is in use now."""
-        self._claim_all()
-        return self._ledger.now(self._name(device), top)
-
-    def at_peak(self, device: str | torch.device = "cpu", top: int = 10) -> Snapshot:
-        """Return what was in use at the peak, with the `top` largest tensors and the modules they belong to."""
-        self._claim_all()
-        memory = self._ledger.find(device)
-        return self._ledger.at_peak(memory, top) if memory else self._ledger.now(self._name(device), top)
-
-    def timeline(self, device: str | torch.device = "cpu") -> Timeline:
-        """Return the memory over time, by category, with the phases of each step, for the last events."""
-        self._claim_all()
-        return self._ledger.timeline(self._name(device))
-
-    def alive_since(self, tick: int, device: str | torch.device, until: int | None = None) -> dict[int, int]:
-        """Return the bytes of what was allocated after `tick` (up to `until`) and is alive, by `storage._cdata`."""
-        memory = self._ledger.find(device)
-        last = self.clock if until is None else until
-        return {
-            key: entry.allocation.nbytes
-            for key, entry in list(self._live.items())
-            if entry.device is memory and tick < entry.allocation.born <= last
-        }
-
-    def bytes_of_storage(self, key: int) -> int:
-        """Return the bytes of a storage by its `_cdata`; 0 if it is not tracked."""
-        entry = self._live.get(key)
-        return entry.allocation.nbytes if entry else 0
-
-    @contextlib.contextmanager
-    def logging(self, device: str | torch.device) -> Iterator[StepLog]:
-        """Log the requests to a device's allocator inside the block, to be replayed."""
-        log = self._ledger.log = StepLog(self._name(device))
-        try:
-            yield log
-        finally:
-            self._ledger.log = None
-
-    def replay(self, log: StepLog, marks: Iterable[int] = ()) -> Replay:
-        """Repeat a log's requests on its device's allocator. See Note [Replaying a step] in `record.py`."""
-        memory = self._ledger.find(log.device)
-        assert memory is not None  # the log is of it
-        return log.replay(memory.allocator, marks)
-
-    def reset_peak(self) -> None:
-        """Start a new peak, and drop what died before it."""
-        self._claim_all()
-        self._ledger.reset_peak()
-
-    def empty_cache(self) -> None:
-        """Release what the allocators hold without using it."""
-        for memory in self._ledger.devices.values():
-            memory.allocator.empty_cache()
 
     # ------------------------------------------------------------------ the mode
 
@@ -342,7 +241,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         self._running.clear()
         self._end_backward()
         self._claim_all()
-        self._ledger.enter_phase(Phase.SETUP)
+        self._enter_phase(Phase.SETUP)
 
     def __torch_dispatch__(
         self,
@@ -359,11 +258,11 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         result = self._run(func, args, kwargs or {})
         kind = type(result)
         if kind in self._plain and result.layout is torch.strided:
-            self._follow_storage(result, func)  # nearly all results
+            self._count_storage(result, func)  # nearly all results
         elif kind is tuple or kind is list:
-            self._follow_each(result, func)
+            self._count_results(result, func)
         elif isinstance(result, torch.Tensor):
-            self._follow(result, func)
+            self._count_result(result, func)
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -385,20 +284,20 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
                 elif value.untyped_storage()._cdata not in live:
                     self._claim(value, Category.INPUTS)
 
-    def _follow_each(self, results: Iterable[Any], func: Any) -> None:
+    def _count_results(self, results: Iterable[Any], func: Any) -> None:
         for result in results:
             if isinstance(result, torch.Tensor):
-                self._follow(result, func)
+                self._count_result(result, func)
             elif isinstance(result, (tuple, list)):
-                self._follow_each(result, func)
+                self._count_results(result, func)
 
-    def _follow(self, tensor: torch.Tensor, func: Any) -> None:
+    def _count_result(self, tensor: torch.Tensor, func: Any) -> None:
         if self._has_parts(tensor):
-            self._follow_each(parts_of(tensor), func)
+            self._count_results(parts_of(tensor), func)
         else:
-            self._follow_storage(tensor, func)
+            self._count_storage(tensor, func)
 
-    def _follow_storage(self, tensor: torch.Tensor, func: Any) -> None:
+    def _count_storage(self, tensor: torch.Tensor, func: Any) -> None:
         storage = tensor.untyped_storage()
         entry = self._live.get(storage._cdata)
         if entry is None:
@@ -411,7 +310,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         if device is None or is_mapped(storage):
             return None
         try:
-            return self._ledger.add(storage, tensor, device, op, self._running.current(self._in_backward))
+            return self._follow(storage, tensor, device, op, self._running.current(self._in_backward))
         except OutOfDeviceMemory as full:
             what = f" for {str(tensor.dtype)[6:]}{list(tensor.shape)}"
             raise self._out_of_memory(device, full.requested, what) from None
@@ -434,10 +333,10 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
             return lambda: None  # not tracked
         # The new memory is allocated before the old is released: torch copies from one to the other.
         try:
-            block = self._ledger.allocate(entry.device, size) if size else None
+            block = self._allocate(entry.device, size) if size else None
         except OutOfDeviceMemory as full:
             raise self._out_of_memory(entry.device.name, full.requested, " to resize a storage") from None
-        return lambda: self._ledger.replace(entry, block, size)
+        return lambda: self._replace(entry, block, size)
 
     # ------------------------------------------------------------------ categories
 
@@ -512,14 +411,14 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
             self._end_backward()
         else:
             self._in_backward = True
-            self._ledger.enter_phase(Phase.BACKWARD)
+            self._enter_phase(Phase.BACKWARD)
             at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         if self._in_backward:
             self._in_backward = False
             # A backward inside a module's forward is part of it (a gradient penalty).
-            self._ledger.enter_phase(Phase.FORWARD if self._running else Phase.SETUP)
+            self._enter_phase(Phase.FORWARD if self._running else Phase.SETUP)
             self._claim_all()  # the gradients exist now, and zero_grad() may come next
 
     def _before_module(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -528,7 +427,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
             self._running.add_root(module)
             self._claim_module(module)
             self._claim_inputs(inputs)
-            self._ledger.enter_phase(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION)
+            self._enter_phase(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION)
         self._running.enter(module)
 
     def _after_module(self, module: nn.Module, inputs: Any, *rest: Any) -> None:
@@ -542,27 +441,22 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         self._end_backward()
         self._optimizers.add(optimizer)
         self._claim_optimizer(optimizer)
-        self._ledger.enter_phase(Phase.OPTIMIZER)
+        self._enter_phase(Phase.OPTIMIZER)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._claim_optimizer(optimizer)
-        self._ledger.enter_phase(Phase.SETUP)
+        self._enter_phase(Phase.SETUP)
 
     # ------------------------------------------------------------------ messages
 
-    def _name(self, device: str | torch.device) -> str:
-        memory = self._ledger.find(device)
-        return memory.name if memory else str(device)
-
     def _out_of_memory(self, device: str | torch.device, requested: int, what: str) -> torch.OutOfMemoryError:
-        memory = self._ledger.find(device)
+        memory = self._find(device)
         assert memory is not None
-        self._claim_all()
         module = self._running.current(self._in_backward)
         where = f" in {module}" if module else ""
         allocator = memory.allocator
         capacity, allocated, reserved = allocator.capacity or 0, allocator.allocated, allocator.reserved
-        here = self._ledger.now(memory.name, 5)
+        here = self.now(memory.name, 5)
         categories = ", ".join(f"{name} {format_bytes(count)}" for name, count in here.by_category)
         largest = "".join(f"\n  {format_bytes(each.nbytes)}  {each.description}" for each in here.top)
         return torch.OutOfMemoryError(

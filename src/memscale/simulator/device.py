@@ -18,8 +18,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -40,9 +41,9 @@ from memscale.errors import SimulationError
 from memscale.memory.tracker import MemoryTracker
 
 NAME = "vgpu"
-AMP_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
+@dataclass(eq=False)
 class VirtualDevice:
     """A device that answers for `vgpu` while a block runs, and its memory.
 
@@ -55,21 +56,12 @@ class VirtualDevice:
         tracker: the memory tracker of the device and its host.
     """
 
-    computes = False
-
-    def __init__(
-        self,
-        device_name: str,
-        capacity: int,
-        compute_capability: tuple[int, int],
-        device: torch.device,
-        tracker: MemoryTracker,
-    ) -> None:
-        self.device_name = device_name
-        self.capacity = capacity
-        self.compute_capability = compute_capability
-        self.device = device
-        self.tracker = tracker
+    computes: ClassVar[bool] = False
+    device_name: str
+    capacity: int
+    compute_capability: tuple[int, int]
+    device: torch.device
+    tracker: MemoryTracker
 
     @property
     def peak_bytes(self) -> int:
@@ -184,10 +176,21 @@ def _require_active() -> VirtualDevice:
     return _active
 
 
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
 class _DeviceModule:
     """The module `torch.vgpu`, with the names of `torch.cuda`."""
 
     _initialized = True
+    Stream = VirtualStream
+    Event = VirtualEvent
+    _lazy_init = init = set_device = set_stream = synchronize = ipc_collect = staticmethod(_do_nothing)
+    stream = device = staticmethod(contextlib.nullcontext)
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
 
     def is_initialized(self) -> bool:
         return True
@@ -196,27 +199,18 @@ class _DeviceModule:
         return _active is not None
 
     def device_count(self) -> int:
-        return 1 if _active is not None else 0
+        return int(_active is not None)
 
     def current_device(self) -> int:
         return 0
 
-    def set_device(self, device: Any) -> None:
-        pass
+    def current_stream(self, device: Any = None) -> torch.Stream:
+        return VirtualStream()
 
-    def device(self, device: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def _lazy_init(self) -> None:
-        pass
-
-    init = _lazy_init
+    default_stream = current_stream
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return AMP_DTYPES
+        return [torch.bfloat16, torch.float16, torch.float32]
 
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
         return _active is not None and _active.compute_capability >= (8, 0)
@@ -241,52 +235,34 @@ class _DeviceModule:
     def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
         self.set_rng_state(states[0])
 
-    # ---- streams
-
-    Stream = VirtualStream
-    Event = VirtualEvent
-
-    def current_stream(self, device: Any = None) -> torch.Stream:
-        return VirtualStream()
-
-    default_stream = current_stream
-
-    def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def set_stream(self, stream: Any) -> None:
-        pass
-
-    def synchronize(self, device: Any = None) -> None:
-        pass
-
     # ---- memory
 
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        """Return the figures of `torch.cuda.memory_stats` that exist here."""
+        tracker = MemoryTracker() if _active is None else _active.tracker
+        return {
+            "allocated_bytes.all.current": tracker.live_bytes(NAME),
+            "allocated_bytes.all.peak": tracker.peak_bytes(NAME),
+            "reserved_bytes.all.current": tracker.reserved_bytes(NAME),
+            "reserved_bytes.all.peak": tracker.peak_reserved_bytes(NAME),
+        }
+
     def memory_allocated(self, device: Any = None) -> int:
-        return _active.tracker.live_bytes(NAME) if _active else 0
+        return self.memory_stats()["allocated_bytes.all.current"]
 
     def max_memory_allocated(self, device: Any = None) -> int:
-        return _active.tracker.peak_bytes(NAME) if _active else 0
+        return self.memory_stats()["allocated_bytes.all.peak"]
 
     def memory_reserved(self, device: Any = None) -> int:
-        return _active.tracker.reserved_bytes(NAME) if _active else 0
+        return self.memory_stats()["reserved_bytes.all.current"]
 
     def max_memory_reserved(self, device: Any = None) -> int:
-        return _active.tracker.peak_reserved_bytes(NAME) if _active else 0
+        return self.memory_stats()["reserved_bytes.all.peak"]
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         _require_active().tracker.reset_peak()
 
     reset_max_memory_allocated = reset_peak_memory_stats
-
-    def memory_stats(self, device: Any = None) -> dict[str, int]:
-        """Return the figures of `torch.cuda.memory_stats` that exist here."""
-        return {
-            "allocated_bytes.all.current": self.memory_allocated(),
-            "allocated_bytes.all.peak": self.max_memory_allocated(),
-            "reserved_bytes.all.current": self.memory_reserved(),
-            "reserved_bytes.all.peak": self.max_memory_reserved(),
-        }
 
     def memory_summary(self, device: Any = None, abbreviated: bool = False) -> str:
         return "\n".join(f"{name}: {value}" for name, value in self.memory_stats().items())
@@ -295,12 +271,11 @@ class _DeviceModule:
         if _active is not None:
             _active.tracker.empty_cache()
 
-    def ipc_collect(self) -> None:
-        pass
-
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        active = _require_active()
-        return active.capacity - active.tracker.reserved_bytes(NAME), active.capacity
+        capacity = _require_active().capacity
+        return capacity - self.memory_reserved(), capacity
+
+    # ---- properties
 
     def get_device_name(self, device: Any = None) -> str:
         return _require_active().device_name
@@ -479,16 +454,12 @@ class DeviceTracker(MemoryTracker):  # type: ignore[no-untyped-call]  # its `__i
             if name in MATMULS:
                 self._reserve_workspace(result)
             elif name in TEMPORARIES and args[0].device.type != "cpu":
-                self._allocate_temporaries(name, args)
+                sizes = [size for size in TEMPORARIES[name](*args) if size]
+                self.temporary_bytes = sum(sizes)
+                device, what = args[0].device, f"a temporary of {name}"
+                for release in [self.hold(size, device, what) for size in sizes]:
+                    release()
         return result
-
-    def _allocate_temporaries(self, name: str, args: tuple[Any, ...]) -> None:
-        """Allocate and free what the kernel needs besides its results."""
-        sizes = [size for size in TEMPORARIES[name](*args) if size]
-        what = f"a temporary of {name}"
-        self.temporary_bytes = sum(sizes)
-        for release in [self.hold(size, args[0].device, what) for size in sizes]:
-            release()
 
     def _reserve_workspace(self, result: torch.Tensor) -> None:
         # One workspace per handle and one handle per thread: that of the training loop, and that of backward. (Tensors
