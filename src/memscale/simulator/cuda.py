@@ -323,13 +323,16 @@ def cuda_names(target: torch.device) -> Iterator[None]:
     def to_target(self: torch.nn.Module, device: Any = None) -> torch.nn.Module:
         return self.to(target)
 
-    public = [name for name in vars(type(module)) if not name.startswith("_") and hasattr(torch.cuda, name)]
-    patches: list[tuple[Any, str, Any]] = [(torch.cuda, name, getattr(module, name)) for name in public]
-    # The compiler refuses one function under two names.
-    patches += [
-        (torch.accelerator, name, partial(getattr(module, name)))
-        for name in ANSWERED_BY_ACCELERATOR.split()
-        if hasattr(torch.accelerator, name)
+    def answer(name: str) -> Any:
+        # The compiler refuses one function under two names.
+        return getattr(module, name) if name in ("Stream", "Event") else partial(getattr(module, name))
+
+    public = [name for name in vars(type(module)) if not name.startswith("_")]
+    patches: list[tuple[Any, str, Any]] = [
+        (owner, name, answer(name))
+        for owner, names in ((torch.cuda, public), (torch.accelerator, ANSWERED_BY_ACCELERATOR.split()))
+        for name in names
+        if hasattr(owner, name)
     ]
     patches += [
         (torch.amp.autocast_mode.autocast, "__init__", autocast_init),
