@@ -55,7 +55,6 @@ until the pass ends.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import threading
 import weakref
@@ -294,7 +293,7 @@ class Region:
 
     def _mark_filled(self, task: int) -> None:
         self.filled.add(task)
-        at_end_of_backward(functools.partial(_end_of_backward, weakref.ref(self), task))
+        at_end_of_backward(self.forget, task)
 
     # Chained regions. See the note.
 
@@ -348,12 +347,6 @@ class Region:
         if not output.waiting:
             del self._outputs[key]
         return output.tensor.detach()
-
-
-def _end_of_backward(region: weakref.ref[Region], task: int) -> None:
-    found = region()
-    if found is not None:
-        found.forget(task)
 
 
 class _Outermost:

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memscale._torch import hooks_are_allowed
 from memscale.checkpointing.state import parameter_behind
 from memscale.execution_plan import LossTiling, Tiling
-from memscale.offload.mapped import MappedParameters
+from memscale.offload.placement import ModelPlacement
 from memscale.profiler.blocks import find_head
 from memscale.profiler.profile import BlockProfile
 from memscale.techniques.base import LayerSite, ModelSite
@@ -203,10 +203,8 @@ class TiledLoss:
             if site.logs:
                 logger.warning("Head and loss are not tiled: %s.", reason)
             return
-        device = site.device if site.homes.device is not None else None
-        log.add_stage(
-            head, TileHeadStage(settings.rows, device, site.homes.mapped, logs=site.logs), name=name
-        )
+        device = site.device if site.placement.device is not None else None
+        log.add_stage(head, TileHeadStage(settings.rows, device, site.placement, logs=site.logs), name=name)
 
 
 class TileHeadStage(ForwardStage):
@@ -215,19 +213,19 @@ class TileHeadStage(ForwardStage):
     Args:
         rows: Tokens per tile.
         device: Where it computes, if its parameters may be elsewhere.
-        mapped: The parameters of the model that are on disk.
+        placement: Where the model's parameters are.
         logs: Whether to log, once, that a static graph keeps it from tiling.
     """
 
     order = Stage.TILE_HEAD
 
     def __init__(
-        self, rows: int, device: torch.device | None, mapped: MappedParameters, *, logs: bool
+        self, rows: int, device: torch.device | None, placement: ModelPlacement, *, logs: bool
     ) -> None:
         self._logs = logs
         self._rows = rows
         self._device = device
-        self._mapped = mapped
+        self._placement = placement
 
     def run(
         self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -262,12 +260,11 @@ class TileHeadStage(ForwardStage):
 
     @contextlib.contextmanager
     def _borrow(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-        own = [each for each in parameters if isinstance(each, nn.Parameter)]
-        self._mapped.begin(own)
+        mapped = self._placement.begin_use(parameters)
         try:
             yield
         finally:
-            self._mapped.end(own)
+            self._placement.end_use(mapped)
 
 
 def _in_static_graph() -> bool:
