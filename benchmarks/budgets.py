@@ -39,7 +39,7 @@ from memscale.planner.decide import cost_models, room_of
 from memscale.planner.make_plan import ProfiledModel, fits, profile_settings
 from memscale.planner.predict import Step, predict, rehearsal
 from memscale.profiler import Place, Sample, sample_of
-from memscale.profiler.build import backward_targets, loss_of
+from memscale.profiler.recorder import backward_targets, loss_of
 from memscale.units import format_bytes, parse_bytes
 
 __all__ = ["BudgetRow", "Selective", "budget_row", "main", "selective"]

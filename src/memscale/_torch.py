@@ -94,13 +94,20 @@ def a_dispatch_mode_is_active() -> bool:
     return True if ask is None else cast(int, ask()) > 0
 
 
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call back when the backward pass that is running now has ended without an error.
+def at_end_of_backward(method: Callable[..., None], *args: object) -> None:
+    """Call a method, if its object is alive then, when the running backward pass has ended without an error.
 
     Without it nothing works: what a backward pass has not used would live as long as its graph.
     """
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*args)
+
     engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
+    engine.queue_callback(call)
 
 
 def backward_keeps_graph() -> bool:
@@ -422,12 +429,6 @@ def largest_magnitudes(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, .
     return tuple(cast(Any, torch)._foreach_norm(tensors, float("inf")))
 
 
-def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
-    """Return the device and the dtype that the arguments of `Tensor.to` name, as `nn.Module.to` reads them."""
-    device, dtype, *_ = _C._nn._parse_to(*args, **kwargs)
-    return device, dtype
-
-
 def without_torch_function(*, of_modes: bool = False) -> contextlib.AbstractContextManager[None]:
     """Return a block in which `__torch_function__` of subclasses (and, if asked for, of modes) is not called."""
     guard: Any = _C.DisableTorchFunction if of_modes else _C.DisableTorchFunctionSubclass
@@ -435,7 +436,6 @@ def without_torch_function(*, of_modes: bool = False) -> contextlib.AbstractCont
 
 
 disabled_torch_function = _C._disabled_torch_function_impl  # what a subclass without `__torch_function__` has
-make_subclass = cast(Any, torch.Tensor)._make_subclass
 make_wrapper_subclass = cast(Any, torch.Tensor)._make_wrapper_subclass
 
 
@@ -459,9 +459,6 @@ def outside_compiler(function: Function) -> Function:
 DispatchKey = _C.DispatchKey
 DispatchKeySet = _C.DispatchKeySet
 exclude_dispatch_keys = _C._ExcludeDispatchKeyGuard
-dispatch_keys_of = _C._dispatch_keys
-dispatch_stack_length = _C._len_torch_dispatch_stack
-FAKE_MODE = _C._TorchDispatchModeKey.FAKE
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -471,15 +468,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 def current_fake_mode() -> FakeTensorMode | None:
     """Return the fake mode that is on in this thread."""
-    return cast("FakeTensorMode | None", _C._get_dispatch_mode(FAKE_MODE))
-
-
-def leave_fake_mode() -> None:
-    """Take the fake mode off this thread for a moment; `return_to_fake_mode` puts it on again."""
-    _C._unset_dispatch_mode(FAKE_MODE)
-
-
-return_to_fake_mode = _C._set_dispatch_mode
+    return cast("FakeTensorMode | None", _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE))
 
 
 def with_autograd_below_dispatch() -> contextlib.AbstractContextManager[None]:
@@ -493,9 +482,6 @@ def with_autograd_below_dispatch() -> contextlib.AbstractContextManager[None]:
     )
 
 
-default_device = _C._get_default_device
-warn_on_data_pointer = _C._set_warn_deprecated_on_mutable_data_ptr
-throw_on_data_pointer = _C._set_throw_on_mutable_data_ptr
 flash_attention_is_enabled = _C._get_flash_sdp_enabled
 efficient_attention_is_enabled = _C._get_mem_efficient_sdp_enabled
 math_attention_is_enabled = _C._get_math_sdp_enabled
@@ -530,11 +516,11 @@ FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 Generator = _C.Generator
 PRIVATE_DEVICE_TYPE = _autograd.DeviceType.PrivateUse1
 private_device_name = _C._get_privateuse1_backend_name
-set_up_private_device: Any = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
+set_up_private_device: Any = cast(Any, backend_registration)._setup_privateuseone_for_python_backend
 if TYPE_CHECKING:
     PrivateDeviceGuard = object
     PrivateDeviceHooks = object
-else:  # without them (torch before 2.10) there is no second device on a machine without an accelerator
+else:
     PrivateDeviceGuard = _C._acc.DeviceGuard
     PrivateDeviceHooks = _C._acc.PrivateUse1Hooks
 

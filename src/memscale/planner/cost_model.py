@@ -17,7 +17,7 @@ from memscale.checkpointing.cost import can_recompute, worth_keeping
 from memscale.config import Config
 from memscale.executor.registry import LAYER_TECHNIQUES
 from memscale.hardware import Hardware
-from memscale.offload.cost import activation_seconds
+from memscale.offload.technique import activation_seconds
 from memscale.planner.frontier import Option, Row, trade_of
 from memscale.planner.settings import NOTHING, Setting
 from memscale.profiler.profile import BlockProfile, ModelProfile

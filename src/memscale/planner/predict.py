@@ -8,7 +8,7 @@ Note [The step that is predicted]
 The second step of training or a later one, with the optimizer that was given, else with AdamW: its state is there,
 libraries have taken their workspaces, no gradient is left over when forward begins, and the outputs are let go of
 before backward. The first step is run, and the allocator is asked for the same again (Note [Replaying a step] in
-`memory/ledger.py`).
+`memory/record.py`).
 
 What `wrap` keeps to repeat a step from (`ModelCall`) is there too, until backward ends: copies of buffers
 that forward changes, and the gradients of the outputs.
@@ -41,10 +41,10 @@ from memscale.optimizer.eight_bit import moment_bytes, parameters_in_eight_bits
 from memscale.optimizer.needs import OptimizerNeeds, StateTensor
 from memscale.optimizer.placement import takes_all_state
 from memscale.optimizer.state_stores import PAGE
-from memscale.profiler.build import backward_targets, loss_of
+from memscale.profiler.recorder import backward_targets, loss_of
 from memscale.profiler.run import Place, is_reentrant, untouched
 from memscale.profiler.sample import Sample
-from memscale.simulator.tracking import DeviceTracker, workspace_bytes
+from memscale.simulator.device import DeviceTracker, workspace_bytes
 
 STEP_COUNT_BYTES = 4  # of the step count that an optimizer keeps for each parameter
 REPLAYS = 2  # of the first step's allocations: the third step finds the allocator as the second left it
@@ -141,11 +141,11 @@ def _backward_without_hooks(model: nn.Module, executor: Executor) -> Callable[[t
     Gradients of parameters on disk are copied there one by one, as they would be if they were accumulated.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    on_disk = {id(parameter) for parameter in executor.homes.on_disk}
+    on_disk = {id(parameter) for parameter in executor.placement.on_disk}
 
     def copy_to_disk(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        home = executor.homes.store.copy_of(gradient)
-        executor.homes.mapped.rest([parameter])
+        home = executor.placement.store.copy_of(gradient)
+        executor.placement.release_pages(parameter)
         return home
 
     def backward(loss: torch.Tensor) -> None:
@@ -212,7 +212,7 @@ def _step(
     optimizer: OptimizerNeeds | None,
 ) -> Step:
     """See Note [The step that is predicted]."""
-    on_disk = {id(each) for each in executor.homes.on_disk} if executor is not None else set()
+    on_disk = {id(each) for each in executor.placement.on_disk} if executor is not None else set()
     tracker.reset_peak()
     with tracker.logging(device) as log:
         call = ModelCall(model, batch.args, batch.kwargs, device)

@@ -1,43 +1,49 @@
-"""The executing virtual GPU: CPU tensors under the label of a device.
+"""A virtual GPU that computes, for tests of MemScale and for users' tests of their own training code.
 
-A tensor is a wrapper with the device `vgpu:0` around an ordinary CPU tensor. Operations run on the CPU tensors, random
-ones with the device's own generator; operands on two devices raise as on CUDA; memory goes through the same tracker and
-allocator as in the simulator, with a capacity. It is slow, but its numbers can be compared with the CPU's, and its
-bytes with the simulator's.
+`executing` runs code written for a device on a machine without one. A tensor is a wrapper with the device `vgpu:0`
+around an ordinary CPU tensor. Operations run on the CPU tensors, random ones with the device's own generator; operands
+on two devices raise as on CUDA; memory goes through the same tracker and allocator as in the simulator, with a
+capacity. It is slow, but its numbers can be compared with the CPU's, and its bytes with the simulator's.
+
+Nothing in MemScale imports this module.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memscale._torch import disabled_torch_function, make_wrapper_subclass, map_location_in_use, pytree
+from memscale._torch import (
+    FOREACH_MUL,
+    disabled_torch_function,
+    foreach_mul_,
+    make_wrapper_subclass,
+    map_location_in_use,
+    pytree,
+    with_autograd_below_dispatch,
+)
 from memscale.memory.allocator import CachingAllocator
 from memscale.simulator import device as backend
-from memscale.simulator import patches
-from memscale.simulator.cuda import cuda_attention, cuda_autocast, cuda_fused_kernels, cuda_names
-from memscale.simulator.device import errors_after_backward
+from memscale.simulator.cuda import behaving_as_cuda
+from memscale.simulator.device import DeviceTracker, op_name, workspace_bytes
+from memscale.simulator.fake import gru_cell, gru_cell_backward
 from memscale.simulator.simulate import PLAIN_KINDS
-from memscale.simulator.tracking import DeviceTracker, op_name, workspace_bytes
-from memscale.testing import kernels
 from memscale.units import parse_bytes
+
+__all__ = ["ExecutingDevice", "ExecutingTensor", "executing"]
 
 aten = torch.ops.aten
 
 # Operations that accept operands on two devices, as on CUDA.
-CROSS_DEVICE = {
-    "index",
-    "_index_put_impl_",
-    "index_put",
-    "index_put_",
-    "copy_",
-    "_to_copy",
-    "_unsafe_index",
-}
+CROSS_DEVICE = {"index", "_index_put_impl_", "index_put", "index_put_", "copy_", "_to_copy", "_unsafe_index"}
 
 
 class ExecutingTensor(torch.Tensor):
@@ -178,20 +184,16 @@ def _execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         host_args[0].copy_(*host_args[1:])
         return args[0]
     if name == "_to_copy" and device is not None:
-        result = _copied(host_args[0], host_kwargs)
+        layout = host_kwargs.get("memory_format") or torch.preserve_format
+        dtype = host_kwargs.get("dtype") or host_args[0].dtype
+        result = host_args[0].to(dtype, copy=True, memory_format=layout)
     else:
-        kernel = kernels.CPU_KERNELS.get(func, func)
+        kernel = CPU_KERNELS.get(func, func)
         with _device_random(func):
             result = kernel(*host_args, **host_kwargs)
     if to_host:
         return result
     return pytree.tree_map(lambda leaf: _wrap(leaf, wrappers, func._schema.is_mutable), result)
-
-
-def _copied(host: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    layout = options.get("memory_format") or torch.preserve_format
-    dtype = options.get("dtype") or host.dtype
-    return host.to(dtype, copy=True, memory_format=layout)
 
 
 def _wrap(leaf: Any, wrappers: dict[int, ExecutingTensor], mutable: bool) -> Any:
@@ -225,31 +227,19 @@ def _device_random(func: Any) -> Iterator[None]:
 _generator: torch.Generator | None = None
 
 
-class ExecutingDevice:
+class ExecutingDevice(backend.VirtualDevice):
     """The executing device of a block, and its memory."""
 
-    computes = True
+    computes: ClassVar[bool] = True
 
     def __init__(self, capacity: int, capability: tuple[int, int]) -> None:
-        self.capacity = capacity
-        self.compute_capability = capability
-        self.device_name = "executing virtual GPU"
-        self.device = torch.device(backend.NAME, 0)
-        self.tracker = ExecutingTracker(
+        tracker = ExecutingTracker(
             workspace_bytes=workspace_bytes(capability),
             allocators={backend.NAME: lambda: CachingAllocator(capacity)},
         )
+        device = torch.device(backend.NAME, 0)
+        super().__init__("executing virtual GPU", capacity, capability, device, tracker)
         self.generator = torch.Generator()
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most memory in use on the device at once."""
-        return self.tracker.peak_bytes(self.device)
-
-    @property
-    def host_peak_bytes(self) -> int:
-        """The most host memory in use at once."""
-        return self.tracker.peak_bytes("cpu")
 
     def get_rng_state(self) -> torch.Tensor:
         return self.generator.get_state()
@@ -293,7 +283,7 @@ def _copy_from(source: Any, target: Any, non_blocking: bool = False) -> Any:
 
 @contextlib.contextmanager
 def _kernels() -> Iterator[None]:
-    with patches.operators("PrivateUse1") as implement:
+    with backend.operators("PrivateUse1") as implement:
         implement("empty.memory_format", _empty)
         implement("empty_strided", _empty_strided)
         implement("_copy_from", _copy_from)
@@ -325,22 +315,194 @@ def executing(
     backend.register()
     device = ExecutingDevice(parse_bytes(capacity, field="executing(capacity)"), capability)
     device.manual_seed(seed)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(backend.activate(device))
-        stack.enter_context(_kernels())
-        stack.enter_context(cuda_attention(capability))
-        stack.enter_context(cuda_autocast())
-        stack.enter_context(cuda_fused_kernels())
-        stack.enter_context(cuda_names(device.device))
-        stack.enter_context(patches.swap_on_conversion())
-        stack.enter_context(patches.foreach_by_default(ExecutingTensor))
-        stack.enter_context(cast(Any, torch.serialization.safe_globals)([_rebuild]))
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(errors_after_backward())
-        stack.enter_context(device.tracker)
+    with (
+        backend.activate(device),
+        _kernels(),
+        behaving_as_cuda(device.device, capability),
+        backend.like_cuda_tensors(ExecutingTensor),
+        cast(Any, torch.serialization.safe_globals)([_rebuild]),
+        device.tracker,
+    ):
         _generator = device.generator
         try:
             yield device
         finally:
             _generator = None
-            kernels.forget_random_states()
+            _random_states.clear()
+
+
+# -- CUDA-only operations, and those that round otherwise there, computed on the CPU
+#
+# Each returns tensors of exactly the shapes and layouts of the CUDA operation, by torch's shape rules for meta tensors:
+# the executing device and the simulator account for the same bytes.
+
+# Backward draws a dropout mask again from the random state that forward began with. The operation only passes an 8-byte
+# seed, so the state is kept here under that number; old ones are dropped.
+_random_states: OrderedDict[int, torch.Tensor] = OrderedDict()
+_MAX_STATES = 4096
+_next_state = 0
+
+
+def _remember_random_state() -> int:
+    global _next_state
+    _next_state += 1
+    _random_states[_next_state] = torch.get_rng_state()
+    if len(_random_states) > _MAX_STATES:
+        _random_states.popitem(last=False)
+    return _next_state
+
+
+def _like_cuda(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Return the operation's outputs with CUDA's shapes and strides, uninitialised."""
+    meta = [each.to("meta") if isinstance(each, torch.Tensor) else each for each in args]
+    shapes = func(*meta, **kwargs)
+    return tuple(
+        torch.empty_strided(each.size(), each.stride(), dtype=each.dtype)
+        if isinstance(each, torch.Tensor)
+        else each
+        for each in shapes
+    )
+
+
+def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an attention operation by name, with key and value repeated for each head."""
+    arguments = func._schema.arguments
+    given = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    given |= dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
+    groups = given["query"].size(1) // given["key"].size(1)
+    for name in ("key", "value"):
+        if groups > 1:
+            given[name] = given[name].repeat_interleave(groups, 1)
+    return given
+
+
+def _attend(given: dict[str, Any], *inputs: torch.Tensor | None) -> torch.Tensor:
+    # The CPU's own attention, for the numbers of a CPU run, whichever kernels the user allows on the device.
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        attend: Any = functional.scaled_dot_product_attention
+        out: torch.Tensor = attend(*inputs, given["dropout_p"], given["is_causal"], scale=given["scale"])
+    return out
+
+
+def _attention(func: Any, seed_output: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Compute one of CUDA's attention kernels; `seed_output` is the position of the random seed in its results."""
+    given = _named(func, args, kwargs)
+    outputs = _like_cuda(func, *args, **kwargs)
+    state = _remember_random_state() if given["dropout_p"] > 0 else 0
+    outputs[0].copy_(_attend(given, given["query"], given["key"], given["value"], given.get("attn_bias")))
+    outputs[seed_output].fill_(state)
+    return outputs
+
+
+def _attention_backward(func: Any, gradient: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Compute the backward of one of CUDA's attention kernels by recomputing its forward."""
+    given = _named(func, (gradient, *args), kwargs)
+    outputs = _like_cuda(func, gradient, *args, **kwargs)
+    bias = given.get("attn_bias")
+    inputs = [given["query"], given["key"], given["value"], bias]
+    wanted = [True, True, True, bias is not None and given["grad_input_mask"][3]]
+    now = torch.get_rng_state()
+    if given["dropout_p"] > 0:
+        torch.set_rng_state(_random_states[int(given["philox_seed"].flatten()[0])])
+    try:
+        with torch.enable_grad(), with_autograd_below_dispatch():
+            leaves = [
+                None if each is None else each.detach().requires_grad_(want)
+                for each, want in zip(inputs, wanted, strict=True)
+            ]
+            asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+            found = torch.autograd.grad(_attend(given, *leaves), asked, gradient)
+    finally:
+        torch.set_rng_state(now)
+    for output, value in zip(outputs, found, strict=False):
+        if value.shape != output.shape:  # key and value were repeated
+            value = value.reshape(*output.shape[:2], -1, *output.shape[2:]).sum(2)
+        output.copy_(value)
+    return outputs
+
+
+def _lstm_cell(
+    input_gates: torch.Tensor,
+    hidden_gates: torch.Tensor,
+    cell: torch.Tensor,
+    input_bias: torch.Tensor | None = None,
+    hidden_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gates = input_gates + hidden_gates
+    if input_bias is not None and hidden_bias is not None:
+        gates = gates + input_bias + hidden_bias
+    enter, forget, new, show = gates.chunk(4, 1)
+    workspace = torch.cat([enter.sigmoid(), forget.sigmoid(), new.tanh(), show.sigmoid()], 1)
+    enter, forget, new, show = workspace.chunk(4, 1)
+    next_cell = forget * cell + enter * new
+    return show * next_cell.tanh(), next_cell, workspace
+
+
+def _lstm_cell_backward(
+    grad_hidden: torch.Tensor | None,
+    grad_cell: torch.Tensor | None,
+    cell: torch.Tensor,
+    next_cell: torch.Tensor,
+    workspace: torch.Tensor,
+    has_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    enter, forget, new, show = workspace.chunk(4, 1)
+    hidden = torch.zeros_like(next_cell) if grad_hidden is None else grad_hidden
+    squashed = next_cell.tanh()
+    through = hidden * show * (1 - squashed * squashed)
+    if grad_cell is not None:
+        through = through + grad_cell
+    gates = torch.cat(
+        [
+            through * new * enter * (1 - enter),
+            through * cell * forget * (1 - forget),
+            through * enter * (1 - new * new),
+            hidden * squashed * show * (1 - show),
+        ],
+        1,
+    )
+    return gates, through * forget, gates.sum(0) if has_bias else None
+
+
+def _rms_norm_backward(
+    gradient: torch.Tensor,
+    values: torch.Tensor,
+    normalized_shape: list[int],
+    scale: torch.Tensor,
+    weight: torch.Tensor | None,
+    wanted: list[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    inner = list(range(-len(normalized_shape), 0))
+    outer = list(range(values.dim() - len(normalized_shape)))
+    normal = values * scale
+    weighted = gradient if weight is None else gradient * weight
+    found = (weighted - normal * (weighted * normal).mean(inner, keepdim=True)) * scale
+    of_weight = (gradient * normal).sum(outer) if outer else gradient * normal
+    return (
+        found.to(values.dtype) if wanted[0] else None,
+        of_weight.to(weight.dtype) if wanted[1] and weight is not None else None,
+    )
+
+
+CPU_KERNELS: dict[Any, Callable[..., Any]] = {
+    **{
+        func: partial(_attention, func, seed_output)
+        for func, seed_output in (
+            (aten._scaled_dot_product_efficient_attention.default, 2),
+            (aten._scaled_dot_product_flash_attention.default, 6),
+        )
+    },
+    **{
+        func: partial(_attention_backward, func)
+        for func in (
+            aten._scaled_dot_product_efficient_attention_backward.default,
+            aten._scaled_dot_product_flash_attention_backward.default,
+        )
+    },
+    aten._thnn_fused_lstm_cell.default: _lstm_cell,
+    aten._thnn_fused_lstm_cell_backward_impl.default: _lstm_cell_backward,
+    aten._thnn_fused_gru_cell.default: gru_cell,
+    aten._thnn_fused_gru_cell_backward.default: gru_cell_backward,
+    aten._fused_rms_norm_backward.default: _rms_norm_backward,
+    **dict.fromkeys(FOREACH_MUL, foreach_mul_),
+}
