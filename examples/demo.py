@@ -43,7 +43,7 @@ except ImportError:
     sys.exit("The demo trains a model of transformers: `pip install open-memscale[hf]`.")
 
 VOCABULARY = 8192
-QUIET = memscale.Config(enable_logging=False)  # the demo shows the plan itself
+QUIET = memscale.Config(enable_logging=False, force_optimize=True)  # a small model, whose plan the demo shows
 BLOCKS = " ▏▎▍▌▋▊▉█"
 FILLS = "█▓▒░·#=+:x*&"
 COLOURS = (34, 32, 35, 33, 36, 31)

@@ -13,7 +13,6 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 import random
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -59,9 +58,9 @@ def seeds() -> None:
 @pytest.fixture(autouse=True)
 def small_models_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of tests need little of any device, and are planned for all the same."""
-    decide = sys.modules.get("memscale.planner.decide")
-    if decide is not None:
-        monkeypatch.setattr(decide, "UNTOUCHED_SHARE", 0.0)
+    from memscale.planner import decide
+
+    monkeypatch.setattr(decide, "UNTOUCHED_SHARE", 0.0)
 
 
 @pytest.fixture(autouse=True, scope="session")
