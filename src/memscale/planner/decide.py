@@ -34,13 +34,10 @@ __all__ = ["cost_models", "decide", "frontier_points", "room_of"]
 CONSERVATIVE_TIME = 1.15  # times the fastest plan that fits
 BALANCED_SHARE = 0.24  # of the plain peak
 BALANCED_TIME = 2.0  # times the plain step
-AGGRESSIVE_SHARE = (
-    0.02  # of the least peak, or of what it saves if that is less: what a faster plan may need more
-)
+# Of the least peak, or of what it saves if that is less: what a faster plan may need more.
+AGGRESSIVE_SHARE = 0.02
 UNTOUCHED_SHARE = 0.1  # of the device: a model whose plain step needs less is left as it is
-FREE_STEP = (
-    64 * 2**20
-)  # bytes to which the free memory of a device is rounded down, so that plans do not waver
+FREE_STEP = 64 * 2**20  # bytes to which a device's free memory is rounded down, so that plans do not waver
 
 
 def decide(
@@ -66,12 +63,16 @@ def decide(
     """
     under = under or ((NOTHING, profile),)
     ways = [(hardware, True), (hardware, False)] if _prefetch_depth(hardware, config) else [(hardware, False)]
-    if config.mode is OptimizationMode.AGGRESSIVE:
+    if "async_offload" in config.explicit_fields:
+        ways = ways[:1]
+    elif config.mode is OptimizationMode.AGGRESSIVE:
         ways = ways[-1:]  # what is prefetched takes memory
     if _is_short_of_host_memory(profile, hardware, config):
         ways.append((replace(hardware, past_host=True), False))
     plans = []
     for tiers, prefetch in ways:
+        if tiers.past_host:
+            under = [each for each in under if not each[0].state_on_host]
         points = frontier_points(under, tiers, config, prefetch=prefetch)
         verdict = _choose(points, plain_point(profile, tiers), tiers, config, margin)
         if refine and verdict.within is not None:
@@ -190,8 +191,7 @@ def _by_rule(
         chosen = _fastest(fitting, most)
         if chosen.peak_bytes == least:  # of equal peaks the one that holds the least for backward
             chosen = min(points, key=lambda each: (each.peak_bytes, each.saved_bytes, each.seconds))
-            return Verdict(chosen, "least-peak")
-        return Verdict(chosen, "least-peak", within=most)
+        return Verdict(chosen, "least-peak")
     if config.mode is OptimizationMode.CONSERVATIVE:
         limit = CONSERVATIVE_TIME * fitting[0].seconds
         return Verdict(_slowest(fitting, limit), "least-peak-within-1.15x")
