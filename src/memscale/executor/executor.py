@@ -132,6 +132,7 @@ class Executor:
         self.metrics = metrics
         self._homes = Homes(disk or disk_of(config), self._meter)
         self._homes.host_capacity = None if config is None else config.max_cpu_offload_bytes
+        self._homes.fused_host_step = config is None or config.fused_host_step
         self._techniques = UndoLog(notice)
         self.technique_state: dict[str, Any] = {}
         self.optimizer: OptimizerNeeds | None = None

@@ -49,6 +49,9 @@ ONE_BY_ONE: tuple[type[Optimizer], ...] = tuple(
 )
 """All classes of torch.optim but LBFGS, whose direction and step length come from all parameters together."""
 
+FUSED_ON_CPU = frozenset({optim.Adam, optim.SGD, optim.Adagrad})
+"""Those that have a fused implementation for parameters on a CPU; AdamW's arithmetic is Adam's."""
+
 FOREACH_DIFFERS = frozenset({optim.ASGD, optim.NAdam, optim.RAdam})
 """Those whose ``foreach`` implementation rounds differently from the loop over parameters."""
 
