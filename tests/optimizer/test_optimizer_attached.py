@@ -142,12 +142,12 @@ def test_host_memory_is_counted_while_it_is_used() -> None:
     from memscale.tiers.disk import DiskStore
 
     with executing() as gpu:
-        store = HostStateStore(DiskStore(), capacity=10_000)
-        first = store.allocate(torch.ones(1000, device=gpu.device))
-        second = store.allocate(torch.empty(1000, device="meta"))
+        store, parameter = HostStateStore(DiskStore(), capacity=10_000), torch.ones(1, device=gpu.device)
+        first = store.allocate(torch.ones(1000), parameter)
+        second = store.allocate(torch.empty(1000, device="meta"), parameter)
         assert store.bytes_used == 8000
         with pytest.raises(TierFullError):
-            store.allocate(torch.ones(1000, device=gpu.device))
+            store.allocate(torch.ones(1000), parameter)
         del first
         assert store.bytes_used == 4000
         del second
