@@ -20,7 +20,7 @@ python := $(VENV)/bin/python
 marker := -m "not slow"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all soak check format clean distclean
+.PHONY: help setup demo test test-all setup-cuda test-cuda soak check format clean distclean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -40,6 +40,19 @@ test: setup ## Run the test suite, doctests included, without the slow matrices
 
 test-all: marker :=
 test-all: test ## Run the whole test suite, the slow matrices included
+
+# The newest CUDA build of torch, in an environment of its own (some 8 GB).
+CUDA_VENV ?= .venv-cuda
+setup-cuda: export SETUP_PYTHON := $(PYTHON)
+setup-cuda: export SETUP_TORCH := torch>=2.13,<3
+setup-cuda: export SETUP_VENV := $(CUDA_VENV)
+setup-cuda: ## Create or update .venv-cuda
+	@bash tools/setup.sh
+
+# Without a GPU on the stand-in of tests/fakecuda.
+test-cuda: setup-cuda ## Run the tests that need CUDA: on a card, or on a stand-in for the CUDA runtime
+	settings=$$($(CUDA_VENV)/bin/python tests/fakecuda/build.py) && env $$settings OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
+		$(CUDA_VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal tests/cuda $(PYTEST_ARGS)
 
 # Exit code 1 if a wrapped model trains other than the plain one in any of the cases.
 soak: setup ## Search for wrong numbers in random models: CASES=1000 SEED=0

@@ -42,7 +42,7 @@ from memscale.planner.predict import Step, predict
 from memscale.planner.rehearsal import rehearsal
 from memscale.planner.rules import Point, Verdict
 from memscale.profiler import Place, Sample, sample_of
-from memscale.profiler.build import backward_targets, loss_of
+from memscale.profiler.recorder import backward_targets, loss_of
 from memscale.units import format_bytes, parse_bytes
 
 __all__ = ["BudgetRow", "Selective", "budget_row", "main", "selective"]

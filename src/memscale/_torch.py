@@ -435,7 +435,6 @@ def without_torch_function(*, of_modes: bool = False) -> contextlib.AbstractCont
 
 
 disabled_torch_function = _C._disabled_torch_function_impl  # what a subclass without `__torch_function__` has
-make_subclass = cast(Any, torch.Tensor)._make_subclass
 make_wrapper_subclass = cast(Any, torch.Tensor)._make_wrapper_subclass
 
 
@@ -459,9 +458,6 @@ def outside_compiler(function: Function) -> Function:
 DispatchKey = _C.DispatchKey
 DispatchKeySet = _C.DispatchKeySet
 exclude_dispatch_keys = _C._ExcludeDispatchKeyGuard
-dispatch_keys_of = _C._dispatch_keys
-dispatch_stack_length = _C._len_torch_dispatch_stack
-FAKE_MODE = _C._TorchDispatchModeKey.FAKE
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -471,15 +467,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 def current_fake_mode() -> FakeTensorMode | None:
     """Return the fake mode that is on in this thread."""
-    return cast("FakeTensorMode | None", _C._get_dispatch_mode(FAKE_MODE))
-
-
-def leave_fake_mode() -> None:
-    """Take the fake mode off this thread for a moment; `return_to_fake_mode` puts it on again."""
-    _C._unset_dispatch_mode(FAKE_MODE)
-
-
-return_to_fake_mode = _C._set_dispatch_mode
+    return cast("FakeTensorMode | None", _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE))
 
 
 def with_autograd_below_dispatch() -> contextlib.AbstractContextManager[None]:
@@ -493,9 +481,6 @@ def with_autograd_below_dispatch() -> contextlib.AbstractContextManager[None]:
     )
 
 
-default_device = _C._get_default_device
-warn_on_data_pointer = _C._set_warn_deprecated_on_mutable_data_ptr
-throw_on_data_pointer = _C._set_throw_on_mutable_data_ptr
 flash_attention_is_enabled = _C._get_flash_sdp_enabled
 efficient_attention_is_enabled = _C._get_mem_efficient_sdp_enabled
 math_attention_is_enabled = _C._get_math_sdp_enabled

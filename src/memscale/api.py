@@ -14,7 +14,7 @@ from memscale._util.interrupts import interrupts_deferred, raise_pending_interru
 from memscale.config import AsyncOffloadConfig, Config
 from memscale.errors import DoesNotFitError, ProfileError, WrapError, WrapTypeError, shown
 from memscale.execution_plan import Plan
-from memscale.executor import EXECUTOR, Executor, disk_of, executor_of, refuse_nested
+from memscale.executor import EXECUTOR, Executor, executor_of, refuse_nested
 from memscale.hardware import Hardware, detect, virtual_hardware
 from memscale.observe.counters import Meter
 from memscale.observe.log import log_plan, logger, open_log
@@ -192,7 +192,8 @@ def find_batch_size(
     """Find the largest batch that fits, the longest sequences, and the batch that trains the most samples a second.
 
     By prediction, not by crashing: batches are profiled on fake tensors, and what is returned was simulated. Each of
-    the three has its plan and the Config to give to ``wrap``; the mode that is searched is that of ``config``.
+    the three has its plan and the Config to give to ``wrap``; the mode that is searched is that of ``config``. The
+    optimizer is taken to be AdamW: ``plan(optimizer=...)`` says what one size needs with another.
 
     Args:
         model: the model; its weights may be on the meta device.
@@ -247,37 +248,31 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any, optimizer:
         )
     refuse_nested(model)
     hardware = _hardware(model, None, config)
-    disk = disk_of(config)
     meter = Meter()
-    try:
-        with meter.planning():
-            needs = None if optimizer is None else needs_of(optimizer, model, Place.of(hardware.device))
-            # Nothing is moved on a guess; a model on the meta device needs a place for its weights now.
-            is_provisional = sample_input is None and not any(each.is_meta for each in model.parameters())
-            if is_provisional:
-                decided = make_plan(model, None, config, hardware)
-            else:
-                decided = _plan(model, sample_input, config, hardware, optimizer=needs)
-        executor = Executor(
-            model,
-            decided,
-            config,
-            device=_new_home(model, hardware),
-            on_training_batch=follow_batch,
-            guard=StepGuard(),
-            metrics=Metrics(config.observability_port),
-            disk=disk,
-            meter=meter,
-        )
-        executor.optimizer = needs
-        if sample_input is not None:
-            executor.batches.add(named_shapes(model, sample_of(sample_input, model)))
-        # The log comes first: if its file cannot be opened, the model stays as it is.
-        with open_log(config, strict=True) as log:
-            _attach(executor, lambda: log_plan(log, None if is_provisional else decided, hardware))
-    except BaseException:
-        disk.close()
-        raise
+    with meter.planning():
+        needs = None if optimizer is None else needs_of(optimizer, model, Place.of(hardware.device))
+        # Nothing is moved on a guess; a model on the meta device needs a place for its weights now.
+        is_provisional = sample_input is None and not any(each.is_meta for each in model.parameters())
+        if is_provisional:
+            decided = make_plan(model, None, config, hardware)
+        else:
+            decided = _plan(model, sample_input, config, hardware, optimizer=needs)
+    executor = Executor(
+        model,
+        decided,
+        config,
+        device=_new_home(model, hardware),
+        on_training_batch=follow_batch,
+        guard=StepGuard(),
+        metrics=Metrics(config.observability_port),
+        meter=meter,
+    )
+    executor.optimizer = needs
+    if sample_input is not None:
+        executor.batches.add(named_shapes(model, sample_of(sample_input, model)))
+    # The log comes first: if its file cannot be opened, the model stays as it is.
+    with open_log(config, strict=True) as log:
+        _attach(executor, lambda: log_plan(log, None if is_provisional else decided, hardware))
 
 
 def _attach(executor: Executor, say: Callable[[], None]) -> None:

@@ -226,7 +226,7 @@ class TestCopies:
         buffers = buffers_module.Buffers(list(model.modules()))
         model(X)
         buffers.end_forward()
-        kept = {name for owner in buffers._owners for name in owner.copies}
+        kept = {name for owner in buffers._owners for name in owner._copies}
         assert kept == {"running_mean", "running_var", "num_batches_tracked"}
 
     def test_what_is_learned_dies_with_the_module(self) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from memscale.checkpointing.technique import NoCache, no_cache_hooks
 from memscale.config import Config
 from memscale.executor import Executor
-from memscale.executor.hooks import NoCache, no_cache_hooks
 from support.checkpointed import checkpoint_plan, wrapped
 from support.families import FAMILIES
 

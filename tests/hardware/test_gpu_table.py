@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from memscale.errors import HardwareError
-from memscale.hardware import GpuSpec, Rates, find_gpu, list_gpus
+from memscale.hardware import GpuSpec, find_gpu, list_gpus
 
 GPUS = list_gpus()
 ids = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
@@ -102,9 +101,3 @@ def test_rates_are_asked_by_dtype() -> None:
     assert rates.of(torch.float64) == rates.of(torch.int64) == rates.fp32
     turing = find_gpu("T4").rates
     assert turing.of(torch.bfloat16) == turing.fp32 / 2  # emulated
-
-
-@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])
-def test_a_rate_is_above_zero(rate: float) -> None:
-    with pytest.raises(HardwareError, match="must be above zero"):
-        Rates(fp32=rate, tf32=None, fp16=1.0, bf16=None)

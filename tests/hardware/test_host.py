@@ -5,14 +5,11 @@ The trees under `tmp_path` are laid out as the kernel does under /proc and /sys/
 
 from __future__ import annotations
 
-import importlib
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from memscale.errors import HardwareError
 from memscale.hardware import read_host
 
 GIB = 2**30
@@ -188,55 +185,13 @@ def test_the_cpu_quota_of_version_1(machine: Machine) -> None:
     assert machine.read().cores == 1
 
 
-def test_an_old_kernel_does_not_say_what_is_available(machine: Machine) -> None:
-    machine.write(machine.proc / "meminfo", "MemTotal: 100 kB\nMemFree: 10 kB\nBuffers: 1 kB\nCached: 5 kB\n")
-    assert machine.read().available_ram_bytes == 16 * 1024
-
-
 def test_this_machine() -> None:
     host = read_host()
     assert 2**28 < host.available_ram_bytes <= host.total_ram_bytes < 2**46
     assert 1 <= host.cores <= (os.cpu_count() or 1)
 
 
-class TestWithoutProc:
-    """macOS and Windows, as far as they can be imitated here."""
-
-    def read(self, tmp_path: Path):
-        return read_host(proc=tmp_path, cgroup_root=tmp_path)
-
-    def give_psutil(self, monkeypatch: pytest.MonkeyPatch, module: object | None) -> None:
-        def import_module(name: str) -> object:
-            if module is None:
-                raise ImportError(f"No module named {name!r}")
-            return module
-
-        monkeypatch.setattr(importlib, "import_module", import_module)
-
-    def test_psutil_is_asked(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        memory = SimpleNamespace(total=16 * GIB, available=7 * GIB)
-        self.give_psutil(monkeypatch, SimpleNamespace(virtual_memory=lambda: memory))
-        host = self.read(tmp_path)
-        assert (host.total_ram_bytes, host.available_ram_bytes) == (16 * GIB, 7 * GIB)
-
-    def test_sysconf_is_asked(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.give_psutil(monkeypatch, None)
-        host = self.read(tmp_path)
-        assert host.total_ram_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-    def test_half_is_assumed_where_nothing_says_what_is_free(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        self.give_psutil(monkeypatch, None)
-        names = {name: value for name, value in os.sysconf_names.items() if name != "SC_AVPHYS_PAGES"}
-        monkeypatch.setattr(os, "sysconf_names", names)
-        host = self.read(tmp_path)
-        assert host.available_ram_bytes == host.total_ram_bytes // 2
-
-    def test_no_source_at_all_is_an_error_that_says_what_to_do(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        self.give_psutil(monkeypatch, None)
-        monkeypatch.delattr(os, "sysconf")
-        with pytest.raises(HardwareError, match="pip install psutil"):
-            self.read(tmp_path)
+def test_without_proc_half_of_the_memory_is_taken_for_free(tmp_path: Path) -> None:
+    host = read_host(proc=tmp_path, cgroup_root=tmp_path)
+    assert host.total_ram_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert host.available_ram_bytes == host.total_ram_bytes // 2

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
 
-from memscale.errors import ConfigError, ConfigTypeError, MemScaleError, ProfileError
+from memscale.errors import ProfileError
 from memscale.memory import process
 from memscale.memory.process import (
     fix_malloc_threshold,
@@ -54,12 +52,7 @@ def echo(*args, **kwargs):
 
 
 def surroundings():
-    names = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
-    return {
-        "pid": os.getpid(),
-        "malloc": [os.environ[name] for name in names],
-        "imported": "wave" in sys.modules,
-    }
+    return {"pid": os.getpid(), "imported": "wave" in sys.modules}
 
 
 def fail():
@@ -72,19 +65,6 @@ def kill_itself():
 
 def exit_early():
     os._exit(0)
-
-
-def return_a_tuple():
-    return {"shape": [1, (2, 3)]}
-
-
-class Holder:
-    @staticmethod
-    def held():
-        return "held"
-
-    def method(self):
-        return None
 
 
 class TestMeasure:
@@ -110,11 +90,10 @@ class TestMeasure:
         measured = measure_in_fresh_process(echo, value, -1, key=[value])
         assert measured.result == [[value, -1], {"key": [value]}]
 
-    def test_a_fresh_process_with_the_threshold_fixed(self):
+    def test_a_fresh_process(self):
         seen = measure_in_fresh_process(surroundings, imports=["wave"]).result
-        assert seen == {"pid": seen["pid"], "malloc": ["65536", "65536"], "imported": True}
+        assert seen == {"pid": seen["pid"], "imported": True}
         assert seen["pid"] != os.getpid()
-        assert "MALLOC_MMAP_THRESHOLD_" not in os.environ
 
     def test_a_module_on_this_process_path(self, tmp_path, monkeypatch):
         (tmp_path / "only_on_this_path.py").write_text("def answer(): return 42\n")
@@ -133,54 +112,6 @@ class TestMeasure:
         done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
         assert done.stdout == "42\n", done.stderr
 
-    def test_a_static_method(self):
-        assert measure_in_fresh_process(Holder.held).result == "held"
-
-
-class TestRefusals:
-    @pytest.mark.parametrize(
-        "function",
-        [
-            lambda: None,
-            functools.partial(echo, 1),
-            Holder().method,
-            torch.zeros,
-            "tests:echo",
-        ],
-        ids=["lambda", "partial", "bound method", "no module", "text"],
-    )
-    def test_what_has_no_name_elsewhere(self, function):
-        with pytest.raises(
-            ConfigTypeError, match="cannot be found by name in another process: give a function"
-        ):
-            measure_in_fresh_process(function)
-
-    def test_a_closure(self):
-        size = 3
-
-        def inner():
-            return size
-
-        with pytest.raises(ConfigTypeError, match=r"inner.* cannot be found by name"):
-            measure_in_fresh_process(inner)
-
-    @pytest.mark.parametrize(
-        ("value", "where"),
-        [
-            ((1, 2), r"args\[0\]=\(1, 2\) \(tuple\)"),
-            ([1, {"a": {2}}], r"args\[0\]\[1\]\['a'\]=\{2\} \(set\)"),
-            ({1: 2}, r"args\[0\]=\{1: 2\} \(dict\)"),
-            (torch.zeros(2), r"args\[0\]=tensor"),
-        ],
-    )
-    def test_arguments_that_json_would_change(self, value, where):
-        with pytest.raises(ConfigTypeError, match=where):
-            measure_in_fresh_process(echo, value)
-
-    def test_a_result_that_json_would_change(self):
-        with pytest.raises(ConfigTypeError, match=r"return_a_tuple ran.*result\['shape'\]\[1\]=\(2, 3\)"):
-            measure_in_fresh_process(return_a_tuple)
-
     def test_not_on_linux(self, monkeypatch):
         def no_such_file(self):
             raise FileNotFoundError
@@ -190,20 +121,10 @@ class TestRefusals:
             with pytest.raises(ProfileError, match="measure on Linux"):
                 measure()
 
-    def test_what_was_typed_into_a_session(self, monkeypatch):
-        session = types.ModuleType("__main__")
-        session.__file__ = "<stdin>"
-        exec("def typed(): return 1", vars(session))
-        monkeypatch.setitem(sys.modules, "__main__", session)
-        with pytest.raises(ConfigTypeError, match=r"typed.* was typed into a session.* put it in a file"):
-            measure_in_fresh_process(session.typed)
-
 
 class TestFailures:
     def test_an_exception_there_is_shown_here(self):
-        with pytest.raises(
-            MemScaleError, match=r"(?s):fail failed with exit code 1.*KeyError: 'the reason for it'"
-        ):
+        with pytest.raises(ProfileError, match=r"(?s)fail failed:.*KeyError: 'the reason for it'"):
             measure_in_fresh_process(fail)
 
     def test_a_kill_says_what_it_mostly_is(self):
@@ -211,7 +132,7 @@ class TestFailures:
             measure_in_fresh_process(kill_itself)
 
     def test_an_exit_before_the_end(self):
-        with pytest.raises(ProfileError, match="ended before the function returned"):
+        with pytest.raises(ProfileError, match="ended with exit code 0 before the function returned"):
             measure_in_fresh_process(exit_early)
 
     def test_an_import_that_is_not_there(self):
@@ -242,16 +163,6 @@ class TestThreshold:
     def test_fixed_and_restored_there(self):
         assert measure_in_fresh_process(fix_malloc_threshold, 2**20).result is True
         assert measure_in_fresh_process(restore_malloc_threshold).result is True
-
-    @pytest.mark.parametrize("threshold", [0, -1, 32 * MIB + 1])
-    def test_out_of_range(self, threshold):
-        with pytest.raises(ConfigError, match=f"threshold={threshold} is not allowed.*65536"):
-            fix_malloc_threshold(threshold)
-
-    @pytest.mark.parametrize("threshold", [True, 65536.0, "64KiB"])
-    def test_not_a_number(self, threshold):
-        with pytest.raises(ConfigTypeError, match="whole number of bytes"):
-            fix_malloc_threshold(threshold)
 
     def test_elsewhere_there_is_nothing_to_fix(self, monkeypatch):
         monkeypatch.setattr(process.sys, "platform", "darwin")

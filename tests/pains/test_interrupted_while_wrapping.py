@@ -152,7 +152,7 @@ def test_a_second_detach_goes_on_where_the_first_was(monkeypatch: pytest.MonkeyP
     before = pictures(model)
     executor = executor_for(model)
     executor.attach()
-    records = (executor._techniques, executor._batch_hook, executor._hooks)
+    records = (executor._techniques, executor._hooks)
     changes = sum(map(len, records))
     executor.detach()
     assert changes > 8
@@ -173,7 +173,7 @@ def test_a_second_detach_goes_on_where_the_first_was(monkeypatch: pytest.MonkeyP
                 if left[0] == -1 and after:
                     raise KeyboardInterrupt
 
-            for record in (executor._techniques, executor._batch_hook, executor._hooks):
+            for record in (executor._techniques, executor._hooks):
                 record._changes = [_Change(each, undo) for each in record._changes]
             with monkeypatch.context() as patch:
                 patch.setattr(Homes, "restore", lambda homes: undo(homes, lambda: restore(homes)))

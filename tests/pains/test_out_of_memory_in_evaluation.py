@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import memscale
-from memscale.testing import executing
-from memscale.testing.executing import ExecutingDevice
+from memscale.testing import ExecutingDevice, executing
 from support.families import FAMILIES, Family
 from support.regions import LiveBytes
 from support.steps import (

@@ -10,7 +10,7 @@ from torch import nn
 
 import memscale
 from memscale import Plan
-from memscale.profiler.build import BRANCH_SHARE, CONVOLUTION_WORKSPACES, RECURRENT_SHARE
+from memscale.profiler.profile import BRANCH_SHARE, CONVOLUTION_WORKSPACES, RECURRENT_SHARE
 from support.wrapping import Layer, lossless
 
 CONSERVATIVE = lossless("conservative")

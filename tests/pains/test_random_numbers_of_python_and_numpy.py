@@ -17,7 +17,7 @@ from torch import nn
 
 import memscale
 from memscale.checkpointing import run_region
-from memscale.tiling.positionwise import NotPositionWise, show_position_wise
+from memscale.tiling.layers import NotPositionWise, show_position_wise
 from support.steps import counted_regions
 from support.wrapping import lossless
 

@@ -47,13 +47,15 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", [" True", "inside True", "inside False", "around True", "around False"])
 def test_ranks_stay_together(case: str, ranks: list[dict[str, Any]]) -> None:
-    (first, _), (second, _) = (rank[case] for rank in ranks)
+    (first, *_), (second, *_) = (rank[case] for rank in ranks)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
 def test_a_static_graph_has_the_weights_of_the_plain_model_and_no_tiles(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        weights, lazy = rank["inside True"]
+        weights, lazy, lines = rank["inside True"]
         assert all(torch.equal(one, other) for one, other in zip(weights, rank[" True"][0], strict=True))
         assert lazy == 0
+        assert sum("static_graph" in line for line in lines) == 1
         assert rank["inside False"][1] == STEPS
+        assert not any("static_graph" in line for line in rank["inside False"][2])

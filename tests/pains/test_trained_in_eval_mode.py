@@ -31,6 +31,30 @@ def test_a_step_in_eval_mode_is_recomputed(name: str, when: str) -> None:
     assert_same_step(step(family, ours), step(family, plain))
 
 
+def test_a_cache_that_keeps_a_step_in_eval_mode_from_being_recomputed_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With the loss outside, a call in eval() mode may be the first of a loop that generates."""
+    pytest.importorskip("transformers")
+    family = FAMILIES["gpt2"]
+    batch = {name: value for name, value in family.batch().items() if name != "labels"}
+    model = family.build().eval()
+    memscale.wrap(model, AGGRESSIVE.replace(enable_logging=True), batch)
+
+    def cache_lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "cache" in record.getMessage()]
+
+    with torch.no_grad():
+        model(**batch)
+    model(**batch, use_cache=False).logits.sum().backward()
+    assert not cache_lines()
+    for _ in range(2):
+        model(**batch).logits.sum().backward()
+    assert len(cache_lines()) == 1
+    assert "use_cache=False" in cache_lines()[0]
+    memscale.detach(model)
+
+
 def test_plans_follow_the_batch_in_eval_mode() -> None:
     model = memscale.wrap(Stack().eval(), AGGRESSIVE, torch.ones(2, 8))
     before = plan_of(model).batch

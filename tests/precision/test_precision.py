@@ -28,7 +28,7 @@ from memscale.execution_plan import (
 )
 from memscale.executor import Executor
 from memscale.hardware import virtual_hardware
-from memscale.hardware.devices import CpuFeatures, cpu_device
+from memscale.hardware.detect import CpuFeatures, cpu_device
 from memscale.planner.settings import choose_precision
 from memscale.precision.loss_scaling import GROWTH_INTERVAL, LossScale
 from memscale.precision.technique import AutocastStage

@@ -201,7 +201,25 @@ def make_case(seed: int, device: str | None = None) -> Case:
     draw = random.Random(seed)
     drawn = draw.choice(["cpu", "vgpu"])
     case = Case(seed, device or drawn, _model(draw), _plan(draw), _loop(draw))
-    return _sensible(case)
+    return _sensible(_with_memory(case))
+
+
+MEMORY = ["replaced", "with history", "in place", "element in place", "tuple", "nested", "list", "deque"]
+
+
+def _with_memory(case: Case) -> Case:
+    """The case, sometimes with a piece that keeps tensors: drawn apart, so that the other cases stay as they were.
+
+    Not inside of torch's own checkpoint, which finds what the call has left and computes something else.
+    """
+    draw = random.Random(f"memory {case.seed}")
+    if not _maybe(draw, 0.12):
+        return case
+    first, *others = case.model.stacks
+    place = draw.randint(0, len(first.pieces))
+    piece = Piece("memory", {"how": draw.choice(MEMORY)})
+    first = replace(first, pieces=(*first.pieces[:place], piece, *first.pieces[place:]))
+    return replace(case, model=replace(case.model, stacks=(first, *others)))
 
 
 def _maybe(draw: random.Random, share: float) -> bool:

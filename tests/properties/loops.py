@@ -342,6 +342,7 @@ class Training:
         for name, module in self.model.named_modules():
             if isinstance(calls := vars(module).get("calls"), int):
                 self._see(f"count of {name}", calls)
+            self._see_output(f"state of {name}", vars(module).get("state"))
         self._see("random state of torch", torch.get_rng_state())
         if self._device_rng is not None:
             self._see("random state of the device", self._device_rng())

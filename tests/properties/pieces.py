@@ -8,6 +8,7 @@ outside of arguments and results.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 Options = dict[str, Any]
@@ -654,6 +656,45 @@ class Reader(nn.Module):
         return x if note is None or note.shape != x.shape else x + 0.5 * torch.sigmoid(note)
 
 
+class Memory(nn.Module):
+    """Keeps a tensor from call to call, as an attribute that is no buffer, and computes with it."""
+
+    def __init__(self, build: Build, options: Options) -> None:
+        super().__init__()
+        self.how = options["how"]
+        first = torch.zeros(build.width)
+        self.state: Any = {
+            "list": [],
+            "deque": deque(maxlen=2),
+            "nested": {"all": [[first]]},
+            "tuple": (first, 0),
+            "element in place": [first],
+        }.get(self.how, first)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states = [each for each in tree_leaves(self.state) if isinstance(each, torch.Tensor)]
+        before = states[-1].detach().to(x) if states else None
+        y = torch.tanh(x) if before is None else x * torch.sigmoid(before)
+        after = y.mean((0, 1)).float()
+        if self.how == "replaced":
+            self.state = after.detach()
+        elif self.how == "with history":
+            self.state = after
+        elif self.how == "in place":
+            self.state = self.state.to(x.device)
+            self.state.mul_(0.5).add_(after.detach())
+        elif self.how == "element in place":
+            self.state[0] = self.state[0].to(x.device)
+            self.state[0].copy_(after.detach())
+        elif self.how == "tuple":
+            self.state = (after.detach(), self.state[1] + 1)
+        elif self.how == "nested":
+            self.state["all"].append([after.detach()])
+        else:
+            self.state.append(after.detach())
+        return y
+
+
 class Hooked(nn.Module):
     """A layer whose user has put hooks on it, which change what goes in, what comes out and gradients."""
 
@@ -785,5 +826,6 @@ LEAVES: dict[str, Callable[[Build, Options], nn.Module]] = {
     "twice": Twice,
     "writer": Writer,
     "reader": Reader,
+    "memory": Memory,
     "hooked": Hooked,
 }

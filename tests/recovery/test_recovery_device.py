@@ -20,8 +20,7 @@ import memscale
 from memscale import Config
 from memscale.memory.record import Category
 from memscale.recovery.shortage import free_memory
-from memscale.testing import executing
-from memscale.testing.executing import ExecutingDevice
+from memscale.testing import ExecutingDevice, executing
 
 MIB = 2**20
 CAPACITY = 96 * MIB

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from memscale.memory.record import Category
 from memscale.simulator import simulate
 from memscale.simulator.cuda import choose_kernel
-from memscale.simulator.tracking import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER
+from memscale.simulator.device import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER
 from memscale.testing import executing
 
 MIB = 2**20

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from memscale import MemoryTracker
 from memscale.simulator import simulate
-from memscale.simulator.tracking import lstm_workspace_bytes
+from memscale.simulator.fake import lstm_workspace_bytes
 
 SCORES = 16 * 2**20  # bytes; the allocator takes it as it is
 

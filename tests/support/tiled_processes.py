@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import sys
 from pathlib import Path
@@ -37,14 +38,18 @@ class Net(nn.Module):
         return logits
 
 
-def train(rank: int, *, wrapped: str, static: bool) -> tuple[list[torch.Tensor], int]:
-    """The weights after some steps with a loss outside of the model, and how often the logits were lazy."""
+def train(rank: int, *, wrapped: str, static: bool) -> tuple[list[torch.Tensor], int, list[str]]:
+    """The weights after some steps with a loss outside of the model, how often the logits were lazy, and the log."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("memscale").addHandler(handler)
     torch.manual_seed(0)
     model = Net()
     ids = torch.randint(0, WORDS, (2, 512), generator=torch.Generator().manual_seed(rank))
     config = lossless("aggressive", enable_tiling=True)
     if wrapped == "inside":
-        memscale.wrap(model, config.replace(enable_offloading=False), ids)
+        memscale.wrap(model, config.replace(enable_offloading=False, enable_logging=True), ids)
     parallel: nn.Module = DistributedDataParallel(model, static_graph=static)
     if wrapped == "around":
         memscale.wrap(parallel, config, ids)
@@ -55,7 +60,8 @@ def train(rank: int, *, wrapped: str, static: bool) -> tuple[list[torch.Tensor],
         optimizer.zero_grad()
         functional.cross_entropy(parallel(ids).flatten(0, 1), ids.flatten()).backward()
         optimizer.step()
-    return [parameter.detach().clone() for parameter in model.parameters()], model.lazy
+    logging.getLogger("memscale").removeHandler(handler)
+    return [parameter.detach().clone() for parameter in model.parameters()], model.lazy, lines
 
 
 def main(folder: Path, rank: int) -> None:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from memscale import Config, MemoryTracker
-from memscale.profiler.build import backward_targets
+from memscale.profiler.recorder import backward_targets
 from support.families import Batch, Family
 
 QUIET = Config(enable_logging=False, fused_host_step=False)  # to the bit

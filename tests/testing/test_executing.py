@@ -12,8 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from memscale.memory.record import Category
-from memscale.testing import ExecutingDevice, executing
-from memscale.testing.executing import ExecutingTensor
+from memscale.testing import ExecutingDevice, ExecutingTensor, executing
 
 MIB = 2**20
 

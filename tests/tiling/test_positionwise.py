@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memscale.simulator import simulate
 from memscale.testing import executing
-from memscale.tiling.positionwise import NotPositionWise, PositionWise, show_position_wise
+from memscale.tiling.layers import NotPositionWise, PositionWise, show_position_wise
 
 WIDTH = 8
 

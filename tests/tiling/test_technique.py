@@ -15,7 +15,7 @@ from memscale.executor import Executor
 from memscale.profiler.blocks import Block, find_blocks
 from memscale.simulator import simulate
 from memscale.testing import executing
-from memscale.tiling.technique import TiledMethod, find_wide_layers
+from memscale.tiling.layers import TiledMethod, find_wide_layers
 from support.families import DROPOUT, FAMILIES, HIDDEN, VOCAB, Family
 from support.pictures import assert_as_before, pictures
 from support.tiles import Tensors, assert_close, gradients

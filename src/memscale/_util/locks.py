@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
@@ -20,7 +22,8 @@ class LateLock(Generic[T]):
     ~~~~~~~~~~~~~~~~~
     A tensor may die at any moment and in any thread: the garbage collector runs in whatever allocates, also in a thread
     that holds this lock. A finalizer that waited for the lock would then deadlock. So it queues an item, which whoever
-    holds the lock handles on release.
+    holds the lock handles on release. A method that handles them is referred to weakly: its object, which mostly owns
+    the lock, would be in a cycle.
 
     Example:
         >>> done = []
@@ -34,7 +37,8 @@ class LateLock(Generic[T]):
     """
 
     def __init__(self, handle: Callable[[T], None]) -> None:
-        self._handle = handle
+        is_method = inspect.ismethod(handle)
+        self._handle = weakref.WeakMethod(handle) if is_method else lambda: handle
         self._lock = threading.Lock()
         self._notes: deque[T] = deque()  # its append and popleft are atomic
 
@@ -65,6 +69,8 @@ class LateLock(Generic[T]):
         while self._notes and self._lock.acquire(blocking=False):
             try:
                 while self._notes:
-                    self._handle(self._notes.popleft())
+                    note, handle = self._notes.popleft(), self._handle()
+                    if handle is not None:
+                        handle(note)
             finally:
                 self._lock.release()

@@ -126,8 +126,9 @@ def _drawn_by_rich(
         grid.add_column(rich.text.Text(header), justify="right" if is_right else "left", overflow="fold")
     for row in cells:
         grid.add_row(*map(rich.text.Text, row))
+    out = io.StringIO()
     console = rich.console.Console(
-        file=io.StringIO(),
+        file=out,
         width=terminal.width,
         force_terminal=True,
         force_jupyter=False,
@@ -137,7 +138,7 @@ def _drawn_by_rich(
         safe_box=False,
     )
     console.print(grid)
-    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+    return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
 def _drawn_plainly(

@@ -78,12 +78,11 @@ def calls_to_keep(ops: tuple[str, ...]) -> Mapping[str, frozenset[int]]:
 
 
 class Kept:
-    """The outputs kept for one region.
+    """The outputs of some operations (as in `run_region`) that are kept for one region.
 
     Args:
-        ops: Operations as `"aten.addmm.default"`, every call of it in the region, or `"aten.addmm.default#3"`, the
-            fourth call of it.
-        device_types: Devices whose random state the operations may change.
+        ops: The operations.
+        device_types: Devices whose random state they may change.
     """
 
     def __init__(self, ops: tuple[str, ...], device_types: Sequence[str]) -> None:
@@ -98,8 +97,8 @@ class Kept:
         self._outputs = {call: output for call, output in self._outputs.items() if output.is_intact()}
         for tensor in returned:
             for call in self._calls_of(tensor):
-                if call in self._outputs:
-                    self._outputs[call].watch(tensor)
+                if call in self._outputs:  # a change of that tensor counts as a change of this output
+                    self._outputs[call].watched.append((alias_below_autograd(tensor), version_of(tensor)))
         self._calls_by_storage.clear()
 
     def drop_written(self, written: Iterable[torch.Tensor]) -> None:
@@ -111,13 +110,9 @@ class Kept:
     def _calls_of(self, tensor: torch.Tensor) -> Sequence[tuple[str, int]]:
         return self._calls_by_storage.get(storage_key(tensor), ())
 
-    def wants(self, name: str, number: int) -> bool:
-        numbers = self.calls.get(name, frozenset())
-        return number in numbers or EVERY in numbers
-
     def put(self, call: tuple[str, int], result: object, is_random: bool) -> None:
         output = _KeptOutput(result, TorchRngState(self._device_types) if is_random else None)
-        keys = output.storage_keys()
+        keys = {storage_key(tensor) for tensor, _ in output.watched}
         if None in keys:
             return  # writes to it could not be seen
         self._outputs[call] = output
@@ -133,22 +128,15 @@ class Kept:
 class _KeptOutput:
     """What one call returned, and the random state it left behind."""
 
-    __slots__ = ("_rng", "_tree", "_watched")
+    __slots__ = ("_rng", "_tree", "watched")
 
     def __init__(self, result: object, rng: TorchRngState | None) -> None:
         self._tree = Tree.of(result).map(torch.Tensor, alias_below_autograd)
-        self._watched = [(tensor, version_of(tensor)) for tensor in self._tree.tensors()]
+        self.watched = [(tensor, version_of(tensor)) for tensor in self._tree.tensors()]
         self._rng = rng
 
-    def storage_keys(self) -> set[int | None]:
-        return {storage_key(tensor) for tensor in self._tree.tensors()}
-
-    def watch(self, tensor: torch.Tensor) -> None:
-        """Count a change of another tensor in the same memory as a change of this output."""
-        self._watched.append((alias_below_autograd(tensor), version_of(tensor)))
-
     def is_intact(self) -> bool:
-        return all(version_of(tensor) == version for tensor, version in self._watched)
+        return all(version_of(tensor) == version for tensor, version in self.watched)
 
     def restore(self) -> Any:
         """Return the output, and set the random state that the call left behind."""
@@ -176,7 +164,8 @@ class _CountingMode(LightDispatchMode):
             return None
         number = self._numbers.get(known, 0)
         self._numbers[known] = number + 1
-        return (known, number) if self.kept.wants(known, number) else None
+        wanted = self.kept.calls[known]
+        return (known, number) if number in wanted or EVERY in wanted else None
 
 
 class KeepMode(_CountingMode):

@@ -19,8 +19,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -37,22 +36,28 @@ _OUTPUTS = "memscale_outputs"  # the key in a node's metadata
 
 
 class GraphHandle:
-    """Is alive as long as the graph of a call is, and leads from there to the call."""
+    """Is alive as long as the graph of a call is, and leads from there to the call, if somebody has kept it."""
 
     def __init__(self, call: ModelCall) -> None:
-        self._call = weakref.ref(call)
-
-    def call(self) -> ModelCall | None:
-        """Return the call, if somebody has kept it."""
-        return self._call()
+        self.call = weakref.ref(call)
 
     def before_node(
         self, outputs: Sequence[tuple[int, int]], gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """Tell the call that a backward pass has come to a node; see `ModelCall.note_gradients`."""
+        """Tell the call that a backward pass has come to a node that made outputs of it.
+
+        Args:
+            outputs: The index of each, and its number among the results of the node.
+            gradients: Those of all results of the node.
+        """
         call = self.call()
-        if call is not None:
-            call.note_gradients(outputs, gradients)
+        if call is None:
+            return
+        call.awaits_backward = False
+        if call.on_backward is not None:
+            call.on_backward(graph_task_id())
+        if not torch.is_grad_enabled():  # else they are to be differentiated themselves
+            call.gradients.update((index, gradients[nr]) for index, nr in outputs if index in call.captured)
 
 
 class ModelCall:
@@ -66,7 +71,8 @@ class ModelCall:
 
     Attributes:
         sample: The arguments.
-        gradients: Those of the captured outputs that have arrived, by the outputs' index.
+        captured: The outputs whose gradients are kept when a backward pass brings them, by their index.
+        gradients: Those that have arrived.
         awaits_backward: Whether it has a graph that no backward pass has come to.
         on_backward: Called with the graph task id when a backward pass comes to it.
     """
@@ -76,8 +82,8 @@ class ModelCall:
     ) -> None:
         inside = submodules([model])
         self.sample = Sample(tuple(args), dict(kwargs))
+        self.captured: set[int] = set()
         self.gradients: dict[int, torch.Tensor | None] = {}
-        self._captured: set[int] = set()
         self.awaits_backward = False
         self.on_backward: Callable[[int], None] | None = None
         types = {tensor.device.type for tensor in self.sample.tensors()}
@@ -123,42 +129,16 @@ class ModelCall:
         tensors = Tree.of(output).tensors()
         return list({id(each): each for each in tensors if each.requires_grad and not is_lazy(each)}.values())
 
-    def capture(self, outputs: Sequence[int]) -> None:
-        """Keep the gradients of these outputs when the backward pass that begins now brings them."""
-        self._captured.update(outputs)
-
-    def note_gradients(
-        self, outputs: Sequence[tuple[int, int]], gradients: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Note that a backward pass has come to a node that made outputs of this call.
-
-        Args:
-            outputs: The index of each, and its number among the results of the node.
-            gradients: Those of all results of the node.
-        """
-        self.awaits_backward = False
-        if self.on_backward is not None:
-            self.on_backward(graph_task_id())
-        if not torch.is_grad_enabled():  # else they are to be differentiated themselves
-            self.gradients.update((index, gradients[nr]) for index, nr in outputs if index in self._captured)
-
     def release(self) -> None:
         """Free what was kept for a repetition."""
         self.gradients = {}
-        self._captured = set()
+        self.captured = set()
         self.sample = Sample((), {})
         self._buffers = Buffers(())
 
 
-@dataclass(frozen=True)
-class ReachedOutput:
-    """A node through which a backward pass enters a call.
-
-    Attributes:
-        node: The node.
-        call: The call.
-        indices: The outputs of the call that the node made; none, if they are lazy.
-    """
+class ReachedOutput(NamedTuple):
+    """A node through which a backward pass enters a call, and the outputs of the call that it made: none, if lazy."""
 
     node: Node
     call: ModelCall
@@ -183,7 +163,7 @@ def reached_outputs(
         call = None if handle is None else handle.call()
         if call is not None:
             indices = tuple(index for index, _ in outputs)
-            call.capture(indices)
+            call.captured.update(indices)
             reached.append(ReachedOutput(node, call, indices))
             continue
         leaf = getattr(node, "variable", None)  # of the nodes that accumulate

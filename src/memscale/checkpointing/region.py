@@ -113,20 +113,16 @@ def run_region(
 ) -> T:
     """Call a function so that backward recomputes what it needs instead of finding it saved.
 
-    Loss and gradients are bit for bit those of the plain call, dropout included, as long as the function
-    depends on its arguments, `modules` and the global random generators of torch, Python and NumPy only. Of
-    the modules, parameters, buffers and attributes (tensors, containers and generators among them) are put back;
-    objects of other classes that forward changes in place are not.
-
-    Where gradients are off, or nothing requires one, this is the plain call; so it is for modules that cannot
-    be run again: a lazy one in its first call, a scripted one.
+    Loss and gradients are bit for bit those of the plain call, dropout included, as long as the function depends on its
+    arguments, `modules` and the global random generators of torch, Python and NumPy only. Where gradients are off, or
+    nothing requires one, this is the plain call; so it is for modules that cannot be run again.
 
     Args:
         function: What to run; it runs once now and once for each backward pass.
         args: Its positional arguments. Tensors are found in nested containers too.
         kwargs: Its keyword arguments.
-        modules: The modules that the function uses, whose submodules count as well: their flags are put back
-            for the recomputation, and their buffers and attributes neither spoil it nor are changed by it.
+        modules: The modules that the function uses, with their submodules: parameters, flags, buffers and attributes
+            are restored for the recomputation, which leaves no trace in them.
         keep: Operations whose outputs are kept instead of recomputed, as `"aten.addmm.default"` for every call or
             `"aten.addmm.default#3"` for the fourth; see Note [Keeping outputs].
         chain: Do not keep an input that is the output of the region before; see Note [Chained regions].

@@ -263,7 +263,11 @@ class ModuleFlags:
         for _, own in self._owned:
             for name, tensor in own.items():
                 if tensor is not None and not tensor.is_leaf:
-                    own[name] = self._without_history(parameter_behind(tensor))
+                    behind = parameter_behind(tensor)
+                    if not behind.is_leaf:
+                        self.any_was_computed = True
+                        behind = behind.detach().requires_grad_(behind.requires_grad)
+                    own[name] = behind
         self._parameters = [
             (tensor, tensor.requires_grad)
             for _, own in self._owned
@@ -273,12 +277,6 @@ class ModuleFlags:
         self.any_requires_grad = any(flag for _, flag in self._parameters)
         self.device_types = {parameter.device.type for parameter, _ in self._parameters}
         self._versions = [parameter._version for parameter, _ in self._parameters]
-
-    def _without_history(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_leaf:
-            return tensor
-        self.any_was_computed = True
-        return tensor.detach().requires_grad_(tensor.requires_grad)
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters; one that is shared, as often as it has owners."""
@@ -294,8 +292,10 @@ class ModuleFlags:
             RecomputeError: A parameter was changed in place after the forward pass began.
         """
         for (parameter, _), version in zip(self._parameters, self._versions, strict=True):
-            if parameter._version != version and not _is_stepped_in_backward(parameter):
-                raise changed_parameter(parameter, version)
+            if parameter._version != version:
+                hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+                if not any(getattr(hook, "changes_parameter", True) for hook in hooks.values()):
+                    raise changed_parameter(parameter, version)
 
     def parameters_moved(self) -> None:
         """Count versions from here: the parameters have been moved, with their values."""
@@ -333,12 +333,7 @@ class ModuleFlags:
 
 
 def _are_same(then: Mapping[str, object], now: Mapping[str, object]) -> bool:
-    return len(then) == len(now) and all(now.get(name) is each for name, each in then.items())
-
-
-def _is_stepped_in_backward(parameter: torch.Tensor) -> bool:
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return any(getattr(hook, "changes_parameter", True) for hook in hooks.values())
+    return then.keys() == now.keys() and all(now[name] is each for name, each in then.items())
 
 
 class Conditions:
@@ -348,14 +343,24 @@ class Conditions:
     exists only where gradients are on.
     """
 
-    __slots__ = ("_attention", "_autocast", "_default_device", "_device_types", "_host_rng", "_rng", "flags")
+    __slots__ = (
+        *("_attention", "_autocast", "_caches_casts", "_default_device"),
+        *("_device_types", "_host_rng", "_rng", "flags"),
+    )
 
     def __init__(self, flags: ModuleFlags, device_types: Iterable[str]) -> None:
         self._device_types = sorted({*device_types, *flags.device_types})
         self.flags = flags
         self._rng = TorchRngState(self._device_types)
         self._host_rng: HostRngState | None = HostRngState()
-        self._autocast = _Autocast(self._device_types)
+        accelerator = torch.accelerator.current_accelerator()
+        names = {"cpu", *self._device_types} | ({accelerator.type} if accelerator is not None else set())
+        self._autocast = [
+            (name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name))
+            for name in sorted(names)
+            if torch.amp.is_autocast_available(name)
+        ]
+        self._caches_casts = torch.is_autocast_cache_enabled()
         self._default_device = torch.get_default_device()
         self._attention = _allowed_attention()
 
@@ -375,8 +380,18 @@ class Conditions:
         """Run with gradients on and all else as it was at forward; afterwards all is as it is now."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.flags.put_back())
-            stack.enter_context(self._autocast.replay())
-            stack.enter_context(_attention_allowed(self._attention))
+            if any(was or torch.is_autocast_enabled(name) for name, was, _ in self._autocast):
+                # Casts of weights are cached as long as the outermost autocast lasts. If backward runs inside one,
+                # it would go on holding what is cast here, and this region would find what others have cast.
+                torch.clear_autocast_cache()
+                stack.callback(torch.clear_autocast_cache)
+                for name, enabled, dtype in self._autocast:
+                    stack.enter_context(torch.autocast(name, dtype, enabled, self._caches_casts))
+            for kind, now, then in zip(_ATTENTION, _allowed_attention(), self._attention, strict=True):
+                if now != then:
+                    allow = getattr(torch.backends.cuda, f"enable_{kind}_sdp")
+                    stack.callback(allow, now)
+                    allow(then)
             if torch.get_default_device() != self._default_device:
                 stack.enter_context(self._default_device)
             stack.enter_context(torch.enable_grad())
@@ -387,60 +402,12 @@ class Conditions:
             yield
 
 
-class _Autocast:
-    """Autocast as it stands, on the CPU, on the given devices, and on this machine's accelerator."""
-
-    __slots__ = ("_cache", "_states")
-
-    def __init__(self, device_types: Iterable[str]) -> None:
-        accelerator = torch.accelerator.current_accelerator()
-        names = {"cpu", *device_types} | ({accelerator.type} if accelerator is not None else set())
-        self._states = [
-            (name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name))
-            for name in sorted(names)
-            if torch.amp.is_autocast_available(name)
-        ]
-        self._cache = torch.is_autocast_cache_enabled()
-
-    @contextlib.contextmanager
-    def replay(self) -> Iterator[None]:
-        if not any(was or torch.is_autocast_enabled(name) for name, was, _ in self._states):
-            yield
-            return
-        # Casts of weights are cached as long as the outermost autocast lasts. If backward runs inside one,
-        # it would go on holding what is cast here, and this region would find what others have cast.
-        torch.clear_autocast_cache()
-        try:
-            with contextlib.ExitStack() as stack:
-                for name, enabled, dtype in self._states:
-                    stack.enter_context(
-                        torch.autocast(name, dtype=dtype, enabled=enabled, cache_enabled=self._cache)
-                    )
-                yield
-        finally:
-            torch.clear_autocast_cache()
-
-
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 
 
 def _allowed_attention() -> tuple[bool, ...]:
     backends: Any = torch.backends.cuda  # of the CPU's kernels too, in spite of the name
     return tuple(getattr(backends, f"{kind}_sdp_enabled")() for kind in _ATTENTION)
-
-
-@contextlib.contextmanager
-def _attention_allowed(wanted: tuple[bool, ...]) -> Iterator[None]:
-    backends: Any = torch.backends.cuda
-    states = zip(_ATTENTION, _allowed_attention(), wanted, strict=True)
-    changed = [(kind, now) for kind, now, then in states if now != then]
-    try:
-        for kind, now in changed:
-            getattr(backends, f"enable_{kind}_sdp")(not now)
-        yield
-    finally:
-        for kind, now in changed:
-            getattr(backends, f"enable_{kind}_sdp")(now)
 
 
 # ---------------------------------------------------------------------- buffers and attributes
@@ -462,29 +429,20 @@ class Buffers:
         copy_all: Copy large buffers too that have not been seen to change.
     """
 
-    __slots__ = ("_attributes", "_bare", "_owners")
+    __slots__ = ("_attributes", "_owners")
 
     def __init__(self, modules: Sequence[nn.Module], *, copy_all: bool = True) -> None:
         with torch.no_grad():
             self._attributes = Attributes(modules, copy_bytes=math.inf if copy_all else SMALL_BYTES)
             copies: dict[int, torch.Tensor] = {}  # a buffer shared by two modules has one copy
             self._owners = [
-                _Owner(module, dict(module._buffers), copies, copy_all)
-                for module in modules
-                if _has_buffers(module)
+                _Owner(module, copies, copy_all) for module in modules if "_buffers" in vars(module)
             ]
-        # Modules without a buffer may register one.
-        self._bare = [(module, dict(module._buffers)) for module in modules if not _has_buffers(module)]
 
     def end_forward(self) -> None:
         """Learn which modules changed their buffers in forward, and drop the other copies."""
         self._attributes.end_forward()
-        for owner in self._owners:
-            owner.end_forward()
-        for module, before in self._bare:
-            if _has_buffers(module):
-                self._owners.append(_Owner(module, before, {}, copy_all=False))
-        self._bare = []
+        self._owners = [owner for owner in self._owners if owner.end_forward()]
 
     def restore(self) -> None:
         """Set buffers and attributes as they were before a forward pass that failed.
@@ -497,8 +455,6 @@ class Buffers:
         with torch.no_grad():
             for owner in self._owners:
                 owner.restore()
-        for module, before in self._bare:
-            _set_buffers(module, before)
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
@@ -533,108 +489,89 @@ class Buffers:
 
 
 class _Owner:
-    """One module's own buffers."""
+    """One module's own buffers; it may have none, and register one."""
 
-    __slots__ = ("before", "changed", "copies", "lost", "module", "training", "versions")
+    __slots__ = ("_before", "_changed", "_copies", "_lost", "_training", "_versions", "module")
 
-    def __init__(
-        self,
-        module: nn.Module,
-        before: dict[str, torch.Tensor | None],
-        copies: dict[int, torch.Tensor],
-        copy_all: bool,
-    ) -> None:
+    def __init__(self, module: nn.Module, copies: dict[int, torch.Tensor], copy_all: bool) -> None:
         self.module = module
-        self.training = module.training
-        self.before = before
-        self.versions = _versions(self.before)
-        self.changed = True  # until `end_forward` has looked
-        self.lost: str | None = None
-        known = _changes.get(module, {}).get(self.training)
-        self.copies = {
+        self._training = module.training
+        self._before = dict(module._buffers)
+        self._versions = self._current_versions()
+        self._changed = True  # until `end_forward` has looked
+        self._lost: str | None = None
+        known = _changes.get(module, {}).get(self._training) if self._versions else None
+        self._copies = {
             name: _copy(buffer, copies)
-            for name, buffer in self.before.items()
+            for name, buffer in self._before.items()
             if buffer is not None and (copy_all or known is not False or buffer.nbytes <= SMALL_BYTES)
         }
 
-    def end_forward(self) -> None:
-        known = _changes.setdefault(self.module, {})
-        first_call = self.training not in known
-        in_place = [
-            name for name, version in _versions(self.before).items() if version != self.versions[name]
-        ]
-        if first_call and not in_place:
-            in_place = [name for name, copy in self.copies.items() if _differs(copy, self.before[name])]
-        known[self.training] = (
-            bool(in_place) or known.get(self.training, False) or _is_batch_norm(self.module)
-        )
-        self.changed = known[self.training] or not _same(self.before, self.module._buffers)
-        self.lost = next((name for name in in_place if name not in self.copies), None)
-        if not self.changed:
-            self.copies = {}
+    def _current_versions(self) -> dict[str, int]:
+        return {name: version_of(buffer) for name, buffer in self._before.items() if buffer is not None}
+
+    def _changed_in_place(self) -> list[str]:
+        now = self._current_versions()
+        return [name for name, version in self._versions.items() if version != now[name]]
+
+    def end_forward(self) -> bool:
+        """Learn whether forward changed the buffers; return False if there are none to look after."""
+        module = self.module
+        is_same = _are_same(self._before, module._buffers)
+        if not self._versions and is_same:
+            return False
+        known = _changes.setdefault(module, {})
+        in_place = self._changed_in_place()
+        if self._training not in known and not in_place:
+            in_place = [name for name, copy in self._copies.items() if _differs(copy, self._before[name])]
+        is_batch_norm = isinstance(module, _NormBase) and module.training and module.track_running_stats
+        known[self._training] = bool(in_place) or known.get(self._training, False) or is_batch_norm
+        self._changed = known[self._training] or not is_same
+        self._lost = next((name for name in in_place if name not in self._copies), None)
+        if not self._changed:
+            self._copies = {}
+        return True
 
     def restore(self) -> None:
-        for name, version in _versions(self.before).items():
-            if version != self.versions[name] and name not in self.copies:
+        for name in self._changed_in_place():
+            if name not in self._copies:
                 raise RecomputeError(
                     f"The buffer {name!r} of {type(self.module).__name__} was changed in place by a forward pass "
                     "that failed, for the first time after passes that left it alone, so its value before that "
                     "is not known. Set it again, for example from a checkpoint, before you go on."
                 )
-        for name, copy in self.copies.items():
-            buffer = self.before[name]
+        for name, copy in self._copies.items():
+            buffer = self._before[name]
             if buffer is not None:
                 # An earlier call's graph may have it: batch norm raises no version either.
                 with same_version(buffer):
                     buffer.copy_(copy)
-        self.versions = _versions(self.before)
-        _set_buffers(self.module, self.before)
+        self._versions = self._current_versions()
+        if not _are_same(self._before, self.module._buffers):
+            self.module._buffers.clear()
+            self.module._buffers.update(self._before)
 
     def at_forward(self, copies: dict[int, torch.Tensor]) -> dict[str, torch.Tensor | None] | None:
         """Return `_buffers` as it was, for a recomputation to change; None if the real ones will do."""
-        if self.lost is not None:
+        if self._lost is not None:
             raise RecomputeError(
-                f"The buffer {self.lost!r} of {type(self.module).__name__} was changed in place by a forward "
+                f"The buffer {self._lost!r} of {type(self.module).__name__} was changed in place by a forward "
                 "pass, for the first time after passes that left it alone, so its value before that is not "
                 "known and the pass cannot be repeated. Run the step again: the buffer is copied from now on."
             )
-        if self.changed:
+        if self._changed:
             return {
-                name: _copy(self.copies[name], copies) if name in self.copies else buffer
-                for name, buffer in self.before.items()
+                name: _copy(self._copies[name], copies) if name in self._copies else buffer
+                for name, buffer in self._before.items()
             }
-        for name, version in _versions(self.before).items():
-            if version != self.versions[name]:
-                raise RecomputeError(
-                    f"The buffer {name!r} of {type(self.module).__name__} was changed in place between "
-                    "forward and backward, so the forward pass cannot be recomputed. Change it after "
-                    "backward, or assign a new tensor instead. (Under DistributedDataParallel, two forward "
-                    "passes before one backward do this: pass broadcast_buffers=False.)"
-                )
-        return None if _same(self.before, self.module._buffers) else dict(self.before)
-
-
-def _set_buffers(module: nn.Module, buffers: dict[str, torch.Tensor | None]) -> None:
-    if not _same(buffers, module._buffers):
-        module._buffers.clear()
-        module._buffers.update(buffers)
-
-
-def _has_buffers(module: nn.Module) -> bool:
-    buffers = module.__dict__.get("_buffers")  # a scripted module keeps its own elsewhere, out of reach
-    return bool(buffers) and any(buffer is not None for buffer in module._buffers.values())
-
-
-def _same(before: dict[str, torch.Tensor | None], now: dict[str, torch.Tensor | None]) -> bool:
-    return before.keys() == now.keys() and all(now[name] is buffer for name, buffer in before.items())
-
-
-def _is_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, _NormBase) and module.training and module.track_running_stats
-
-
-def _versions(buffers: dict[str, torch.Tensor | None]) -> dict[str, int]:
-    return {name: version_of(buffer) for name, buffer in buffers.items() if buffer is not None}
+        for name in self._changed_in_place():
+            raise RecomputeError(
+                f"The buffer {name!r} of {type(self.module).__name__} was changed in place between "
+                "forward and backward, so the forward pass cannot be recomputed. Change it after "
+                "backward, or assign a new tensor instead. (Under DistributedDataParallel, two forward "
+                "passes before one backward do this: pass broadcast_buffers=False.)"
+            )
+        return None if _are_same(self._before, self.module._buffers) else dict(self._before)
 
 
 def _copy(buffer: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:

@@ -3,11 +3,27 @@
 The mechanism is `memscale.checkpointing`; here it is put on modules. A block that is one module gets a
 `RecomputeStage`. A block that is a few neighbours in an `nn.Sequential` has no module of its own, so the
 `nn.Sequential` gets a `SlicesStage`, which runs its children in order, each planned slice as one region.
+
+Note [use_cache]
+~~~~~~~~~~~~~~~~
+A Hugging Face model has `config.use_cache`, mostly on, and a forward that takes `use_cache` and looks into
+the config if it is not given. A cache is of no use in training, holds memory, and breaks recomputation, which
+would write to it twice. So each module with such a config and such a forward gets a hook, which in training
+passes `use_cache=False` for a caller who does not say anything. In `eval()` mode a call with gradients on is
+training if it has labels; without them it may be the first of a loop that generates, so that the cache stays
+and it is logged once what that costs in training. The config itself is never written to: it is at all times
+what its user set, also in the middle of a forward, after an interrupt, and in `save_pretrained`.
+
+A caller who passes `use_cache=True` or a cache (as prefix tuning does, for the model to read) gets it. Layers
+that are given a cache are not recomputed in that call (`is_cache`), and it is logged once that this costs
+memory.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -32,12 +48,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GradientCheckpointing",
+    "NoCache",
     "RecomputeStage",
     "Slice",
     "SlicesStage",
     "has_own_checkpointing",
     "is_cache",
+    "no_cache_hooks",
 ]
+
+
+logger = logging.getLogger("memscale")
 
 
 class GradientCheckpointing:
@@ -220,6 +241,83 @@ def is_cache(value: object) -> bool:
     if isinstance(value, _NOT_CACHES):
         return False
     return any(hasattr(type(value), name) for name in _CACHE_METHODS)
+
+
+class NoCache:
+    """Turns the cache off in training, as a forward pre-hook. See Note [use_cache].
+
+    Args:
+        position: The place of `use_cache` among the forward's positional arguments, if it has one.
+        logs: Whether to log, once, that a cache was asked for.
+    """
+
+    def __init__(self, position: int | None, *, logs: bool) -> None:
+        self._position = position
+        self._logs = logs
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        # None: an earlier hook of the same call has removed this one, and torch calls it without its options.
+        if kwargs is None or not torch.is_grad_enabled():
+            return None
+        is_training = module.training or kwargs.get("labels") is not None
+        position = self._position
+        if position is not None and len(args) <= position:
+            position = None
+        wanted = kwargs.get("use_cache") if position is None else args[position]
+        has_cache = wanted or kwargs.get("past_key_values") is not None or any(map(is_cache, args))
+        if is_training and has_cache:
+            self._log(
+                "A training step asked for a cache (use_cache=True, or past_key_values)",
+                "leave use_cache out",
+            )
+        elif not is_training and wanted is None and self._logs and _trains_with_cache(module):
+            self._log(
+                "A step in eval() mode, with gradients on and no labels, uses a cache", "pass use_cache=False"
+            )
+        if not is_training or has_cache or wanted is not None:
+            return None
+        if position is not None:
+            return (*args[:position], False, *args[position + 1 :]), kwargs
+        return args, {**kwargs, "use_cache": False}
+
+    def _log(self, what: str, remedy: str) -> None:
+        if self._logs:
+            self._logs = False
+            logger.warning(
+                "%s. Layers that get one are not checkpointed in such a step, as they would write to it twice. "
+                "To save the memory in training, %s.",
+                what,
+                remedy,
+            )
+
+
+def _trains_with_cache(module: nn.Module) -> bool:
+    config: Any = module.config
+    return bool(config.use_cache) and any(each.requires_grad for each in module.parameters())
+
+
+def no_cache_hooks(model: nn.Module, *, logs: bool) -> list[tuple[nn.Module, NoCache]]:
+    """Return the modules that would use a cache, each with the hook for it."""
+    found: list[tuple[nn.Module, NoCache]] = []
+    for module in model.modules():
+        if getattr(getattr(module, "config", None), "use_cache", None) is None:
+            continue
+        parameters = _parameters(module.forward)
+        if "use_cache" in parameters:
+            kind = parameters["use_cache"].kind
+            by_position = kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+            position = list(parameters).index("use_cache") if by_position else None
+            found.append((module, NoCache(position, logs=logs and not found)))
+    return found
+
+
+def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(forward).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        return {}
 
 
 def _ancestors(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

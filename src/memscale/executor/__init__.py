@@ -7,7 +7,6 @@ from memscale.executor.executor import (
     Executor,
     RecoveryGuard,
     TrainingBatch,
-    disk_of,
     executor_of,
     refuse_nested,
 )
@@ -17,7 +16,6 @@ __all__ = [
     "Executor",
     "RecoveryGuard",
     "TrainingBatch",
-    "disk_of",
     "executor_of",
     "refuse_nested",
 ]

@@ -1,32 +1,43 @@
-"""The executor: attaches what a plan says to a model's own modules, and undoes it exactly."""
+"""The executor: attaches what a plan says to a model's own modules, and undoes it exactly.
+
+Note [Copies]
+~~~~~~~~~~~~~
+`copy.deepcopy` and pickle ask an object itself for `__reduce_ex__`. While a model is wrapped, each of its modules has
+one in its `__dict__`, by which it is copied as if it were not wrapped. That of the model also passes on the plan and
+the settings; once the copy is complete, an executor of its own attaches the plan to it. So nothing that a technique
+holds is ever copied, a copy of a single submodule is plain, and the original is not disturbed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
-from memscale._torch import FakeTensor
+from memscale._torch import FakeTensor, outside_compiler
 from memscale._util.interrupts import interrupts_deferred, raise_pending_interrupt
+from memscale.checkpointing.technique import no_cache_hooks
 from memscale.config import Config
 from memscale.errors import WrapError
 from memscale.execution_plan import LayerPlan, Offloading, Plan, Tier
-from memscale.executor.copies import CopiedAsPlain, Settings
-from memscale.executor.hooks import Placeholder, before_forward, inputs_to_device, no_cache_hooks
 from memscale.executor.registry import LAYER_TECHNIQUES, MODEL_TECHNIQUES
 from memscale.observe.counters import Meter
 from memscale.observe.report import Report
+from memscale.offload.fetch import bring_inputs
 from memscale.offload.homes import Homes, training_device
 from memscale.offload.loading import forget_pending
 from memscale.offload.materialise import Materialised, has_meta_tensors
 from memscale.profiler.sample import PlannedBatches
 from memscale.techniques.base import EXECUTOR, LayerSite, ModelSite
-from memscale.techniques.forward import CompileNotice
+from memscale.techniques.forward import CompileNotice, ForwardStage, override_of
 from memscale.techniques.undo_log import UndoLog
 from memscale.tiers.disk import DiskStore
 
@@ -39,7 +50,6 @@ __all__ = [
     "Executor",
     "RecoveryGuard",
     "TrainingBatch",
-    "disk_of",
     "executor_of",
     "refuse_nested",
 ]
@@ -64,6 +74,49 @@ class RecoveryGuard(Protocol):
         """Add a stage to the model's forward, after all techniques are attached."""
 
 
+@dataclass
+class Settings:
+    """What the executor of a copy has in common with that of the original.
+
+    Attributes:
+        guard: The class of its guard.
+        origins: Where parameters and buffers go on detach, by their names.
+        changed: Attributes of objects other than modules: object, name, and the value before.
+    """
+
+    plan: Plan
+    config: Config | None
+    device: torch.device | None
+    guard: type[RecoveryGuard] | None
+    on_training_batch: TrainingBatch | None
+    batches: PlannedBatches
+    optimizer: OptimizerNeeds | None
+    technique_state: dict[str, Any]
+    origins: dict[str, torch.device]
+    changed: list[tuple[object, str, object]]
+
+    def attach_to(self, model: nn.Module) -> None:
+        """Attach the plan to a plain copy of the model."""
+        for owner, name, before in self.changed:
+            vars(owner)[name] = before
+        executor = Executor(
+            model,
+            self.plan,
+            self.config,
+            device=self.device,
+            on_training_batch=self.on_training_batch,
+            guard=None if self.guard is None else self.guard(),
+        )
+        executor.batches, executor.optimizer = self.batches, self.optimizer
+        executor.technique_state.update(self.technique_state)
+        try:
+            executor.attach()
+        except WrapError as error:  # the original has got other modules since
+            logger.warning("The copy of a wrapped %s is not wrapped. %s", type(model).__name__, error)
+        else:
+            executor.homes.set_origins(model, self.origins)
+
+
 class Executor:
     """Attaches a plan to a model, and detaches it.
 
@@ -73,9 +126,9 @@ class Executor:
 
     Args:
         model: The model that the plan was made for.
-        plan: What to do.
+        plan: The plan.
         config: The settings that the plan was made with.
-        device: Where the model trains, if that is not where it is: what is not offloaded is brought there,
+        device: Where the model trains, if that is not where it is: what is not offloaded is moved there,
             and so are the arguments of each call.
         on_training_batch: Called before each forward pass of the model in training, as
             `on_training_batch(executor, args, kwargs)`. It may call `replan`: the pass that is about to begin
@@ -83,10 +136,13 @@ class Executor:
             keeps it only if it is a module-level function: others may refer to the original model.
         guard: Catches out-of-memory errors in a step.
         metrics: Serves the executor's numbers while it is attached.
-        disk: The disk tier; by default the one that `config` describes.
         meter: Counts what is done; by default a new one.
 
     Attributes:
+        plan: The plan that is attached, or is to be.
+        attached: Whether it is attached.
+        homes: Where the model's parameters, gradients and optimizer state are, and the disk tier.
+        technique_state: What techniques keep from one plan of the model to the next.
         batches: The batches that the model's plans were made for so far.
         optimizer: What the plans assume of the optimizer's memory; None for AdamW.
 
@@ -113,29 +169,31 @@ class Executor:
         on_training_batch: TrainingBatch | None = None,
         guard: RecoveryGuard | None = None,
         metrics: Metrics | None = None,
-        disk: DiskStore | None = None,
         meter: Meter | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._device = device
-        self._plan = plan
+        self.plan = plan
         self.config = config
+        self.on_training_batch = on_training_batch
+        self.metrics = metrics
+        self.meter = meter or Meter()
+        self.attached = False
+        store = (
+            DiskStore() if config is None else DiskStore(config.offload_dir, config.max_disk_offload_bytes)
+        )
+        self.homes = Homes(store, self.meter)
+        self.homes.host_capacity = None if config is None else config.max_cpu_offload_bytes
+        self.homes.fused_host_step = config is None or config.fused_host_step
+        self.technique_state: dict[str, Any] = {}
         self.batches = PlannedBatches()
+        self.optimizer: OptimizerNeeds | None = None
         self._guard = guard
-        self._on_training_batch = on_training_batch
         self._is_calling_back = False
-        self._attached = False
+        self._logs = config is None or config.enable_logging
         notice = CompileNotice(enabled=self._logs)
         self._hooks = UndoLog(notice)  # what stays when the plan changes
-        self._batch_hook = UndoLog()
-        self._meter = meter or Meter()
-        self.metrics = metrics
-        self._homes = Homes(disk or disk_of(config), self._meter)
-        self._homes.host_capacity = None if config is None else config.max_cpu_offload_bytes
-        self._homes.fused_host_step = config is None or config.fused_host_step
         self._techniques = UndoLog(notice)
-        self.technique_state: dict[str, Any] = {}
-        self.optimizer: OptimizerNeeds | None = None
         self._materialised: Materialised | None = None  # while a plan is being attached
 
     @property
@@ -147,29 +205,14 @@ class Executor:
         return model
 
     @property
-    def plan(self) -> Plan:
-        """The plan that is attached, or is to be."""
-        return self._plan
-
-    @property
     def device(self) -> torch.device:
-        """Where the model trains, wherever its parameters are at home."""
-        return self._homes.device or self._device or training_device(self.model)
-
-    @property
-    def homes(self) -> Homes:
-        """Where the model's parameters, gradients and optimizer state are, and the disk below them."""
-        return self._homes
+        """Where the model trains, wherever its parameters are."""
+        return self.homes.device or self._device or training_device(self.model)
 
     @property
     def bytes_on_disk(self) -> int:
         """Bytes of the model's tensors, optimizer state and activations that are on disk now."""
-        return self._homes.store.bytes_used
-
-    @property
-    def meter(self) -> Meter:
-        """Counts what the plans do."""
-        return self._meter
+        return self.homes.store.bytes_used
 
     def report(self) -> Report:
         """Return what the plans have done so far: predicted and observed peak, bytes moved, recomputations, time lost.
@@ -181,37 +224,21 @@ class Executor:
         """
         model = self._model()
         return Report.of(
-            self._plan,
-            self._meter,
+            self.plan,
+            self.meter,
             model="a model that is gone" if model is None else type(model).__name__,
             device="" if model is None else str(self.device),
-            counts_forward=self._on_training_batch is not None,
+            counts_forward=self.on_training_batch is not None,
             counts_backward=self._guard is not None,
             disk_bytes=self.bytes_on_disk,
         )
-
-    @property
-    def attached(self) -> bool:
-        """Whether the plan is on the model."""
-        return self._attached
 
     @property
     def awaits_backward(self) -> bool:
         """Whether a graph of the attached plan waits for backward, as far as that is known."""
         return self._guard is not None and self._guard.awaits_backward
 
-    @property
-    def on_training_batch(self) -> TrainingBatch | None:
-        """The function that is called before each forward pass in training."""
-        return self._on_training_batch
-
-    @on_training_batch.setter
-    def on_training_batch(self, callback: TrainingBatch | None) -> None:
-        self._on_training_batch = callback
-        if self._attached:
-            self._batch_hook.undo()
-            self._attach_batch_hook(self.model)
-
+    @interrupts_deferred()
     def attach(self) -> None:
         """Attach the plan to the model; if that fails, the model is as it was before.
 
@@ -222,10 +249,6 @@ class Executor:
                 already; or a tensor on the meta device has no initialisation.
             WeightsError: A file with weights cannot be read.
         """
-        with interrupts_deferred():
-            self._attach()
-
-    def _attach(self) -> None:
         model = self.model
         if EXECUTOR in vars(model):
             raise WrapError(
@@ -245,90 +268,90 @@ class Executor:
         finally:
             self._materialised = None
         forget_pending(model)
-        self._attached = True
+        self.attached = True
         _wrapped_models.add(self)
-        self._meter.begin(
+        self.meter.begin(
             self.device, simulated=any(isinstance(each, FakeTensor) for each in model.parameters())
         )
         if self.metrics is not None:
             self.metrics.begin(self, logs=self._logs)
 
+    @interrupts_deferred()
     def detach(self) -> None:
         """Undo every change, in reverse; do nothing if the plan is not attached.
 
         Ctrl-C is deferred until it is done. After any other interrupt it can be called again, and continues.
         """
-        with interrupts_deferred():
-            if self.metrics is not None:
-                self.metrics.end(self)
-            self._detach()
+        if self.metrics is not None:
+            self.metrics.end(self)
+        self._detach()
 
     def _detach(self) -> None:
-        if self._attached:
-            self._meter.end()
-            try:
-                self._undo(self.model)
-            except Exception:
-                self._attached = False
-                raise
-            self._attached = False
+        if not self.attached:
+            return
+        self.meter.end()
+        try:
+            self._undo(self.model)
+        except Exception:
+            self.attached = False
+            raise
+        self.attached = False
 
+    @interrupts_deferred()
     def replan(self, plan: Plan) -> None:
         """Replace the plan; if that fails, the model keeps the old one.
 
         Raises:
             WrapError: The plan does not fit the model, or no plan is attached.
         """
-        if not self._attached:
+        if not self.attached:
             raise WrapError("Only an attached executor can be given another plan: call attach() first.")
         model = self.model
-        with interrupts_deferred():
+        self._techniques.undo()
+        try:
+            self._attach_techniques(model, plan)
+        except BaseException:
             self._techniques.undo()
-            try:
-                self._attach_techniques(model, plan)
-            except BaseException:
-                self._techniques.undo()
-                self._attach_techniques(model, self._plan)
-                raise
-            self._plan = plan
+            self._attach_techniques(model, self.plan)
+            raise
+        self.plan = plan
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[nn.Module]:
         """Run a block with the plain model, for example to profile it; then attach the plan again."""
-        if not self._attached:
+        if not self.attached:
             yield self.model
             return
         model = self.model
         # Parameters stay where they are: the device may have no room for all of them.
-        homes, self._homes = self._homes, Homes()
+        homes, self.homes = self.homes, Homes()
         self._detach()
         try:
             yield model
         finally:
             with interrupts_deferred():
-                self._homes = homes
+                self.homes = homes
                 self.attach()
 
     def _apply(self, model: nn.Module) -> None:
-        self._hooks.add(CopiedAsPlain(self, model))
+        copied = _CopiedAsPlain(model)
+        self._hooks.add(copied)
+        copied.make(self)
         for module, hook in no_cache_hooks(model, logs=self._logs):
             self._hooks.add_forward_pre_hook(module, hook)
-        self._attach_batch_hook(model)
-        if self._on_training_batch is not None and not isinstance(model, torch.jit.ScriptModule):
-            self._hooks.add_stage(model, Placeholder())
+        if self.on_training_batch is not None:
+            self._hooks.add_forward_pre_hook(model, _before_forward)
+            if not isinstance(model, torch.jit.ScriptModule):
+                self._hooks.add_stage(model, _Placeholder())
         if self._guard is not None:
             self._guard.begin(model, self._hooks)
-        self._attach_techniques(model, self._plan)
-
-    def _attach_batch_hook(self, model: nn.Module) -> None:
-        if self._on_training_batch is not None:
-            self._batch_hook.add_forward_pre_hook(model, before_forward)
+        self._attach_techniques(model, self.plan)
 
     def _attach_techniques(self, model: nn.Module, plan: Plan) -> None:
         log = self._techniques
-        around = (model, plan, self.device, self.config, self._homes, self._meter, self.technique_state)
+        around = (model, plan, self.device, self.config, self.homes, self.meter, self.technique_state)
         sites = [
-            LayerSite(*around, layer, tuple(find_module(model, layer, name) for name in layer.members))
+            LayerSite(*around, layer, tuple(_find_module(model, layer, name) for name in layer.members))
             for layer in plan.layers
         ]
         moved = self._place_parameters(model, sites)
@@ -376,18 +399,19 @@ class Executor:
         on_host = [parameter for parameter in tiers["host"] if id(parameter) not in staying]
         on_disk = [parameter for parameter in tiers["disk"] if id(parameter) not in staying]
         if has_meta_tensors(model):
-            self._materialised = self._homes.materialise(model, on_host, device, on_disk=on_disk)
+            self._materialised = self.homes.materialise(model, on_host, device, on_disk=on_disk)
             if self._logs:
                 logger.info("%s", self._materialised)
-        if on_host or on_disk or self._device is not None or self._homes.device is not None:
-            self._homes.arrange(model, on_host, device, on_disk=on_disk)
-            self._techniques.add_forward_pre_hook(model, inputs_to_device)
+        if on_host or on_disk or self._device is not None or self.homes.device is not None:
+            self.homes.arrange(model, on_host, device, on_disk=on_disk)
+        if device.type != "cpu":
+            self._techniques.add_forward_pre_hook(model, _inputs_to_device)
         return {id(parameter) for parameter in (*on_host, *on_disk)}
 
     def _undo(self, model: nn.Module) -> None:
         """Undo everything, whatever one of the parts raises; after an interrupt it can be called again."""
         errors = []
-        for undo in (self._techniques.undo, self._batch_hook.undo, self._hooks.undo, self._homes.restore):
+        for undo in (self._techniques.undo, self._hooks.undo, self.homes.restore):
             try:
                 undo()
             except Exception as error:
@@ -400,43 +424,42 @@ class Executor:
 
     def call_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Call `on_training_batch`, unless that is what called the model."""
-        if self._on_training_batch is None or self._is_calling_back:
+        if self.on_training_batch is None or self._is_calling_back:
             return
-        self._meter.forward_pass()
+        self.meter.forward_pass()
         self._is_calling_back = True
         try:
-            self._on_training_batch(self, args, kwargs)
+            self.on_training_batch(self, args, kwargs)
         finally:
             self._is_calling_back = False
-
-    @property
-    def _logs(self) -> bool:
-        return self.config is None or self.config.enable_logging
 
     def plain_attributes(self, module: nn.Module) -> dict[str, Any]:
         """Return what a module's `__dict__` would be without the plan."""
         attributes = {name: value for name, value in vars(module).items() if name != EXECUTOR}
-        for log in (self._techniques, self._batch_hook, self._hooks):
+        for log in (self._techniques, self._hooks):
             log.undo_in(module, attributes)
         return attributes
 
     def settings(self) -> Settings:
         """Return what the executor of a copy of the model begins with. See Note [Copies]."""
+        callback = self.on_training_batch
+        if not isinstance(callback, types.FunctionType) or not callback.__qualname__.isidentifier():
+            callback = None  # only a module-level function is sure to refer to no model
         return Settings(
-            self._plan,
+            self.plan,
             self.config,
-            self._homes.device or self._device,
+            self.homes.device or self._device,
             None if self._guard is None else type(self._guard),
-            self._on_training_batch,
+            callback,
             self.batches,
             self.optimizer,
             self.technique_state,
-            self._homes.origins(self.model),
+            self.homes.origins(self.model),
             self._techniques.changed_objects(),
         )
 
     def __repr__(self) -> str:
-        return f"<Executor ({'attached' if self._attached else 'not attached'}): {self._plan}>"
+        return f"<Executor ({'attached' if self.attached else 'not attached'}): {self.plan}>"
 
 
 def executor_of(model: nn.Module) -> Executor | None:
@@ -449,11 +472,7 @@ _wrapped_models: weakref.WeakSet[Executor] = weakref.WeakSet()
 
 
 def refuse_nested(model: nn.Module) -> None:
-    """Check that no part of a model is wrapped, and no model around it: parameters would have two plans.
-
-    Raises:
-        WrapError: There is one.
-    """
+    """Raise a `WrapError` if a part of a model is wrapped, or a model around it: parameters would have two plans."""
     for name, module in model.named_modules():
         if module is not model and executor_of(module) is not None:
             raise WrapError(
@@ -470,12 +489,7 @@ def refuse_nested(model: nn.Module) -> None:
             )
 
 
-def find_module(model: nn.Module, layer: LayerPlan, name: str) -> nn.Module:
-    """Return a module of a plan's layer, by its name.
-
-    Raises:
-        WrapError: The model has none of that name.
-    """
+def _find_module(model: nn.Module, layer: LayerPlan, name: str) -> nn.Module:
     try:
         return model.get_submodule(name)
     except AttributeError:
@@ -486,6 +500,127 @@ def find_module(model: nn.Module, layer: LayerPlan, name: str) -> nn.Module:
         ) from None
 
 
-def disk_of(config: Config | None) -> DiskStore:
-    """Return the empty disk tier that a Config describes."""
-    return DiskStore() if config is None else DiskStore(config.offload_dir, config.max_disk_offload_bytes)
+# Forward pre-hooks of the model. They find the executor by the model; the last one that was added runs first.
+
+
+class _Placeholder(ForwardStage):
+    """Gives a model an override, though its plan needs none yet.
+
+    A call looks up `forward` before it runs the hooks. If `_before_forward` changes the plan, the call runs by the
+    new plan only if what was looked up is an override.
+    """
+
+    is_opaque = False
+
+
+@outside_compiler
+def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    """Tell the executor of a forward pass in training, before which it may change the plan."""
+    executor = executor_of(model)
+    if executor is None or kwargs is None or not torch.is_grad_enabled():
+        return
+    if not model.training and not any(each.requires_grad for each in model.parameters()):
+        return
+    called = override_of(model)
+    executor.call_back(args, kwargs)
+    if called is not None:
+        called.redirect_next_call(override_of(model))
+
+
+def _inputs_to_device(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Copy the inputs of a call to where the model computes."""
+    # torch calls it without kwargs if a hook before it has changed the plan, and so removed it: the new plan's own hook
+    # does not run in this call, and offloaded layers copy their arguments themselves.
+    executor = executor_of(model)
+    return None if executor is None or kwargs is None else bring_inputs(args, kwargs, executor.device)
+
+
+# Copies. See Note [Copies].
+
+_REDUCE, _DEEPCOPY, _SET_STATE = "__reduce_ex__", "__deepcopy__", "__setstate__"
+
+
+class _CopiedAsPlain:
+    """Has the modules of a wrapped model copied as plain ones, and the copy wrapped. See Note [Copies]."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [
+            weakref.ref(module)
+            for module in model.modules()
+            if not isinstance(module, torch.jit.ScriptModule) and _REDUCE not in vars(module)
+        ]
+
+    def make(self, executor: Executor) -> None:
+        for reference in self._modules:
+            module = reference()
+            if module is None:
+                continue
+            around = reference, weakref.ref(executor)
+            vars(module)[_REDUCE] = functools.partial(_reduce, *around)
+            if hasattr(type(module), _DEEPCOPY):
+                vars(module)[_DEEPCOPY] = functools.partial(_deepcopy, *around)
+
+    def undo(self) -> None:
+        """Remove it again."""
+        for reference in self._modules:
+            module = reference()
+            if module is not None:
+                self.undo_in(module, vars(module))
+
+    def undo_in(self, module: nn.Module, attributes: dict[str, Any]) -> None:
+        """Remove it from a copy of a module's attributes."""
+        for name, function in ((_REDUCE, _reduce), (_DEEPCOPY, _deepcopy)):
+            if getattr(attributes.get(name), "func", None) is function:
+                del attributes[name]
+
+
+def _plain(
+    module: weakref.ref[nn.Module], executor: weakref.ref[Executor]
+) -> tuple[nn.Module, Settings | None]:
+    """Return a module with the attributes that it would have without a plan, and the settings if it is the model."""
+    wrapped, attached = module(), executor()
+    assert wrapped is not None
+    assert attached is not None
+    plain = object.__new__(type(wrapped))
+    vars(plain).update(attached.plain_attributes(wrapped))
+    return plain, attached.settings() if wrapped is attached.model else None
+
+
+def _reduce(module: weakref.ref[nn.Module], executor: weakref.ref[Executor], protocol: Any) -> Any:
+    plain, settings = _plain(module, executor)
+    reduced: Any = plain.__reduce_ex__(protocol)
+    if settings is None:
+        return reduced
+    build, arguments, *contents = reduced
+    has_state = bool(contents) and contents[0] is not None
+    return _rebuild, (settings, has_state, build, arguments), *contents
+
+
+def _rebuild(settings: Settings, has_state: bool, build: Any, arguments: Any) -> nn.Module:
+    model: nn.Module = build(*arguments)
+    if has_state:
+        # Copying and unpickling set the state when all of it is there, and ask the object itself for the way.
+        vars(model)[_SET_STATE] = functools.partial(_set_state, model, settings)
+    else:
+        settings.attach_to(model)
+    return model
+
+
+def _set_state(model: nn.Module, settings: Settings, state: Any) -> None:
+    del vars(model)[_SET_STATE]
+    model.__setstate__(state)  # type: ignore[no-untyped-call]
+    settings.attach_to(model)
+
+
+def _deepcopy(
+    module: weakref.ref[nn.Module], executor: weakref.ref[Executor], memo: dict[int, Any]
+) -> nn.Module:
+    """Copy a module of a class with a `__deepcopy__` of its own."""
+    plain, settings = _plain(module, executor)
+    memo.setdefault(id(memo), []).append(plain)  # kept alive, as `copy` does: the memo goes by ids
+    twin: nn.Module = type(plain).__deepcopy__(plain, memo)  # type: ignore[attr-defined]
+    if settings is not None:
+        settings.attach_to(twin)
+    return twin

@@ -5,7 +5,7 @@ from __future__ import annotations
 from memscale.hardware.detect import detect, virtual_hardware
 from memscale.hardware.gpus import GpuSpec, find_gpu, list_gpus
 from memscale.hardware.host import find_disk, read_host
-from memscale.hardware.specs import DeviceSpec, DiskSpec, Hardware, HostSpec, Rates, RatesSource
+from memscale.hardware.specs import DeviceSpec, DiskSpec, Hardware, HostSpec, Rates
 
 __all__ = [
     "DeviceSpec",
@@ -14,7 +14,6 @@ __all__ = [
     "Hardware",
     "HostSpec",
     "Rates",
-    "RatesSource",
     "detect",
     "find_disk",
     "find_gpu",

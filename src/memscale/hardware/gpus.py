@@ -26,7 +26,7 @@ import re
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from memscale.errors import ConfigTypeError, HardwareError, shown
 from memscale.hardware.specs import Rates
@@ -77,7 +77,6 @@ class GpuSpec:
         """The rates in FLOP/s."""
         return Rates(
             fp32=self.fp32_tflops * 1e12,
-            tf32=None if self.tf32_tflops is None else self.tf32_tflops * 1e12,
             fp16=self.fp16_tflops * 1e12,
             bf16=None if self.bf16_tflops is None else self.bf16_tflops * 1e12,
         )
@@ -377,13 +376,18 @@ def find_gpu(name: str, *, memory_bytes: int | None = None) -> GpuSpec:
             f"A GPU is found by its name, such as 'RTX 3090'; got {shown(name)}, a {type(name).__name__}."
         )
     words = _words(name)
-    fits = [entry.gpu for entry in _entries() if entry.fits(words)]
+    fits = [entry.gpu for entry in _entries() if entry.core <= words <= entry.allowed]
     if not fits:
-        raise HardwareError(_unknown(name, words))
+        nearest = _nearest(words)
+        found = f". The nearest names are {', '.join(nearest)}" if nearest else ", and no name comes near it"
+        raise HardwareError(
+            f"No GPU is known as {shown(name)}{found}: give one of the names that `memscale.hardware.list_gpus()` "
+            "has, or a size of device memory in bytes."
+        )
     if memory_bytes is not None:
         # A driver reports a little less than the nominal size, so "nearest" and not "equal".
-        nearest = min(abs(gpu.memory_bytes - memory_bytes) for gpu in fits)
-        fits = [gpu for gpu in fits if abs(gpu.memory_bytes - memory_bytes) == nearest]
+        distance = min(abs(gpu.memory_bytes - memory_bytes) for gpu in fits)
+        fits = [gpu for gpu in fits if abs(gpu.memory_bytes - memory_bytes) == distance]
     return min(fits, key=lambda gpu: (gpu.memory_bytes, gpu.fp16_tflops, gpu.memory_bandwidth_gbs))
 
 
@@ -392,16 +396,12 @@ def list_gpus() -> tuple[GpuSpec, ...]:
     return GPU_TABLE
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(NamedTuple):
     """A GPU with the words of its name. See Note [How a name is matched]."""
 
     gpu: GpuSpec
     core: frozenset[str]
     allowed: frozenset[str]
-
-    def fits(self, words: frozenset[str]) -> bool:
-        return self.core <= words <= self.allowed
 
 
 @cache
@@ -424,7 +424,9 @@ def _words(name: str) -> frozenset[str]:
     text = _MAX_Q.sub("maxq", name.lower())
     text = _MEMORY.sub(r" \1gb ", text)
     parts = [part for run in re.findall(r"[a-z0-9]+", text) for part in _split(run)]
-    return frozenset(map(_same_word, parts)) - _FILLERS
+    # The version of SXM follows from the generation.
+    parts = [re.sub(r"^sxm\d$", "sxm", part) for part in parts]
+    return frozenset(_SYNONYMS.get(part, part) for part in parts) - _FILLERS
 
 
 def _split(run: str) -> list[str]:
@@ -434,21 +436,6 @@ def _split(run: str) -> list[str]:
     fused = _FUSED.fullmatch(run, end)
     model = [fused[1], *_SUFFIX.findall(fused[2])] if fused else [run[end:]]
     return [*_PREFIX.findall(run[:end]), *filter(None, model)]
-
-
-def _same_word(word: str) -> str:
-    # The version of SXM follows from the generation.
-    return "sxm" if re.fullmatch(r"sxm\d", word) else _SYNONYMS.get(word, word)
-
-
-def _unknown(name: str, words: frozenset[str]) -> str:
-    nearest = _nearest(words)
-    advice = (
-        "give one of the names that `memscale.hardware.list_gpus()` has, or a size of device memory in bytes"
-    )
-    if not nearest:
-        return f"No GPU is known as {shown(name)}, and no name comes near it: {advice}."
-    return f"No GPU is known as {shown(name)}. The nearest names are {', '.join(nearest)}: {advice}."
 
 
 def _nearest(words: frozenset[str], count: int = 5) -> tuple[str, ...]:

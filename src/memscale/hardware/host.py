@@ -6,13 +6,12 @@ limit is in its control group (version 1 or 2), or in any group above it: the ti
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from memscale.errors import ConfigTypeError, HardwareError, shown
@@ -30,6 +29,7 @@ _WRITE_BANDWIDTH = 1.0e9
 
 _RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "rootfs"})
 _VAR_TMP = Path("/var/tmp")
+_VERSION_1_USE = ("memory.usage_in_bytes", "total_inactive_file")
 
 
 def read_host(*, proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> HostSpec:
@@ -39,105 +39,64 @@ def read_host(*, proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> HostSpec
         proc: Where the process file system is; a test puts its own there.
         cgroup_root: Where the control groups are mounted.
 
-    Raises:
-        HardwareError: Neither `/proc/meminfo`, nor `os.sysconf`, nor psutil says how much RAM there is.
-
     Example:
         >>> host = read_host()
         >>> 0 <= host.available_ram_bytes <= host.total_ram_bytes
         True
     """
     total, available = _ram(proc)
-    for limit, used in _memory_limits(proc, cgroup_root):
-        total = min(total, limit)
-        available = min(available, max(0, limit - used))
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
-        cores = os.cpu_count() or 1
-    quota = _cpu_quota(proc, cgroup_root)
-    if quota is not None:
-        cores = max(1, min(cores, math.ceil(quota)))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for group, version in _groups(proc, cgroup_root, "memory"):
+        for limit, used in _memory_limits(group, version):
+            total = min(total, limit)
+            available = min(available, max(0, limit - used))
+    for group, version in _groups(proc, cgroup_root, "cpu"):
+        quota = _cpu_quota(group, version)
+        if quota is not None:
+            cores = max(1, min(cores, math.ceil(quota)))
     return HostSpec(total_ram_bytes=total, available_ram_bytes=min(available, total), cores=cores)
 
 
 def _ram(proc: Path) -> tuple[int, int]:
-    """Return total and available RAM in bytes from the first source that has them."""
-    reasons = []
-    sources: tuple[Callable[[], tuple[int, int]], ...] = (lambda: _meminfo(proc), _psutil, _sysconf)
-    for source in sources:
-        try:
-            total, available = source()
-        except (OSError, ImportError, LookupError, ValueError, AttributeError) as error:
-            reasons.append(f"{type(error).__name__}: {error}")
-        else:
-            if total > 0:
-                return total, max(0, min(available, total))
-            reasons.append(f"a source answered {total} bytes")
-    raise HardwareError(
-        f"The RAM of this host could not be read ({'; '.join(reasons)}): `pip install psutil`, which "
-        "knows how on more systems."
-    )
-
-
-def _meminfo(proc: Path) -> tuple[int, int]:
-    fields = {}
-    for line in (proc / "meminfo").read_text().splitlines():
-        key, _, value = line.partition(":")
-        fields[key] = int(value.split()[0]) * 1024 if value else 0  # "  123456 kB"
-    # MemAvailable came with Linux 3.14; before, free and cached memory are the nearest to it.
-    if "MemAvailable" in fields:
-        return fields["MemTotal"], fields["MemAvailable"]
-    return fields["MemTotal"], sum(fields.get(key, 0) for key in ("MemFree", "Buffers", "Cached"))
-
-
-def _psutil() -> tuple[int, int]:
-    psutil = importlib.import_module("psutil")  # optional, and without type information
-    memory = psutil.virtual_memory()
-    return int(memory.total), int(memory.available)
-
-
-def _sysconf() -> tuple[int, int]:
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = os.sysconf("SC_PHYS_PAGES") * page
-    # macOS does not report free memory without psutil; half is a guess that rarely promises too much.
-    has_available = "SC_AVPHYS_PAGES" in os.sysconf_names
-    return total, os.sysconf("SC_AVPHYS_PAGES") * page if has_available else total // 2
+    """Return total and available RAM in bytes."""
+    try:
+        lines = (proc / "meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return total, total // 2  # half is a guess that rarely promises too much
+    fields = dict(line.split(":", 1) for line in lines)
+    total, available = (int(fields[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+    return total, min(available, total)
 
 
 # -- control groups
 
 
-def _memory_limits(proc: Path, cgroup_root: Path) -> Iterator[tuple[int, int]]:
-    """Yield limit and use of every group from this process's to the root, in bytes.
+def _memory_limits(group: Path, version: int) -> Iterator[tuple[int, int]]:
+    """Yield the limit and the use of a group, in bytes.
 
     Use is without the file cache that the kernel can drop. "No limit" is "max" in version 2; in version 1 it is a
     number near 2**63, more than any machine has.
     """
-    for group, version in _groups(proc, cgroup_root, "memory"):
-        # Above memory.high the kernel slows a group down to nearly nothing, which is as good as a limit.
-        files = ["memory.max", "memory.high"] if version == 2 else ["memory.limit_in_bytes"]
-        use = "memory.current" if version == 2 else "memory.usage_in_bytes"
-        cache = "inactive_file" if version == 2 else "total_inactive_file"
-        limits = [limit for name in files if (limit := _number(_read(group / name))) is not None]
-        if limits:
+    # Above memory.high the kernel slows a group down to nearly nothing, which is as good as a limit.
+    files = ["memory.max", "memory.high"] if version == 2 else ["memory.limit_in_bytes"]
+    use, cache = ("memory.current", "inactive_file") if version == 2 else _VERSION_1_USE
+    for limit in map(_number, (_read(group / name) for name in files)):
+        if limit is not None:
             used = _number(_read(group / use)) or 0
-            yield min(limits), max(0, used - _statistic(group, cache))
+            statistics = (line.partition(" ") for line in _read(group / "memory.stat").splitlines())
+            droppable = sum(_number(value) or 0 for key, _, value in statistics if key == cache)
+            yield limit, max(0, used - droppable)
 
 
-def _cpu_quota(proc: Path, cgroup_root: Path) -> float | None:
-    """Return how many cores' worth of time this process's groups may use; None if there is no limit."""
-    quotas = []
-    for group, version in _groups(proc, cgroup_root, "cpu"):
-        if version == 2:
-            words = (_read(group / "cpu.max") or "").split()
-            quota, period = (_number(words[0]), _number(words[1])) if len(words) == 2 else (None, None)
-        else:
-            quota = _number(_read(group / "cpu.cfs_quota_us"))  # -1: no quota
-            period = _number(_read(group / "cpu.cfs_period_us"))
-        if quota is not None and period is not None and quota > 0 and period > 0:
-            quotas.append(quota / period)
-    return min(quotas, default=None)
+def _cpu_quota(group: Path, version: int) -> float | None:
+    """Return how many cores' worth of time a group may use; None if there is no limit."""
+    if version == 2:
+        words = _read(group / "cpu.max").split()
+    else:
+        words = [_read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")]  # quota -1: none
+    quota, period = map(_number, words) if len(words) == 2 else (None, None)
+    return quota / period if quota and period and quota > 0 and period > 0 else None
 
 
 def _groups(proc: Path, cgroup_root: Path, controller: str) -> Iterator[tuple[Path, int]]:
@@ -146,7 +105,7 @@ def _groups(proc: Path, cgroup_root: Path, controller: str) -> Iterator[tuple[Pa
     A line of `/proc/self/cgroup` is "0::/path" for version 2 and "4:memory:/path" for version 1; a machine may have
     both.
     """
-    for line in (_read(proc / "self" / "cgroup") or "").splitlines():
+    for line in _read(proc / "self" / "cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0" and not controllers:
@@ -179,28 +138,20 @@ def _group_and_parents(mount: Path, path: str) -> Iterator[Path]:
             return
 
 
-def _statistic(group: Path, name: str) -> int:
-    for line in (_read(group / "memory.stat") or "").splitlines():
-        key, _, value = line.partition(" ")
-        if key == name:
-            return _number(value) or 0
-    return 0
-
-
-def _number(text: str | None) -> int | None:
+def _number(text: str) -> int | None:
     """Parse a control file; None for "max", for a missing file, and for what is not a number."""
     try:
-        return None if text is None else int(text.strip())
+        return int(text)
     except ValueError:
         return None
 
 
-def _read(path: Path) -> str | None:
-    """Read a control file; None where the group has none, or the container hides it."""
+def _read(path: Path) -> str:
+    """Read a control file; empty where the group has none, or the container hides it."""
     try:
         return path.read_text()
     except OSError:
-        return None
+        return ""
 
 
 # -- the disk tier
@@ -209,7 +160,7 @@ def _read(path: Path) -> str | None:
 def find_disk(
     directory: str | os.PathLike[str] | None = None,
     *,
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
     proc: Path = PROC,
     var_tmp: Path = _VAR_TMP,
 ) -> DiskSpec:
@@ -221,7 +172,7 @@ def find_disk(
 
     Args:
         directory: Where offloaded tensors go. It need not exist yet; the nearest existing parent is examined.
-        environ: The environment; `os.environ` if None.
+        environ: The environment.
         proc: Where the process file system is; a test puts its own there.
         var_tmp: The replacement for a temporary directory in RAM.
 
@@ -230,18 +181,28 @@ def find_disk(
 
     Example:
         >>> disk = find_disk(".")
-        >>> disk.free_bytes <= disk.total_bytes
+        >>> disk.free_bytes > 0
         True
     """
-    chosen = _requested_directory(directory, os.environ if environ is None else environ)
-    if chosen is None:
+    if directory is not None and not isinstance(directory, (str, os.PathLike)):
+        raise ConfigTypeError(
+            f"offload_dir={shown(directory)} is a {type(directory).__name__}: give a path, as str or Path."
+        )
+    if directory is not None and not os.fspath(directory):
+        raise HardwareError("offload_dir is empty: give the path of a directory, or None for the default.")
+    # An empty variable is how a shell says "not set".
+    requested = directory or environ.get(OFFLOAD_DIR_VARIABLE)
+    if requested:
+        chosen = Path(os.path.expanduser(requested))
+    else:
         chosen = Path(tempfile.gettempdir())
-        if _filesystem(chosen, proc) in _RAM_FILESYSTEMS and _is_disk(var_tmp, proc):
+        usable = var_tmp.is_dir() and os.access(var_tmp, os.W_OK | os.X_OK)
+        if usable and _is_in_ram(chosen, proc) and not _is_in_ram(var_tmp, proc):
             chosen = var_tmp
     try:
         existing = _existing_parent(chosen)
         usage = shutil.disk_usage(existing)
-        filesystem = _filesystem(existing, proc)
+        in_ram = _is_in_ram(existing, proc)
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise HardwareError(
@@ -251,33 +212,11 @@ def find_disk(
         directory=chosen,
         # disk_usage's "free" is f_bavail: without the blocks reserved for root.
         free_bytes=min(usage.free, usage.total),
-        total_bytes=usage.total,
         writable=os.access(existing, os.W_OK | os.X_OK),
         read_bandwidth=_READ_BANDWIDTH,
         write_bandwidth=_WRITE_BANDWIDTH,
-        filesystem=filesystem,
-        ram_backed=filesystem in _RAM_FILESYSTEMS,
+        ram_backed=in_ram,
     )
-
-
-def _requested_directory(directory: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> Path | None:
-    if directory is None:
-        # An empty variable is how a shell says "not set".
-        directory = environ.get(OFFLOAD_DIR_VARIABLE) or None
-        if directory is None:
-            return None
-    elif not isinstance(directory, (str, os.PathLike)):
-        raise ConfigTypeError(
-            f"offload_dir={shown(directory)} is a {type(directory).__name__}: give a path, as str or Path."
-        )
-    elif not os.fspath(directory):
-        raise HardwareError("offload_dir is empty: give the path of a directory, or None for the default.")
-    try:
-        return Path(directory).expanduser()
-    except RuntimeError as error:
-        raise HardwareError(
-            f"offload_dir={shown(os.fspath(directory), 200)}: no such user has a home directory. Give another path."
-        ) from error
 
 
 def _existing_parent(directory: Path) -> Path:
@@ -293,23 +232,11 @@ def _existing_parent(directory: Path) -> Path:
     )
 
 
-def _is_disk(directory: Path, proc: Path) -> bool:
-    return (
-        directory.is_dir()
-        and os.access(directory, os.W_OK | os.X_OK)
-        and _filesystem(directory, proc) not in _RAM_FILESYSTEMS
-    )
-
-
-def _filesystem(directory: Path, proc: Path) -> str | None:
-    """Return the type of the file system that `directory` is on; None where there is no `/proc/mounts`."""
-    try:
-        mounts = (proc / "mounts").read_text()
-    except OSError:
-        return None
+def _is_in_ram(directory: Path, proc: Path) -> bool:
+    """Return whether `directory` is on a file system in RAM; False where there is no `/proc/mounts`."""
     target = directory.resolve()
-    deepest: tuple[int, str | None] = (-1, None)
-    for line in mounts.splitlines():
+    deepest: tuple[int, str] = (-1, "")
+    for line in _read(proc / "mounts").splitlines():
         fields = line.split(" ")
         if len(fields) < 3:
             continue
@@ -319,4 +246,4 @@ def _filesystem(directory: Path, proc: Path) -> str | None:
         # The deepest mount holds the directory; of two on one point, the later hides the earlier.
         if depth >= deepest[0] and target.is_relative_to(mount):
             deepest = (depth, fields[2])
-    return deepest[1]
+    return deepest[1] in _RAM_FILESYSTEMS

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
-from memscale.errors import HardwareError
 from memscale.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeviceSpec", "DiskSpec", "Hardware", "HostSpec", "Rates", "RatesSource"]
-
-RatesSource: TypeAlias = Literal["published", "estimated"]
-
+__all__ = ["DeviceSpec", "DiskSpec", "Hardware", "HostSpec", "Rates"]
 
 # A dtype without hardware still runs: torch converts to fp32, computes, and converts back, which moves the tensors
 # twice (bf16 on Turing and Volta).
@@ -28,36 +24,25 @@ class Rates:
 
     Attributes:
         fp32: IEEE single precision.
-        tf32: fp32 tensors multiplied in TF32, which a user allows with `torch.set_float32_matmul_precision`;
-            None where the device has no TF32.
-        fp16: Half precision with fp32 accumulation where the device has it.
+        fp16: Half precision with fp32 accumulation where the device has it; None if it can't be used.
         bf16: None where the device has no bf16 arithmetic and torch would emulate it.
 
     Example:
         >>> import torch
-        >>> Rates(fp32=8.1e12, tf32=None, fp16=65e12, bf16=None).of(torch.float16)
+        >>> Rates(fp32=8.1e12, fp16=65e12, bf16=None).of(torch.float16)
         65000000000000.0
     """
 
     fp32: float
-    tf32: float | None
-    fp16: float
+    fp16: float | None
     bf16: float | None
-
-    def __post_init__(self) -> None:
-        for field in ("fp32", "tf32", "fp16", "bf16"):
-            rate = getattr(self, field)
-            if rate is not None and not rate > 0:
-                raise HardwareError(
-                    f"The {field} rate is {rate!r} FLOP/s: a rate must be above zero, or None."
-                )
 
     def of(self, dtype: torch.dtype) -> float:
         """Return the rate at which matrices of `dtype` are multiplied; the fp32 rate for float64 and integers."""
         # By name, so that a table of GPUs can be read without importing torch.
         match str(dtype):
             case "torch.float16":
-                return self.fp16
+                return self.fp32 * _EMULATED_RATE if self.fp16 is None else self.fp16
             case "torch.bfloat16":
                 return self.fp32 * _EMULATED_RATE if self.bf16 is None else self.bf16
             case _:
@@ -70,26 +55,22 @@ class DeviceSpec:
 
     Attributes:
         name: As its driver or the table of GPUs names it.
-        kind: The torch device type ("cuda", "cpu", "mps", "xpu", ...), or "virtual" for a GPU that is not there.
+        kind: The torch device type ("cuda", "cpu", "xpu", ...), or "virtual" for a GPU that is not there.
         index: Which of several; None where there is only one of its kind.
         total_bytes: Its memory. For the CPU: the RAM that the control group allows.
         free_bytes: Free memory when it was read.
         compute_capability: NVIDIA's (major, minor); None for everything else.
-        supports_bf16: Whether bf16 products run natively and safely.
-        supports_fp16: The same for fp16.
-        computes_bf16_fast: Whether bf16 is at least as fast as fp32.
-        computes_fp16_fast: The same for fp16.
         rates: FLOP/s by dtype.
         memory_bandwidth: Of the device memory, in bytes per second.
-        link_bandwidth: To the tier below (host RAM for a GPU, disk for the CPU), in bytes per second, one direction.
-        rates_source: "published" by the vendor, or "estimated".
+        link_bandwidth: To the tier it offloads to (host RAM for a GPU, disk for the CPU), in bytes per second, one
+            direction.
         notes: What could not be read, why, and what was assumed instead.
 
     Example:
         >>> from memscale.hardware import virtual_hardware
         >>> device = virtual_hardware("T4").device
-        >>> device.supports_bf16, device.computes_fp16_fast, device.rates_source
-        (False, True, 'published')
+        >>> device.supports_bf16, device.computes_fp16_fast
+        (False, True)
     """
 
     name: str
@@ -98,30 +79,34 @@ class DeviceSpec:
     total_bytes: int
     free_bytes: int
     compute_capability: tuple[int, int] | None
-    supports_bf16: bool
-    supports_fp16: bool
-    computes_bf16_fast: bool
-    computes_fp16_fast: bool
     rates: Rates
     memory_bandwidth: float
     link_bandwidth: float
-    rates_source: RatesSource
     notes: tuple[str, ...] = ()
+
+    @property
+    def supports_bf16(self) -> bool:
+        """Whether bf16 products run natively and safely."""
+        return self.rates.bf16 is not None
+
+    @property
+    def supports_fp16(self) -> bool:
+        """Whether fp16 products run natively and safely."""
+        return self.rates.fp16 is not None
+
+    @property
+    def computes_bf16_fast(self) -> bool:
+        """Whether bf16 is at least as fast as fp32."""
+        return self.rates.bf16 is not None and self.rates.bf16 >= self.rates.fp32
+
+    @property
+    def computes_fp16_fast(self) -> bool:
+        """Whether fp16 is at least as fast as fp32."""
+        return self.rates.fp16 is not None and self.rates.fp16 >= self.rates.fp32
 
     def describe(self) -> str:
         """Return name and size, which do not change while the machine runs."""
         return f"{self.name} ({format_bytes(self.total_bytes)})"
-
-    def __post_init__(self) -> None:
-        if self.total_bytes <= 0:
-            raise HardwareError(
-                f"{self.name} is said to have {self.total_bytes} bytes: a device has more than none."
-            )
-        if not 0 <= self.free_bytes <= self.total_bytes:
-            raise HardwareError(
-                f"{self.name} is said to have {self.free_bytes} bytes free of {self.total_bytes}: "
-                "free memory is between none and all of it."
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,27 +131,23 @@ class DiskSpec:
     Attributes:
         directory: The directory for offloaded tensors; it need not exist yet.
         free_bytes: What an unprivileged process can still write there.
-        total_bytes: The size of the file system.
         writable: Whether this process may write there.
         read_bandwidth: In bytes per second; an assumption, never a measurement.
         write_bandwidth: The same for writing.
-        filesystem: Its type ("ext4", "xfs", "tmpfs", ...); None where the system does not say.
         ram_backed: Whether the file system is in RAM, so that offloading to it frees none.
     """
 
     directory: Path
     free_bytes: int
-    total_bytes: int
     writable: bool
     read_bandwidth: float
     write_bandwidth: float
-    filesystem: str | None = None
     ram_backed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A device and the tiers below it.
+    """A device, its host and its disk.
 
     Attributes:
         device: The device that computes.
@@ -199,20 +180,6 @@ class Hardware:
 
     def summary(self) -> str:
         """Return one line for the log: the device, the host and the disk."""
-        tiers = [self._device_summary()]
-        if self.device.kind != "cpu":  # there the device is the host
-            tiers.append(f"host {format_bytes(self.host.total_ram_bytes)}")
-        disk = f"disk {format_bytes(self.disk.free_bytes)}"
-        if not self.is_virtual:
-            disk += f" at {self.disk.directory}"
-        if not self.disk.writable:
-            disk += " (not writable)"
-        elif self.disk.ram_backed:
-            disk += " (in RAM)"
-        tiers.append(disk)
-        return " · ".join(tiers)
-
-    def _device_summary(self) -> str:
         device = self.device
         facts = ["virtual"] if self.is_virtual else []
         if device.kind == "cpu":
@@ -227,4 +194,15 @@ class Hardware:
         fast = "bf16" if device.computes_bf16_fast else "fp16" if device.computes_fp16_fast else None
         facts.append(fast or "no fast 16-bit")
         several = f"{self.device_count} × " if self.device_count > 1 else ""
-        return f"{several}{device.name} ({', '.join(facts)})"
+        tiers = [f"{several}{device.name} ({', '.join(facts)})"]
+        if device.kind != "cpu":  # there the device is the host
+            tiers.append(f"host {format_bytes(self.host.total_ram_bytes)}")
+        disk = f"disk {format_bytes(self.disk.free_bytes)}"
+        if not self.is_virtual:
+            disk += f" at {self.disk.directory}"
+        if not self.disk.writable:
+            disk += " (not writable)"
+        elif self.disk.ram_backed:
+            disk += " (in RAM)"
+        tiers.append(disk)
+        return " · ".join(tiers)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field
-from typing import Protocol
 
 MIB = 1 << 20
 ROUNDING = 512
@@ -21,39 +20,18 @@ LARGE_ROUNDING = 2 * MIB
 
 
 class OutOfDeviceMemory(Exception):
-    """An allocator is full; the tracker raises `torch.OutOfMemoryError` with the details instead."""
+    """An allocator is full; the tracker raises `torch.OutOfMemoryError` with the details."""
 
     def __init__(self, requested: int) -> None:
         super().__init__(f"no room for {requested} bytes")
         self.requested = requested
 
 
-class Block(Protocol):
+@dataclass(eq=False)
+class Block:
     """An allocated piece of device memory."""
 
-    @property
-    def size(self) -> int: ...
-
-
-class Allocator(Protocol):
-    """A device's memory, as the tracker uses it."""
-
-    capacity: int | None
-    allocated: int
-    reserved: int
-
-    def allocate(self, nbytes: int) -> Block: ...
-
-    def free(self, block: Block) -> None: ...
-
-
-class ExactBlock:
-    """Exactly the requested bytes."""
-
-    __slots__ = ("size",)
-
-    def __init__(self, size: int) -> None:
-        self.size = size
+    size: int
 
 
 @dataclass
@@ -63,28 +41,26 @@ class ExactAllocator:
     capacity: int | None = None
     allocated: int = 0
     reserved: int = 0
-    _blocks: dict[int, ExactBlock] = field(default_factory=dict)  # by size: sizes repeat
 
     def allocate(self, nbytes: int) -> Block:
         if self.capacity is not None and self.allocated + nbytes > self.capacity:
             raise OutOfDeviceMemory(nbytes)
         self.allocated += nbytes
         self.reserved = self.allocated
-        block = self._blocks.get(nbytes)
-        if block is None:
-            block = self._blocks[nbytes] = ExactBlock(nbytes)
-        return block
+        return Block(nbytes)
 
     def free(self, block: Block) -> None:
         self.allocated -= block.size
         self.reserved = self.allocated
 
+    def empty_cache(self) -> None:
+        pass
+
 
 @dataclass(eq=False)
-class CachedBlock:
+class CachedBlock(Block):
     """A piece of a segment, linked to its neighbours so that free ones can merge."""
 
-    size: int
     address: int
     small: bool
     free: bool = False
@@ -93,7 +69,7 @@ class CachedBlock:
 
 
 @dataclass
-class CachingAllocator:
+class CachingAllocator(ExactAllocator):
     """Model CUDA's caching allocator.
 
     >>> memory = CachingAllocator(capacity=64 * MIB)
@@ -102,9 +78,6 @@ class CachingAllocator:
     (3, 20)
     """
 
-    capacity: int | None = None
-    allocated: int = 0
-    reserved: int = 0
     _next_address: int = 0
     # Free blocks by pool, sorted by size, then address: the first that is large enough is the best fit.
     _free: dict[bool, list[tuple[int, int, CachedBlock]]] = field(

@@ -9,13 +9,20 @@ so the reference dies when the memory is freed. An operand that was not seen bef
 and is counted from then on. What a kernel allocates and frees internally is not seen.
 
 `UntypedStorage.resize_` is the one way to change memory without an operation; it is patched while a tracker is active.
+
+Note [Module names in backward]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Autograd numbers its nodes in the order of forward, so the number of the node that runs in backward tells which module
+was running in forward. Each thread has its own numbers: what the device's thread creates during backward (a reentrant
+recomputation) can't be ordered with the rest and gets no name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -35,23 +42,93 @@ from memscale._torch import (
     graph_task_id,
     in_backward,
     is_traceable_wrapper_subclass,
+    next_sequence_number,
+    running_sequence_number,
     tree_leaves,
 )
 from memscale.errors import ProfileError
 from memscale.memory.allocator import OutOfDeviceMemory
-from memscale.memory.ledger import AllocatorFactory, DeviceMemory, Entry, Ledger, Replay, StepLog, is_mapped
-from memscale.memory.record import Category, Phase, RunningModules, Snapshot, Timeline
+from memscale.memory.record import (
+    AllocatorFactory,
+    Category,
+    Entry,
+    Ledger,
+    Phase,
+    is_mapped,
+)
 from memscale.units import format_bytes
 
 __all__ = ["MemoryTracker", "ResidentPages"]
 
 Watchable = nn.Module | Optimizer | torch.Tensor
 
-HISTORY = 50_000
 _ORDINARY: frozenset[type] = frozenset({torch.Tensor, nn.Parameter})
+MAX_SPANS = 50_000  # module calls whose backward can be named; the oldest are dropped
 
 
-class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
+class RunningModules:
+    """The stack of modules whose forward is running, and the names of all that have run."""
+
+    def __init__(self) -> None:
+        self.roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._stack: list[tuple[nn.Module, str]] = []
+        self._numbers: list[int] = []  # autograd's sequence number at each change of the running module,
+        self._from_then: list[str] = []  # and the module that ran from then on
+
+    def __bool__(self) -> bool:
+        """Return whether any module is running."""
+        return bool(self._stack)
+
+    def name_of(self, module: nn.Module) -> str:
+        return self._names.get(module, "")
+
+    def add_root(self, root: nn.Module) -> None:
+        """Read the names of a model's modules."""
+        self.roots.add(root)
+        if self._names.get(root, type(root).__name__) != type(root).__name__:
+            return  # part of a known model, whose names tell where it is
+        for name, module in root.named_modules():
+            if name or module not in self._names:
+                self._names[module] = name or type(root).__name__
+
+    def enter(self, module: nn.Module) -> None:
+        self._stack.append((module, self._names.get(module) or type(module).__name__))
+        self._mark()
+
+    def leave(self, module: nn.Module) -> bool:
+        """Return False for a module that was never entered because its call failed before."""
+        if not self._stack or self._stack[-1][0] is not module:
+            return False
+        self._stack.pop()
+        self._mark()
+        return True
+
+    def clear(self) -> None:
+        self._stack.clear()
+
+    def current(self, in_backward: bool) -> str:
+        """Return the name of the module that an operation belongs to; empty if unknown."""
+        if self._stack:
+            return self._stack[-1][1]
+        number = running_sequence_number() if in_backward else None
+        if number is None:
+            return ""
+        position = bisect_right(self._numbers, number)
+        return self._from_then[position - 1] if position else ""
+
+    def _mark(self) -> None:
+        """See Note [Module names in backward]."""
+        number = next_sequence_number()
+        if self._numbers and self._numbers[-1] > number:
+            return
+        self._numbers.append(number)
+        self._from_then.append(self._stack[-1][1] if self._stack else "")
+        if len(self._numbers) > MAX_SPANS:
+            del self._numbers[: MAX_SPANS // 2], self._from_then[: MAX_SPANS // 2]
+
+
+class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
     """Track the memory of everything that runs inside its `with` block.
 
     What existed before is counted once it is watched or used: pass the model (and optimizer) to the constructor or to
@@ -60,7 +137,6 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
     Args:
         watched: modules, optimizers or tensors to count from the start.
         allocators: models of allocators, by device type ("cuda": a `CachingAllocator`); exact bytes without one.
-        history: how many dead allocations to keep; `timeline` goes back as far (Note [History] in `ledger.py`).
 
     Example:
         >>> model = nn.Linear(8, 4, bias=False)
@@ -82,19 +158,13 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
     # Operators that take functions (flex_attention, cond) refuse to run under a mode that does not say this.
     supports_higher_order_operators = True
 
-    def __init__(
-        self,
-        *watched: Watchable,
-        allocators: Mapping[str, AllocatorFactory] | None = None,
-        history: int = HISTORY,
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._ledger = Ledger(allocators or {}, history)
-        self._live = self._ledger.live
+    def __init__(self, *watched: Watchable, allocators: Mapping[str, AllocatorFactory] | None = None) -> None:
+        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        Ledger.__init__(self, allocators or {})
         self._running = RunningModules()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._in_backward = False
-        self._undo: list[Callable[[], object]] = []
+        self._active: contextlib.ExitStack | None = None  # hooks and patches
         for each in watched:
             self.watch(each)
 
@@ -125,107 +195,9 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
     ) -> Callable[[], None]:
         """Account for memory without a tensor until the returned function is called."""
         try:
-            return self._ledger.hold(nbytes, device, what, category)
+            return self._hold(nbytes, device, what, category)
         except OutOfDeviceMemory as full:
             raise self._out_of_memory(device, full.requested, f" for {what}") from None
-
-    # ------------------------------------------------------------------ results
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """The devices that memory was seen on."""
-        return tuple(memory.name for memory in self._ledger.devices.values())
-
-    @property
-    def phase(self) -> Phase:
-        return self._ledger.phase
-
-    @property
-    def clock(self) -> int:
-        """Ticks so far: one for each allocation and release, and for each phase that began."""
-        return self._ledger.clock
-
-    def live_bytes(self, device: str | torch.device = "cpu") -> int:
-        """Return the bytes in use now."""
-        memory = self._ledger.find(device)
-        return memory.allocator.allocated if memory else 0
-
-    def workspace_bytes(self, device: str | torch.device = "cpu") -> int:
-        """Return the bytes in use now by `reserve`."""
-        return self._ledger.workspace_bytes(device)
-
-    def peak_bytes(self, device: str | torch.device = "cpu") -> int:
-        """Return the most bytes in use at once since the start or the last `reset_peak`."""
-        memory = self._ledger.find(device)
-        return memory.peak if memory else 0
-
-    def reserved_bytes(self, device: str | torch.device = "cpu") -> int:
-        """Return the bytes that the allocator holds now, in use or cached."""
-        memory = self._ledger.find(device)
-        return memory.allocator.reserved if memory else 0
-
-    def peak_reserved_bytes(self, device: str | torch.device = "cpu") -> int:
-        """Return the most bytes that the allocator held."""
-        memory = self._ledger.find(device)
-        return memory.peak_reserved if memory else 0
-
-    def now(self, device: str | torch.device = "cpu", top: int = 10) -> Snapshot:
-        """Return what is in use now."""
-        self._claim_all()
-        return self._ledger.now(self._name(device), top)
-
-    def at_peak(self, device: str | torch.device = "cpu", top: int = 10) -> Snapshot:
-        """Return what was in use at the peak, with the `top` largest tensors and the modules they belong to."""
-        self._claim_all()
-        memory = self._ledger.find(device)
-        return self._ledger.at_peak(memory, top) if memory else self._ledger.now(self._name(device), top)
-
-    def timeline(self, device: str | torch.device = "cpu") -> Timeline:
-        """Return the memory over time, by category, with the phases of each step."""
-        self._claim_all()
-        return self._ledger.timeline(self._name(device))
-
-    def alive_since(self, tick: int, device: str | torch.device, until: int | None = None) -> dict[int, int]:
-        """Return the bytes of what was allocated after `tick` (up to `until`) and is alive, by `storage._cdata`."""
-        memory = self._ledger.find(device)
-        last = self.clock if until is None else until
-        return {
-            key: entry.allocation.nbytes
-            for key, entry in list(self._live.items())
-            if entry.device is memory and tick < entry.allocation.born <= last
-        }
-
-    def bytes_of_storage(self, key: int) -> int:
-        """Return the bytes of a storage by its `_cdata`; 0 if it is not tracked."""
-        entry = self._live.get(key)
-        return entry.allocation.nbytes if entry else 0
-
-    @contextlib.contextmanager
-    def logging(self, device: str | torch.device) -> Iterator[StepLog]:
-        """Log the requests to a device's allocator inside the block, to be replayed."""
-        log = self._ledger.log = StepLog(self._name(device))
-        try:
-            yield log
-        finally:
-            self._ledger.log = None
-
-    def replay(self, log: StepLog, marks: Iterable[int] = ()) -> Replay:
-        """Repeat a log's requests on its device's allocator. See Note [Replaying a step] in `ledger.py`."""
-        memory = self._ledger.find(log.device)
-        assert memory is not None  # the log is of it
-        return log.replay(memory.allocator, marks)
-
-    def reset_peak(self) -> None:
-        """Start a new peak, and drop what died before it."""
-        self._claim_all()
-        self._ledger.reset_peak()
-
-    def empty_cache(self) -> None:
-        """Release what the allocators hold without using it."""
-        for memory in self._ledger.devices.values():
-            release = getattr(memory.allocator, "empty_cache", None)
-            if release is not None:
-                release()
 
     # ------------------------------------------------------------------ the mode
 
@@ -236,11 +208,23 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         return False
 
     def __enter__(self) -> MemoryTracker:
-        if self._undo:
+        if self._active is not None:
             raise ProfileError(
                 "This MemoryTracker is active already; use another one for a block inside a block."
             )
-        self._install()
+        after = module_hooks.register_module_forward_hook(
+            self._after_module, with_kwargs=True, always_call=True
+        )
+        self._active = contextlib.ExitStack()
+        self._active.callback(_patch_storage_resize(self._on_resize))
+        self._active.callback(forget_global_forward_hook, after.id)
+        for handle in (
+            after,
+            module_hooks.register_module_forward_pre_hook(self._before_module),
+            optimizer_hooks.register_optimizer_step_pre_hook(self._before_step),
+            optimizer_hooks.register_optimizer_step_post_hook(self._after_step),
+        ):
+            self._active.callback(handle.remove)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -251,12 +235,13 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         traceback: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
-        while self._undo:
-            self._undo.pop()()
+        if self._active is not None:
+            self._active.close()
+            self._active = None
         self._running.clear()
         self._end_backward()
         self._claim_all()
-        self._ledger.enter_phase(Phase.SETUP)
+        self._enter_phase(Phase.SETUP)
 
     def __torch_dispatch__(
         self,
@@ -273,11 +258,11 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         result = self._run(func, args, kwargs or {})
         kind = type(result)
         if kind in self._plain and result.layout is torch.strided:
-            self._follow_storage(result, func)  # nearly all results
+            self._count_storage(result, func)  # nearly all results
         elif kind is tuple or kind is list:
-            self._follow_each(result, func)
+            self._count_results(result, func)
         elif isinstance(result, torch.Tensor):
-            self._follow(result, func)
+            self._count_result(result, func)
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -299,20 +284,20 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
                 elif value.untyped_storage()._cdata not in live:
                     self._claim(value, Category.INPUTS)
 
-    def _follow_each(self, results: Iterable[Any], func: Any) -> None:
+    def _count_results(self, results: Iterable[Any], func: Any) -> None:
         for result in results:
             if isinstance(result, torch.Tensor):
-                self._follow(result, func)
+                self._count_result(result, func)
             elif isinstance(result, (tuple, list)):
-                self._follow_each(result, func)
+                self._count_results(result, func)
 
-    def _follow(self, tensor: torch.Tensor, func: Any) -> None:
+    def _count_result(self, tensor: torch.Tensor, func: Any) -> None:
         if self._has_parts(tensor):
-            self._follow_each(parts_of(tensor), func)
+            self._count_results(parts_of(tensor), func)
         else:
-            self._follow_storage(tensor, func)
+            self._count_storage(tensor, func)
 
-    def _follow_storage(self, tensor: torch.Tensor, func: Any) -> None:
+    def _count_storage(self, tensor: torch.Tensor, func: Any) -> None:
         storage = tensor.untyped_storage()
         entry = self._live.get(storage._cdata)
         if entry is None:
@@ -325,7 +310,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         if device is None or is_mapped(storage):
             return None
         try:
-            return self._ledger.add(storage, tensor, device, op, self._running.current(self._in_backward))
+            return self._follow(storage, tensor, device, op, self._running.current(self._in_backward))
         except OutOfDeviceMemory as full:
             what = f" for {str(tensor.dtype)[6:]}{list(tensor.shape)}"
             raise self._out_of_memory(device, full.requested, what) from None
@@ -345,13 +330,13 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         """Prepare for the resizing of a storage; return what to do afterwards."""
         entry = self._live.get(storage._cdata)
         if entry is None or size == entry.size:
-            return _nothing  # not tracked
+            return lambda: None  # not tracked
         # The new memory is allocated before the old is released: torch copies from one to the other.
         try:
-            block = self._ledger.allocate(entry.device, size) if size else None
+            block = self._allocate(entry.device, size) if size else None
         except OutOfDeviceMemory as full:
             raise self._out_of_memory(entry.device.name, full.requested, " to resize a storage") from None
-        return lambda: self._ledger.replace(entry, block, size)
+        return lambda: self._replace(entry, block, size)
 
     # ------------------------------------------------------------------ categories
 
@@ -426,38 +411,24 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
             self._end_backward()
         else:
             self._in_backward = True
-            self._ledger.enter_phase(Phase.BACKWARD)
+            self._enter_phase(Phase.BACKWARD)
             at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         if self._in_backward:
             self._in_backward = False
             # A backward inside a module's forward is part of it (a gradient penalty).
-            self._ledger.enter_phase(Phase.FORWARD if self._running else Phase.SETUP)
+            self._enter_phase(Phase.FORWARD if self._running else Phase.SETUP)
             self._claim_all()  # the gradients exist now, and zero_grad() may come next
-
-    def _install(self) -> None:
-        self._undo.append(module_hooks.register_module_forward_pre_hook(self._before_module).remove)
-        after = module_hooks.register_module_forward_hook(
-            self._after_module, with_kwargs=True, always_call=True
-        )
-        self._undo.append(after.remove)
-        self._undo.append(lambda: forget_global_forward_hook(after.id))
-        self._undo.append(optimizer_hooks.register_optimizer_step_pre_hook(self._before_step).remove)
-        self._undo.append(optimizer_hooks.register_optimizer_step_post_hook(self._after_step).remove)
-        self._undo.append(_on_storage_resize(self._on_resize))
 
     def _before_module(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if not self._running and not in_backward():
-            self._begin_forward(module, inputs)
+            self._end_backward()
+            self._running.add_root(module)
+            self._claim_module(module)
+            self._claim_inputs(inputs)
+            self._enter_phase(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION)
         self._running.enter(module)
-
-    def _begin_forward(self, root: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._end_backward()
-        self._running.add_root(root)
-        self._claim_module(root)
-        self._claim_inputs(inputs)
-        self._ledger.enter_phase(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION)
 
     def _after_module(self, module: nn.Module, inputs: Any, *rest: Any) -> None:
         if not self._running.leave(module) or self._running:
@@ -470,51 +441,31 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         self._end_backward()
         self._optimizers.add(optimizer)
         self._claim_optimizer(optimizer)
-        self._ledger.enter_phase(Phase.OPTIMIZER)
+        self._enter_phase(Phase.OPTIMIZER)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._claim_optimizer(optimizer)
-        self._ledger.enter_phase(Phase.SETUP)
+        self._enter_phase(Phase.SETUP)
 
     # ------------------------------------------------------------------ messages
 
-    def _name(self, device: str | torch.device) -> str:
-        memory = self._ledger.find(device)
-        return memory.name if memory else str(torch.device(device))
-
     def _out_of_memory(self, device: str | torch.device, requested: int, what: str) -> torch.OutOfMemoryError:
-        memory = self._ledger.find(device)
+        memory = self._find(device)
         assert memory is not None
-        self._claim_all()
         module = self._running.current(self._in_backward)
         where = f" in {module}" if module else ""
+        allocator = memory.allocator
+        capacity, allocated, reserved = allocator.capacity or 0, allocator.allocated, allocator.reserved
+        here = self.now(memory.name, 5)
+        categories = ", ".join(f"{name} {format_bytes(count)}" for name, count in here.by_category)
+        largest = "".join(f"\n  {format_bytes(each.nbytes)}  {each.description}" for each in here.top)
         return torch.OutOfMemoryError(
             f"{memory.name} out of memory. Tried to allocate {format_bytes(requested)}{what}{where} "
-            f"({self.phase}). {_state(memory)}\n{_contents(self._ledger.now(memory.name, 5))}"
+            f"({self.phase}). The device has a total capacity of {format_bytes(capacity)}, of which "
+            f"{format_bytes(capacity - reserved)} is free; {format_bytes(allocated)} is allocated and "
+            f"{format_bytes(reserved - allocated)} is reserved but unallocated.\n"
+            f"In use: {categories or 'nothing yet'}.\nLargest:{largest or ' none'}"
         )
-
-
-def _state(memory: DeviceMemory) -> str:
-    capacity, allocated, reserved = (
-        memory.allocator.capacity or 0,
-        memory.allocator.allocated,
-        memory.allocator.reserved,
-    )
-    return (
-        f"The device has a total capacity of {format_bytes(capacity)}, of which "
-        f"{format_bytes(capacity - reserved)} is free; {format_bytes(allocated)} is allocated and "
-        f"{format_bytes(reserved - allocated)} is reserved but unallocated."
-    )
-
-
-def _contents(here: Snapshot) -> str:
-    categories = ", ".join(f"{name} {format_bytes(count)}" for name, count in here.by_category)
-    largest = "".join(f"\n  {format_bytes(each.nbytes)}  {each.description}" for each in here.top)
-    return f"In use: {categories or 'nothing yet'}.\nLargest:{largest or ' none'}"
-
-
-def _nothing() -> None:
-    pass
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -531,7 +482,7 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return []
 
 
-def _on_storage_resize(
+def _patch_storage_resize(
     begin: Callable[[torch.UntypedStorage, int], Callable[[], None]],
 ) -> Callable[[], None]:
     """Call `begin` before every `storage.resize_`, and its result afterwards; return how to undo the patch."""
@@ -555,9 +506,6 @@ def _on_storage_resize(
     return undo
 
 
-_HOST = torch.device("cpu")
-
-
 class ResidentPages:
     """Bytes of memory-mapped tensors that are in memory until `release` is called, for all active trackers.
 
@@ -578,7 +526,7 @@ class ResidentPages:
         active = [mode for mode in current_dispatch_modes() if isinstance(mode, MemoryTracker)]
         counting = active[-1:] if simulated else active
         self._releases: list[Callable[[], None]] = [
-            tracker.hold(nbytes, _HOST, "pages of mapped tensors") for tracker in counting
+            tracker.hold(nbytes, torch.device("cpu"), "pages of mapped tensors") for tracker in counting
         ]
 
     def release(self) -> None:

@@ -8,7 +8,7 @@ Note [The step that is predicted]
 The second step of training or a later one, with the optimizer that was given, else with AdamW: its state is there,
 libraries have taken their workspaces, no gradient is left over when forward begins, and the outputs are let go of
 before backward. The first step is run, and the allocator is asked for the same again (Note [Replaying a step] in
-`memory/ledger.py`).
+`memory/record.py`).
 
 What `wrap` keeps to repeat a step from (`ModelCall`) is there too, until backward ends: copies of buffers
 that forward changes, and the gradients of the outputs.
@@ -35,10 +35,10 @@ from memscale.optimizer.eight_bit import moment_bytes, parameters_in_eight_bits
 from memscale.optimizer.needs import OptimizerNeeds, StateTensor
 from memscale.optimizer.placement import takes_all_state
 from memscale.optimizer.state_stores import PAGE
-from memscale.profiler.build import backward_targets, loss_of
+from memscale.profiler.recorder import backward_targets, loss_of
 from memscale.profiler.run import Place, is_reentrant, untouched
 from memscale.profiler.sample import Sample
-from memscale.simulator.tracking import DeviceTracker, workspace_bytes
+from memscale.simulator.device import DeviceTracker, workspace_bytes
 
 STEP_COUNT_BYTES = 4  # of the step count that an optimizer keeps for each parameter
 REPLAYS = 2  # of the first step's allocations: the third step finds the allocator as the second left it

@@ -70,14 +70,8 @@ class Block:
 def find_blocks(model: nn.Module) -> tuple[Block, ...]:
     """Find the blocks of a model, in the order of `named_modules()`.
 
-    Reads shapes only: parameters may be on the meta device, fake or not yet initialised.
-
-    Args:
-        model: Any module.
-
-    Returns:
-        Blocks that share no parameter; a module in no block is a container of blocks, has no parameters,
-        is scripted, or is never called. Empty for a model without parameters.
+    Reads shapes only: parameters may be on the meta device, fake or not yet initialised. Blocks share no parameter; a
+    module in no block is a container of blocks, has no parameters, is scripted, or is never called.
 
     Example:
         >>> from torch import nn
@@ -90,8 +84,10 @@ def find_blocks(model: nn.Module) -> tuple[Block, ...]:
 
     names: dict[str, list[str]] = {path: [] for item in found for path in item.paths}
     for name, _ in model.named_parameters():
-        owner = next((path for path in _ancestors(name) if path in names), None)
-        if owner is not None:
+        owner = name.rpartition(".")[0]
+        while owner and owner not in names:
+            owner = owner.rpartition(".")[0]
+        if owner in names:
             names[owner].append(name)
 
     return tuple(
@@ -100,39 +96,18 @@ def find_blocks(model: nn.Module) -> tuple[Block, ...]:
             container=item.container,
             members=item.paths,
             role=item.role,
-            signature=_signature(item.modules, model.training),
+            # A block in another mode than its model (a frozen part, batch norm in eval) keeps other tensors.
+            signature=_hash(
+                f"{each.training == model.training} {_digest(each, settings=True)}" for each in item.modules
+            ),
             parameter_names=tuple(name for path in item.paths for name in names[path]),
         )
         for item in found
     )
 
 
-def leftover_parameters(model: nn.Module, blocks: Iterable[Block]) -> tuple[str, ...]:
-    """Name the parameters in no block.
-
-    They are owned directly by modules that contain blocks (a position table beside a stack) or by modules
-    that are never called (`nn.ParameterList`).
-
-    Args:
-        model: The model the blocks were found in.
-        blocks: What `find_blocks(model)` returned.
-
-    Returns:
-        Names as in `named_parameters()`, in that order.
-    """
-    owned = {name for block in blocks for name in block.parameter_names}
-    return tuple(name for name, _ in model.named_parameters() if name not in owned)
-
-
 def stacks(blocks: Iterable[Block]) -> tuple[tuple[Block, ...], ...]:
-    """Group neighbouring repeated blocks of one container: the stacks of the model, in order.
-
-    Args:
-        blocks: What `find_blocks` returned.
-
-    Returns:
-        One tuple of blocks for each stack; blocks of other roles are left out.
-    """
+    """Group neighbouring repeated blocks of one container: the stacks of the model, in order."""
     runs = groupby(blocks, key=lambda block: (block.role == "repeated", block.container))
     return tuple(tuple(run) for (repeated, _), run in runs if repeated)
 
@@ -172,14 +147,10 @@ def find_head(model: nn.Module) -> tuple[str, nn.Linear | None, str]:
 
 
 def _largest_linear(model: nn.Module) -> nn.Linear | None:
-    repeated = tuple(
-        f"{member}." for block in find_blocks(model) if block.role == "repeated" for member in block.members
-    )
-    linear = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not name.startswith(repeated)
-    ]
+    layers = [block for block in find_blocks(model) if block.role == "repeated"]
+    inside = tuple(f"{member}." for block in layers for member in block.members)
+    modules = [module for name, module in model.named_modules() if not name.startswith(inside)]
+    linear = [module for module in modules if isinstance(module, nn.Linear)]
     rows = {table.num_embeddings for table in model.modules() if isinstance(table, nn.Embedding)}
     for module in reversed(linear):
         if module.out_features in rows:
@@ -231,13 +202,7 @@ def _open(path: str, module: nn.Module) -> list[_Found]:
 
 
 def _walk(path: str, module: nn.Module, around: int) -> list[_Found]:
-    """Find the blocks in a part of the model; a part without any is one block, if it is called.
-
-    Args:
-        path: Dotted path of the module.
-        module: Where to look.
-        around: Size of the module around it.
-    """
+    """Find the blocks in a part of the model, inside a module of size `around`; a part without any is one block."""
     if not _has_parameters(module) or _is_scripted(module):
         return []
     found = _split(path, module, around)
@@ -397,13 +362,6 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _ancestors(name: str) -> Iterator[str]:
-    """Yield the paths of the modules around a parameter, from its owner up to the model."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
 def _class_name(value: object) -> str:
     # By name: parametrized modules have a class of their own each, all of one name.
     return f"{type(value).__module__}.{type(value).__qualname__}"
@@ -506,11 +464,6 @@ def _are_alike(modules: list[nn.Module]) -> bool:
 def _hash(lines: Iterable[str]) -> str:
     # Not hash(): that differs from process to process.
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
-
-
-def _signature(modules: Iterable[nn.Module], training: bool) -> str:
-    # A block in another mode than its model (a frozen part, batch norm in eval) keeps other tensors.
-    return _hash(f"{m.training == training} {_digest(m, settings=True)}" for m in modules)
 
 
 def _digest(module: nn.Module, *, settings: bool) -> str:

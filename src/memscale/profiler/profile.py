@@ -11,27 +11,19 @@ held from the start, and is allocated at the end.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from memscale.profiler.blocks import Role
+from torch import nn
+
+from memscale.memory.allocator import CachingAllocator
+from memscale.profiler.blocks import Block, Role
+from memscale.profiler.recorder import OpProfile, StepRecord
+
+__all__ = ["BlockProfile", "ModelProfile", "OpProfile", "ProfileSource", "Unseen", "build_profile"]
 
 ProfileSource = Literal["static", "empirical", "hints"]
-
-
-@dataclass(frozen=True)
-class OpProfile:
-    """An expensive operation of a block's forward: a matrix product, attention, a convolution.
-
-    Attributes:
-        key: the overload and its number among the block's calls of it: "aten.addmm.default#3".
-        flops: floating-point operations of one call.
-        output_bytes: device memory of its result.
-    """
-
-    key: str
-    flops: int
-    output_bytes: int
 
 
 @dataclass(frozen=True)
@@ -171,3 +163,195 @@ class ModelProfile:
     def block(self, name: str) -> BlockProfile:
         """Return a block by name."""
         return next(block for block in self.blocks if block.name == name)
+
+
+# Bounds on what a simulation does not show.
+CONVOLUTION_WORKSPACES = 3  # times what the largest convolution reads and writes: cuDNN's workspaces
+RECURRENT_SHARE = 0.15  # of the peak: cuDNN's recurrent layers
+BRANCH_SHARE = 0.15  # of the peak: another branch of the model's code
+
+
+def _unseen(model: nn.Module, step: StepRecord, *, on_cpu: bool) -> tuple[Unseen, ...]:
+    """Return what a step may need that the recorded one did not show."""
+    found = []
+    if step.guesses:
+        what = "forward asks for values of tensors (a branch, .item()), which were guessed: training may do other work"
+        found.append(Unseen(what, share=BRANCH_SHARE))
+    if not on_cpu and any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        what = "the memory that cuDNN keeps for recurrent layers is not known"
+        found.append(Unseen(what, share=RECURRENT_SHARE))
+    if not on_cpu and step.largest_convolution:
+        what = "the workspaces of cuDNN's convolutions are not known"
+        found.append(Unseen(what, CONVOLUTION_WORKSPACES * step.largest_convolution))
+    return tuple(found)
+
+
+def build_profile(
+    model: nn.Module,
+    blocks: Sequence[Block],
+    step: StepRecord,
+    *,
+    stand_ins: Mapping[str, str],
+    source: ProfileSource,
+    reason: str,
+    batch: str,
+    exact_bytes: bool,
+    at_home: bool = False,
+    resident: Mapping[str, tuple[str, ...]] | None = None,
+) -> ModelProfile:
+    """Build a profile from a record.
+
+    Args:
+        model: The model.
+        blocks: Its blocks.
+        step: The record.
+        stand_ins: The blocks that did not run, each with the block whose figures it gets.
+        source: How the record was made.
+        reason: Why that way.
+        batch: The batch, in words.
+        exact_bytes: Whether the device counts tensors at their own size, not in the allocator's blocks.
+        at_home: Whether parameters and gradients were offloaded.
+        resident: Names of the parameters that cannot be offloaded, by block; by default those that were read outside of
+            their blocks.
+    """
+
+    def size_of(parameters: Iterable[nn.Parameter]) -> int:
+        sizes = [parameter.nbytes for parameter in parameters]
+        return sum(sizes if exact_bytes else (CachingAllocator().allocate(size).size for size in sizes))
+
+    records = {block.name: step.blocks[stand_ins.get(block.name, block.name)] for block in blocks}
+    if resident is None:
+        # Read while their block does not run: they stay on an accelerator. On a CPU nothing is copied: a
+        # memory-mapped parameter has its values wherever it is read.
+        resident = {
+            block.name: tuple(
+                ".".join(filter(None, (block.members[member], path)))
+                for member, path in sorted(records[block.name].read_outside)
+            )
+            for block in blocks
+            if not exact_bytes and records[block.name].read_outside
+        }
+    parameters = dict(model.named_parameters())
+    staying = {id(model.get_parameter(name)) for names in resident.values() for name in names}
+    members = {block.name: [model.get_submodule(member) for member in block.members] for block in blocks}
+    used = {
+        name: {
+            id(each): each for module in modules for each in module.parameters() if id(each) not in staying
+        }
+        for name, modules in members.items()
+    }
+
+    # The order of calls; a block that did not run comes right after its stand-in.
+    called = sorted(
+        (block for block in blocks if records[block.name].calls), key=lambda b: records[b.name].order
+    )
+    order = {block.name: index for index, block in enumerate(called)}
+
+    # The gradients that each block's backward creates: a tied one in the first to do so.
+    gradients: dict[str, int] = {}
+    seen: set[int] = set()
+    for block in sorted(blocks, key=lambda block: order.get(block.name, -1), reverse=True):
+        created = {
+            key: each for key, each in used[block.name].items() if each.requires_grad and key not in seen
+        }
+        seen |= created.keys()
+        gradients[block.name] = size_of(created.values())
+
+    peaks, other_saved, loss_peak = _peaks(step, {} if at_home else gradients)
+    checkpointed = [
+        name
+        for name, module in model.named_modules()
+        if getattr(module, "gradient_checkpointing", False) is True  # Hugging Face's flag, or torch's wrapper
+        or "_checkpoint_wrapped_module" in module._modules
+    ]
+    profiles = []
+    for block in blocks:
+        record = records[block.name]
+        own = [parameters[name] for name in block.parameter_names if id(parameters[name]) not in staying]
+        forward_peak, backward_peak = peaks.get(stand_ins.get(block.name, block.name), (0, 0))
+        profiles.append(
+            BlockProfile(
+                name=block.name,
+                container=block.container,
+                members=block.members,
+                role=block.role,
+                signature=block.signature,
+                calls=record.calls,
+                order=order.get(block.name, -1),
+                parameter_bytes=size_of(own),
+                gradient_bytes=gradients[block.name],
+                optimizer_bytes=2 * size_of(each for each in own if each.requires_grad),
+                used_bytes=size_of(used[block.name].values()),
+                saved_bytes=record.saved,
+                boundary_bytes=record.boundary,
+                output_bytes=record.output,
+                passed_bytes=record.passed,
+                dropped_bytes=record.dropped,
+                forward_peak_bytes=forward_peak,
+                backward_peak_bytes=backward_peak,
+                forward_flops=record.forward_flops,
+                backward_flops=record.backward_flops,
+                forward_traffic=record.forward_traffic,
+                backward_traffic=record.backward_traffic,
+                has_own_checkpointing=any(
+                    not name or f"{member}.".startswith(f"{name}.")
+                    for member in block.members
+                    for name in checkpointed
+                ),
+                changes_input=record.changes_input,
+                parameter_count=len(own),
+                ops=tuple(record.ops),
+                resident=resident.get(block.name, ()),
+            )
+        )
+    # Of the parameters, those that were allocated when the recorded forward began. A tied parameter of a block that
+    # did not run may exist in another: it is counted, on the safe side.
+    absent = {name for block in blocks if block.name in stand_ins for name in block.parameter_names}
+    present = size_of(
+        each for name, each in parameters.items() if (id(each) in staying if at_home else name not in absent)
+    )
+    trained = [each for each in parameters.values() if each.requires_grad]
+    return ModelProfile(
+        blocks=tuple(profiles),
+        source=source,
+        reason=reason,
+        batch=batch,
+        parameter_bytes=size_of(parameters.values()),
+        gradient_bytes=size_of(trained),
+        largest_gradient_bytes=max((size_of([each]) for each in trained), default=0),
+        optimizer_bytes=2 * size_of(trained),
+        resident_bytes=max(0, step.resident - present) + step.workspace,
+        other_saved_bytes=other_saved,
+        loss_peak_bytes=loss_peak,
+        tail_peak_bytes=step.tail_peak - step.resident - step.saved_total,
+        other_flops=step.other_flops,
+        other_traffic=step.other_traffic,
+        peak_bytes=0 if stand_ins else step.peak,
+        blocks_left_out=len(stand_ins),
+        at_home=at_home,
+        unseen=_unseen(model, step, on_cpu=exact_bytes),
+    )
+
+
+def _peaks(step: StepRecord, gradients: Mapping[str, int]) -> tuple[dict[str, tuple[int, int]], int, int]:
+    """Subtract the held bytes from the peaks of the blocks that ran. See Note [Held bytes].
+
+    Returns:
+        Forward and backward peak of each block, what is saved outside of blocks, and the peak of the loss.
+    """
+    ran = sorted((item for item in step.blocks.items() if item[1].calls), key=lambda item: item[1].order)
+    other_saved = step.saved_total - sum(record.saved + record.output for _, record in ran)
+    held = step.resident + other_saved
+    before: dict[str, int] = {}
+    for name, record in ran:
+        before[name] = held
+        held += record.saved + record.output + record.dropped
+    loss = step.loss_peak - held
+    held = step.resident + step.saved_total
+    found: dict[str, tuple[int, int]] = {}
+    for name, record in reversed(ran):
+        forward = record.forward_peak - before[name] if record.forward_peak else 0
+        backward = record.backward_peak - held if record.backward_peak else 0
+        found[name] = (forward, backward)
+        held += gradients.get(name, 0) - record.saved - record.output
+    return found, other_saved, loss

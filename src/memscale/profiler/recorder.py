@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from memscale._torch import (
     LightDispatchMode,
+    changed_since_saved,
     in_backward,
     next_sequence_number,
     pytree,
@@ -27,7 +29,22 @@ from memscale._torch import (
 )
 from memscale._util.trees import Tree, is_lazy
 from memscale.memory.tracker import MemoryTracker, parts_of
-from memscale.profiler.profile import OpProfile
+from memscale.profiler.sample import Sample
+
+
+@dataclass(frozen=True)
+class OpProfile:
+    """An expensive operation of a block's forward: a matrix product, attention, a convolution.
+
+    Attributes:
+        key: the overload and its number among the block's calls of it: "aten.addmm.default#3".
+        flops: floating-point operations of one call.
+        output_bytes: device memory of its result.
+    """
+
+    key: str
+    flops: int
+    output_bytes: int
 
 
 @dataclass
@@ -71,30 +88,11 @@ class StepRecord:
     guesses: int = 0  # made-up numbers that Python code read
 
 
-class _OpMode(LightDispatchMode):
-    """Record every operation after the tracker has counted it."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        self._recorder.record(func, args, kwargs, result)
-        return result
-
-
-class Recorder:
+class Recorder(LightDispatchMode):
     """Record one forward and backward of a model."""
 
     def __init__(self, tracker: MemoryTracker, device: torch.device) -> None:
+        super().__init__()
         self.step = StepRecord({})
         self._tracker = tracker
         self._device = device
@@ -104,11 +102,10 @@ class Recorder:
         self._parameters: dict[str, set[tuple[int, str]]] = {}
         self._owners: dict[int, list[tuple[str, int, str]]] = {}
         self._entered: list[int] = []  # the tracker's clock at each running block's entry
-        self._calls: list[
-            tuple[str, int, int, frozenset[int]]
-        ] = []  # block, entered, left, storages given out
+        # Block, entered, left, storages that it returned.
+        self._calls: list[tuple[str, int, int, frozenset[int]]] = []
         self._inputs: list[list[tuple[weakref.ref[torch.Tensor], int]]] = []
-        self._counts: list[dict[str, int]] = []
+        self._counts: list[Counter[str]] = []
         self._spans: list[tuple[int, str | None]] = []
         # Storages that a block returned; weakly, as addresses are reused.
         self._outputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -117,9 +114,52 @@ class Recorder:
 
     # ------------------------------------------------------------------ the step
 
+    def run_step(
+        self,
+        model: nn.Module,
+        batch: Sample,
+        blocks: Sequence[tuple[str, Sequence[nn.Module]]],
+        backward: Callable[[torch.Tensor], object],
+    ) -> StepRecord:
+        """Run one recorded forward and backward.
+
+        Args:
+            model: the model.
+            batch: how it is called.
+            blocks: names, and the modules of each in call order.
+            backward: called with the loss.
+        """
+        step, guesses = self.step, self._tracker.guesses
+        with self._hooks(blocks), self:
+            step.resident = self._in_use()
+            output = model(*batch.args, **batch.kwargs)
+            # A block's output that backward does not need is gone by now (in 16 bits, where the next block saves a
+            # copy), and is in the next block's peak.
+            for name, entered, left, _ in self._calls:
+                step.blocks[name].dropped += sum(self._alive(entered, left).values())
+            targets = backward_targets(output)
+            del output
+            step.saved_total = self._in_use() - step.resident
+            step.loss_peak, self._between = self._between, 0
+            for name, entered, left, outputs in self._calls:
+                for key, size in self._alive(entered, left).items():
+                    if key in outputs:
+                        step.blocks[name].output += size
+                    else:
+                        step.blocks[name].saved += size
+            for record in step.blocks.values():
+                record.dropped -= record.saved + record.output
+                record.passed -= record.output
+            if targets:
+                backward(loss_of(targets))
+            step.peak = self._tracker.peak_bytes(self._device)
+            step.workspace = self._tracker.workspace_bytes(self._device)
+            step.tail_peak = self._between
+            step.guesses = self._tracker.guesses - guesses
+        return step
+
     @contextlib.contextmanager
-    def recording(self, blocks: Sequence[tuple[str, Sequence[nn.Module]]]) -> Iterator[None]:
-        """Record what runs inside the block; `blocks` are names and the modules of each, in call order."""
+    def _hooks(self, blocks: Sequence[tuple[str, Sequence[nn.Module]]]) -> Iterator[None]:
         handles = []
         for name, modules in blocks:
             self.step.blocks[name] = BlockRecord()
@@ -136,44 +176,10 @@ class Recorder:
             handles.append(modules[0].register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
             handles.append(modules[-1].register_forward_hook(leave, with_kwargs=True, always_call=True))
         try:
-            with _OpMode(self):
-                yield
+            yield
         finally:
             for handle in handles:
                 handle.remove()
-
-    def forward_begins(self) -> None:
-        self.step.resident = self._in_use()
-        self.step.guesses = -self._tracker.guesses
-
-    def forward_returns(self) -> None:
-        """Handle the model's return, while its outputs are alive.
-
-        A block's output that backward does not need is gone by then (in 16 bits, where the next block saves a
-        copy), and is in the next block's peak.
-        """
-        for name, entered, left, _ in self._calls:
-            alive = self._tracker.alive_since(entered, self._device, left)
-            self.step.blocks[name].dropped += sum(alive.values())
-
-    def forward_ends(self) -> None:
-        """Handle the end of forward, after the outputs that are not needed any more were released."""
-        self.step.saved_total = self._in_use() - self.step.resident
-        self.step.loss_peak, self._between = self._between, 0
-        for name, entered, left, outputs in self._calls:
-            record = self.step.blocks[name]
-            alive = self._tracker.alive_since(entered, self._device, left)
-            record.output += sum(size for key, size in alive.items() if key in outputs)
-            record.saved += sum(size for key, size in alive.items() if key not in outputs)
-        for record in self.step.blocks.values():
-            record.dropped -= record.saved + record.output
-            record.passed -= record.output
-
-    def step_ends(self) -> None:
-        self.step.peak = self._tracker.peak_bytes(self._device)
-        self.step.workspace = self._tracker.workspace_bytes(self._device)
-        self.step.tail_peak = self._between
-        self.step.guesses += self._tracker.guesses
 
     # ------------------------------------------------------------------ blocks
 
@@ -184,7 +190,6 @@ class Recorder:
         self._inside.pop()
 
     def _enter_block(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        inputs = (args, kwargs)
         if in_backward():
             return  # the model recomputes this block itself
         record = self.step.blocks[name]
@@ -194,14 +199,16 @@ class Recorder:
         if record.calls == 1:
             record.boundary = sum(
                 self._tracker.bytes_of_storage(key)
-                for key, storage in _storages(inputs).items()
+                for key, storage in _storages((args, kwargs)).items()
                 if key in self._outputs and self._outputs[key]() is storage
             )
         record.forward_peak = max(record.forward_peak, self._between)
         self._between = 0
-        self._inputs.append([(weakref.ref(each), each._version) for each in Tree.of(inputs).tensors()])
+        self._inputs.append(
+            [(weakref.ref(each), each._version) for each in Tree.of((args, kwargs)).tensors()]
+        )
         self._running.append(name)
-        self._counts.append({})
+        self._counts.append(Counter())
         self._entered.append(self._tracker.clock)
         self._span()
 
@@ -217,7 +224,7 @@ class Recorder:
         entered = self._entered.pop()
         self._calls.append((name, entered, self._tracker.clock, frozenset(outputs)))
         self._outputs.update({key: weakref.ref(storage) for key, storage in outputs.items()})
-        made = self._tracker.alive_since(entered, self._device)
+        made = self._alive(entered)
         record.passed += sum(size for key, size in made.items() if key in outputs)
         self._span()
 
@@ -227,16 +234,27 @@ class Recorder:
 
     # ------------------------------------------------------------------ operations
 
-    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Record an operation after the tracker has counted it."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         backward = in_backward()
-        if not _is_view(func):
+        traffic = 0  # of a view
+        if not func.is_view:
+            traffic = _bytes((args, kwargs)) + _bytes(result)
             self._record_reads(args, kwargs, backward)
-        name = self._block_in_backward() if backward else (self._running[-1] if self._running else None)
-        flops = _flops(func, args, kwargs, result)
-        traffic = 0 if _is_view(func) else _bytes((args, kwargs)) + _bytes(result)
+        formula = flop_registry.get(func._overloadpacket)
+        flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
         in_use = self._in_use() + self._tracker.temporary_bytes
         if func is torch.ops.aten.convolution.default:
             self.step.largest_convolution = max(self.step.largest_convolution, traffic)
+        name = self._block_in_backward() if backward else (self._running[-1] if self._running else None)
         if name is None:
             self.step.other_flops += flops
             self.step.other_traffic += traffic
@@ -244,24 +262,23 @@ class Recorder:
                 self._last_backward.backward_peak = max(self._last_backward.backward_peak, in_use)
             else:
                 self._between = max(self._between, in_use)
-            return
+            return result
         record = self.step.blocks[name]
         if backward:
             self._last_backward = record
             record.backward_peak = max(record.backward_peak, in_use)
             record.backward_flops += flops
             record.backward_traffic += traffic
-            return
+            return result
         record.forward_peak = max(record.forward_peak, in_use)
         record.forward_flops += flops
         record.forward_traffic += traffic
-        if flops and record.calls == 1:
-            overload = str(func)
-            number = self._counts[-1].get(overload, 0)
-            record.ops.append(OpProfile(f"{overload}#{number}", flops, _bytes(result)))
         if record.calls == 1:
-            overload = str(func)
-            self._counts[-1][overload] = self._counts[-1].get(overload, 0) + 1
+            overload, counts = str(func), self._counts[-1]
+            if flops:
+                record.ops.append(OpProfile(f"{overload}#{counts[overload]}", flops, _bytes(result)))
+            counts[overload] += 1
+        return result
 
     def _record_reads(self, args: tuple[Any, ...], kwargs: dict[str, Any], backward: bool) -> None:
         """Record the parameters that an operation reads while no block that has them is running.
@@ -288,6 +305,9 @@ class Recorder:
         position = bisect_right(self._spans, number, key=lambda span: span[0])
         return self._spans[position - 1][1] if position else None
 
+    def _alive(self, since: int, until: int | None = None) -> dict[int, int]:
+        return self._tracker.alive_since(since, self._device, until)
+
     def _in_use(self) -> int:
         # Workspaces are permanent: they would count as memory of the first block that needs one.
         return self._tracker.live_bytes(self._device) - self._tracker.workspace_bytes(self._device)
@@ -300,20 +320,73 @@ def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
 
 
 def _bytes(tree: Any) -> int:
-    return sum(_nbytes(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    found = 0
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            parts = [leaf] if leaf.layout is torch.strided else parts_of(leaf)  # sparse: indices and values
+            found += sum(part.nbytes for part in parts)
+    return found
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    if tensor.layout is torch.strided:
-        return tensor.nbytes
-    return sum(part.nbytes for part in parts_of(tensor))  # sparse: indices and values
+def backward_targets(output: Any) -> list[torch.Tensor]:
+    """Return where backward starts: the model's own loss, else all outputs that can be differentiated."""
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, dict):
+        loss = output.get("loss")
+    if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1:
+        return [loss]
+    found = {id(tensor): tensor for tensor in Tree.of(output).tensors() if tensor.requires_grad}
+    targets = list(found.values())
+    if isinstance(output, (tuple, list)) and targets and targets[0].dim() == 0:
+        return targets[:1]  # (loss, logits, ...)
+    return _differentiable(targets) if len(targets) > 1 else targets
 
 
-def _is_view(func: Any) -> bool:
-    # A view reads and writes nothing.
-    return bool(func.is_view)
+def _differentiable(targets: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the targets whose backward does not raise because saved tensors were changed in place; all if none.
+
+    A model with such outputs trains if its loss does not use them.
+    """
+    found = []
+    good: set[Any] = {None}  # nodes of the outputs that can be differentiated
+    bad: set[Any] = set()
+    for target in targets:
+        waiting: list[Any] = [target.grad_fn]
+        seen = set(waiting)
+        while waiting:
+            node = waiting.pop()
+            if node in good:
+                continue
+            if node in bad or changed_since_saved(node):
+                bad.add(node)
+                break
+            for following, _ in node.next_functions:
+                if following not in seen:
+                    seen.add(following)
+                    waiting.append(following)
+        else:
+            good |= seen
+            found.append(target)
+    return found or targets
 
 
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    formula = flop_registry.get(func._overloadpacket)
-    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+def loss_of(targets: list[torch.Tensor]) -> torch.Tensor:
+    """Return the model's loss, or a stand-in for an unknown loss outside of the model.
+
+    The stand-in is cross-entropy (tiled, if that is): it saves one tensor of the output's size for backward and creates
+    two more there. `targets` is emptied, as the outputs are released by `loss = criterion(model(x), y)`.
+    """
+    losses = [target.sum() if target.dim() else target for target in targets if target.numel() == 1]
+    losses += [_stand_in(target) for target in targets if target.numel() > 1]
+    targets.clear()
+    return losses[0] if len(losses) == 1 else torch.stack([loss.float() for loss in losses]).sum()
+
+
+def _stand_in(target: torch.Tensor) -> torch.Tensor:
+    if target.is_complex():
+        target = target.abs()
+    if target.dim() < 2:
+        return torch.log_softmax(target, -1).mean()
+    rows = target.flatten(0, -2)
+    classes = torch.zeros(rows.shape[0], dtype=torch.long, device=rows.device)
+    return nn.functional.cross_entropy(rows, classes)

@@ -34,8 +34,7 @@ from memscale.hardware import DeviceSpec, find_gpu
 from memscale.memory.allocator import CachingAllocator
 from memscale.memory.tracker import MemoryTracker
 from memscale.profiler.blocks import Block, find_blocks, stacks
-from memscale.profiler.build import build_profile, run_step
-from memscale.profiler.profile import ModelProfile
+from memscale.profiler.profile import ModelProfile, build_profile
 from memscale.profiler.recorder import Recorder
 from memscale.profiler.sample import Sample
 from memscale.simulator import Simulation, simulate
@@ -81,13 +80,13 @@ class Place:
 
 def uses_cache(model: nn.Module) -> bool:
     """Return whether a part of a Hugging Face model creates a cache for generation by default."""
-    return bool(_configs(model))
+    return bool(_configs_with_cache(model))
 
 
 @contextlib.contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
     """Set `config.use_cache` to False in every part of a Hugging Face model inside the block, as plans do."""
-    switched_off = _configs(model)
+    switched_off = _configs_with_cache(model)
     for config in switched_off:
         config.use_cache = False
     try:
@@ -97,7 +96,7 @@ def without_cache(model: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
-def _configs(model: nn.Module) -> list[Any]:
+def _configs_with_cache(model: nn.Module) -> list[Any]:
     configs = (getattr(module, "config", None) for module in model.modules())
     return [config for config in configs if getattr(config, "use_cache", None) is True]
 
@@ -130,66 +129,49 @@ def profile_static(
         Exception: whatever the model raises on fake tensors; the caller falls back to a real run.
     """
     blocks = find_blocks(model)
+
+    def profile(short: dict[str, str]) -> ModelProfile:
+        with place.simulate() as simulation:
+            left_out = [model.get_submodule(block.members[0]) for block in blocks if block.name in short]
+            twin = simulation.copy_of(model, without=left_out).train(model.training)
+            kept = [block for block in blocks if block.name not in short]
+            modules = [(each.name, [twin.get_submodule(path) for path in each.members]) for each in kept]
+            _shorten(twin, short)
+            if prepare is not None:
+                prepare(twin)
+            batch = Sample(simulation.batch_of(sample.args), simulation.batch_of(sample.kwargs))
+            with contextlib.nullcontext() if with_cache else without_cache(twin):
+                recorder = Recorder(simulation.tracker, simulation.device)
+                step = recorder.run_step(twin, batch, modules, torch.autograd.backward)
+        return build_profile(
+            model,
+            blocks,
+            step,
+            stand_ins=short,
+            source="static",
+            reason=f"{len(kept)} of {len(blocks)} blocks run on fake tensors"
+            if short
+            else "run on fake tensors",
+            batch=sample.describe(),
+            exact_bytes=place.counts_exactly,
+            at_home=at_home,
+            resident=resident,
+        )
+
     short = _shortening(model, blocks)
-    if short:
-        try:
-            found = _profile(model, sample, place, blocks, short, with_cache, prepare, at_home, resident)
-        except Exception as error:
-            why = f"as it does not run shortened ({type(error).__name__})"
-        else:
-            if resident is not None or not any(found.block(name).resident for name in short.values()):
-                return found
-            # The model may read only one of the blocks that it stands for.
-            why = "as a block that stands in for others is read outside of its forward"
-        whole = _profile(model, sample, place, blocks, {}, with_cache, prepare, at_home, resident)
-        return replace(whole, reason=f"{whole.reason}, whole, {why}")
-    return _profile(model, sample, place, blocks, {}, with_cache, prepare, at_home, resident)
-
-
-def _profile(
-    model: nn.Module,
-    sample: Sample,
-    place: Place,
-    blocks: Sequence[Block],
-    short: dict[str, str],
-    with_cache: bool,
-    prepare: Callable[[nn.Module], object] | None,
-    at_home: bool,
-    resident: Mapping[str, tuple[str, ...]] | None,
-) -> ModelProfile:
-    with place.simulate() as simulation:
-        left_out = [model.get_submodule(block.members[0]) for block in blocks if block.name in short]
-        twin = simulation.copy_of(model, without=left_out).train(model.training)
-        named = {
-            block.name: [twin.get_submodule(member) for member in block.members]
-            for block in blocks
-            if block.name not in short
-        }
-        _shorten(twin, short)
-        if prepare is not None:
-            prepare(twin)
-        batch = Sample(simulation.batch_of(sample.args), simulation.batch_of(sample.kwargs))
-        recorder = Recorder(simulation.tracker, simulation.device)
-        cache = contextlib.nullcontext() if with_cache else without_cache(twin)
-        with recorder.recording(list(named.items())), cache:
-            run_step(twin, batch, recorder, torch.autograd.backward)
-    ran = sum(1 for block in blocks if block.name not in short)
-    reason = f"{ran} of {len(blocks)} blocks run on fake tensors" if short else "run on fake tensors"
-    return build_profile(
-        model,
-        blocks,
-        recorder.step,
-        stand_ins=short,
-        source="static",
-        reason=reason,
-        batch=sample.describe(),
-        exact_bytes=place.counts_exactly,
-        at_home=at_home,
-        resident=resident,
-    )
-
-
-# ---------------------------------------------------------------------- shortening
+    if not short:
+        return profile({})
+    try:
+        found = profile(short)
+    except Exception as error:
+        why = f"as it does not run shortened ({type(error).__name__})"
+    else:
+        if resident is not None or not any(found.block(name).resident for name in short.values()):
+            return found
+        # The model may read only one of the blocks that it stands for.
+        why = "as a block that stands in for others is read outside of its forward"
+    whole = profile({})
+    return replace(whole, reason=f"{whole.reason}, whole, {why}")
 
 
 def _shortening(model: nn.Module, blocks: Sequence[Block]) -> dict[str, str]:
@@ -219,20 +201,19 @@ def _shorten(twin: nn.Module, short: dict[str, str]) -> None:
 
 def profile_empirical(model: nn.Module, sample: Sample, *, reason: str) -> ModelProfile:
     """Profile a real forward and backward on the model's device. See Note [Guarded runs]."""
-    device = _device_of(model)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     blocks = find_blocks(model)
     allocators = {} if device.type == "cpu" else {device.type: CachingAllocator}
     batch = sample.on(device)
     with untouched(model), without_cache(model):
         tracker = MemoryTracker(model, *batch.tensors(), allocators=allocators)
-        recorder = Recorder(tracker, device)
-        named = [(block.name, [model.get_submodule(path) for path in block.members]) for block in blocks]
-        with tracker, recorder.recording(named):
-            run_step(model, batch, recorder, gradients_of(model))
+        modules = [(block.name, [model.get_submodule(path) for path in block.members]) for block in blocks]
+        with tracker:
+            step = Recorder(tracker, device).run_step(model, batch, modules, gradients_of(model))
     return build_profile(
         model,
         blocks,
-        recorder.step,
+        step,
         stand_ins={},
         source="empirical",
         reason=reason,
@@ -251,9 +232,12 @@ def untouched(model: nn.Module) -> Iterator[None]:
     random = RngState(sorted({parameter.device.type for parameter, _ in gradients}))
     for parameter, _ in gradients:
         parameter.grad = None
-    copies: dict[int, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor | None] = {id(None): None}
     for module, own in buffers:
-        module.__dict__["_buffers"] = {name: _copy(buffer, copies) for name, buffer in own.items()}
+        for buffer in own.values():
+            if buffer is not None and id(buffer) not in copies:
+                copies[id(buffer)] = buffer.detach().clone()
+        module.__dict__["_buffers"] = {name: copies[id(buffer)] for name, buffer in own.items()}
     try:
         yield
     finally:
@@ -304,16 +288,6 @@ def is_reentrant(loss: torch.Tensor) -> bool:
         seen.add(node)
         waiting.extend(each for each, _ in node.next_functions)
     return False
-
-
-def _copy(buffer: torch.Tensor | None, copies: dict[int, torch.Tensor]) -> torch.Tensor | None:
-    if buffer is not None and id(buffer) not in copies:
-        copies[id(buffer)] = buffer.detach().clone()
-    return None if buffer is None else copies[id(buffer)]
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def profile_model(

@@ -90,14 +90,6 @@ class Sample:
             return longest.shape[1], longest.shape[0] * longest.shape[1]
         return 1, max((tensor.shape[0] for tensor in tensors), default=1)
 
-    def shapes(self) -> tuple[Any, ...]:
-        """Return what two batches must share to have the same plan."""
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
-        return tuple(
-            (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, torch.Tensor) else None
-            for leaf in leaves
-        )
-
 
 def sample_of(sample_input: Any, model: nn.Module | None = None) -> Sample:
     """Convert what a user passes as `sample_input` to a call.

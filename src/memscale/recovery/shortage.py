@@ -35,7 +35,7 @@ from memscale.memory.record import Snapshot
 from memscale.observe.log import open_log
 from memscale.planner.make_plan import make_plan
 from memscale.profiler import Place, Sample
-from memscale.profiler.build import backward_targets, loss_of
+from memscale.profiler.recorder import backward_targets, loss_of
 from memscale.units import format_bytes
 from memscale.version import __version__
 

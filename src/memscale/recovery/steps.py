@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -94,9 +94,12 @@ class StepRecovery(StepSubscriber):
         if self._is_short(optimizer):
             self._in_buckets(optimizer, call)
             return
-        versions = _Versions(optimizer)
+        members = members_of(optimizer)
+        before = _Snapshot(optimizer, members, _version_or_counter)
+        # Under a dispatch mode versions do not change.
+        writes = _Writes(members) if a_dispatch_mode_is_active() else None
         try:
-            with versions.recorded():
+            with writes or contextlib.nullcontext():
                 call()
             return
         except Exception as error:
@@ -104,10 +107,11 @@ class StepRecovery(StepSubscriber):
                 raise
             failure = error
         self._ran_out = True
-        origin = _free(optimizer, failure)
-        if not versions.restore():
+        origin = _free_memory(optimizer, failure)
+        if before.is_outdated() or (writes is not None and writes.seen):
             self._explain(failure, _CHANGED, origin)
             raise failure
+        before.restore()
         self._in_buckets(optimizer, call)
         executor = self._executor()
         with open_log((None if executor is None else executor.config) or Config()) as log:
@@ -126,7 +130,7 @@ class StepRecovery(StepSubscriber):
         # Taken from the end: those without a gradient go with the last bucket.
         pending = [member for member in everyone if member.parameter.grad is None] + stepped[::-1]
         limit = BUCKET_BYTES
-        done: list[_Operands] = []
+        done: list[_Snapshot] = []
         is_kept = True  # what every bucket so far had before
         with SplitStep(optimizer) as split:
             while pending:
@@ -135,7 +139,7 @@ class StepRecovery(StepSubscriber):
                 while pending and size + _bytes_of(pending[-1]) <= limit:
                     size += _bytes_of(pending[-1])
                     bucket.append(pending.pop())
-                operands = _Operands(optimizer, bucket)
+                operands = _Snapshot(optimizer, bucket, _on_host)
                 split.show(bucket)
                 failure: Exception | None = None
                 try:
@@ -151,7 +155,7 @@ class StepRecovery(StepSubscriber):
                         is_kept = False
                     continue
                 operands.restore()
-                origin = _free(optimizer, failure)
+                origin = _free_memory(optimizer, failure)
                 if len(bucket) == 1:
                     for earlier in done:
                         earlier.restore()
@@ -179,44 +183,62 @@ class StepRecovery(StepSubscriber):
             setattr(error, _EXPLAINED, True)  # steps may be nested
 
 
-class _Versions:
-    """The versions of a step's operands, which tell whether it changed anything."""
+class _Snapshot:
+    """What a step changes: parameters and their state, each with what `keep` makes of it to restore it by."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._seen_writing = False
-        self._parameters = {each.parameter: each.parameter._version for each in members_of(optimizer)}
-        self._states = _SavedState(optimizer, self._parameters, _version_or_counter)
+    def __init__(self, optimizer: Optimizer, members: Iterable[Member], keep: Callable[[Any], Any]) -> None:
+        self._optimizer = optimizer
+        with torch.no_grad():
+            self._parameters = {each.parameter: keep(each.parameter) for each in members}
+            self._states = {
+                parameter: {name: (value, keep(value)) for name, value in optimizer.state[parameter].items()}
+                for parameter in self._parameters
+                if parameter in optimizer.state
+            }
 
-    @contextlib.contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Run the step in this block: under a dispatch mode versions do not change, and its writes are recorded."""
-        if not a_dispatch_mode_is_active():
-            yield
-            return
-        writes = _Writes({id(parameter) for parameter in self._parameters})
-        try:
-            with writes:
-                yield
-        finally:
-            self._seen_writing = writes.seen
+    def is_outdated(self) -> bool:
+        """Return whether a tensor of which the version was kept has changed."""
+        tensors = [*self._parameters.items()]
+        for state in self._states.values():
+            tensors += state.values()
+        return any(isinstance(kept, int) and value._version != kept for value, kept in tensors)
 
-    def restore(self) -> bool:
-        """Discard state that was made anew; return False if something else was changed."""
-        versions = [(value._version, kept) for value, kept in self._states.items() if isinstance(kept, int)]
-        versions += [(parameter._version, version) for parameter, version in self._parameters.items()]
-        if self._seen_writing or any(now != before for now, before in versions):
-            return False
-        self._states.restore()
-        return True
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write kept tensors back, and discard new state."""
+        for parameter, copy in self._parameters.items():
+            if isinstance(copy, torch.Tensor):
+                parameter.copy_(copy)
+            state = self._states.get(parameter)
+            if state is None:
+                self._optimizer.state.pop(parameter, None)
+                continue
+            for value, kept in state.values():
+                if isinstance(kept, torch.Tensor):
+                    value.copy_(kept)
+            now = self._optimizer.state[parameter]
+            now.clear()
+            now.update({name: value for name, (value, _) in state.items()})
+
+
+def _version_or_counter(value: Any) -> torch.Tensor | int | None:
+    """Return the value of a counter, the version of a larger tensor or a parameter."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    return value.clone() if value.dim() == 0 and not isinstance(value, nn.Parameter) else value._version
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else None
 
 
 class _Writes(LightDispatchMode):
     """Notes whether an operation writes to anything but a counter."""
 
-    def __init__(self, parameters: set[int]) -> None:
+    def __init__(self, members: Iterable[Member]) -> None:
         super().__init__()
         self.seen = False
-        self._parameters = parameters
+        self._parameters = {id(each.parameter) for each in members}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -226,70 +248,11 @@ class _Writes(LightDispatchMode):
         return result
 
 
-def _version_or_counter(value: Any) -> torch.Tensor | int | None:
-    """Return the value of a counter, the version of a larger tensor."""
-    if not isinstance(value, torch.Tensor):
-        return None
-    return value.clone() if value.dim() == 0 else value._version
-
-
-class _Operands:
-    """Copies on the host of what a bucket's arithmetic changes."""
-
-    def __init__(self, optimizer: Optimizer, bucket: Iterable[Member]) -> None:
-        with torch.no_grad():
-            self._parameters = {each.parameter: _on_host(each.parameter) for each in bucket}
-            self._states = _SavedState(optimizer, self._parameters, _on_host)
-
-    def restore(self) -> None:
-        with torch.no_grad():
-            for parameter, copy in self._parameters.items():
-                parameter.copy_(copy)
-        self._states.restore()
-
-
-def _on_host(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else None
-
-
-class _SavedState:
-    """The state of some parameters before a step: each value, and what `keep` makes of it to restore it by."""
-
-    def __init__(
-        self, optimizer: Optimizer, parameters: Iterable[torch.Tensor], keep: Callable[[Any], Any]
-    ) -> None:
-        self._optimizer = optimizer
-        self._states = {
-            parameter: {name: (value, keep(value)) for name, value in optimizer.state[parameter].items()}
-            if parameter in optimizer.state
-            else None
-            for parameter in parameters
-        }
-
-    def items(self) -> Iterator[tuple[Any, Any]]:
-        for state in self._states.values():
-            yield from (state or {}).values()
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Discard new state, and write kept tensors back to the state that there was."""
-        for parameter, state in self._states.items():
-            if state is None:
-                self._optimizer.state.pop(parameter, None)
-                continue
-            for value, copy in state.values():
-                if isinstance(copy, torch.Tensor):
-                    value.copy_(copy)
-            now = self._optimizer.state[parameter]
-            now.clear()
-            now.update({name: value for name, (value, _) in state.items()})
-
-
 def _bytes_of(member: Member) -> int:
     return member.parameter.nbytes if member.parameter.grad is not None else 0
 
 
-def _free(optimizer: Optimizer, failure: Exception) -> str:
+def _free_memory(optimizer: Optimizer, failure: Exception) -> str:
     """Free what an error's traceback holds; return where the error came from."""
     devices = {member.parameter.device for member in members_of(optimizer)}
     return "".join([free_memory(device, failure) for device in devices])

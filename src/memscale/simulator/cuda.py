@@ -36,8 +36,7 @@ from memscale._torch import (
     tree_leaves,
     tree_map,
 )
-from memscale.simulator.device import NAME, VirtualGenerator
-from memscale.simulator.patches import attribute, operators
+from memscale.simulator.device import NAME, VirtualGenerator, attribute, operators
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -134,7 +133,6 @@ def fused_attention(
 @contextlib.contextmanager
 def cuda_attention(capability: tuple[int, int], dispatch_key: str = "AutogradPrivateUse1") -> Iterator[None]:
     """Let the virtual device's attention use CUDA's kernels inside the block."""
-
     with operators(dispatch_key) as implement:
         implement("scaled_dot_product_attention", partial(fused_attention, capability=capability))
         yield
@@ -163,32 +161,6 @@ WIDEST_INPUT = """
 """
 
 
-class _AutocastCache:
-    """The casts of one block, with autocast's cache of weights."""
-
-    def __init__(self) -> None:
-        self.cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def clear(self) -> None:
-        self.cache.clear()
-
-    def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        if not _castable(value) or value.dtype is dtype:
-            return value
-        weight = (
-            dtype is not torch.float32
-            and value.dtype is torch.float32
-            and value.requires_grad
-            and value.is_leaf
-            and not value._is_view()
-        )
-        if not weight or not torch.is_autocast_cache_enabled():
-            return value.to(dtype)
-        if id(value) not in self.cache:
-            self.cache[id(value)] = (value, value.to(dtype))
-        return self.cache[id(value)][1]
-
-
 def _castable(value: Any) -> bool:
     return (
         isinstance(value, torch.Tensor)
@@ -204,7 +176,27 @@ def _operator(name: str) -> Any | None:
     return getattr(packet, overload or "default", None) if packet is not None else None
 
 
-def _autocast_kernel(operator: Any, policy: str, casts: _AutocastCache) -> Callable[..., Any]:
+def _cast(value: Any, dtype: torch.dtype, cache: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """Cast a tensor as autocast does; the copy of a weight is cached until the autocast block ends."""
+    if not _castable(value) or value.dtype is dtype:
+        return value
+    is_weight = (
+        dtype is not torch.float32
+        and value.dtype is torch.float32
+        and value.requires_grad
+        and value.is_leaf
+        and not value._is_view()
+    )
+    if not is_weight or not torch.is_autocast_cache_enabled():
+        return value.to(dtype)
+    if id(value) not in cache:
+        cache[id(value)] = (value, value.to(dtype))
+    return cache[id(value)][1]
+
+
+def _autocast_kernel(
+    operator: Any, policy: str, cache: dict[int, tuple[torch.Tensor, torch.Tensor]]
+) -> Callable[..., Any]:
     takes_dtype = any(argument.name == "dtype" for argument in operator._schema.arguments)
     off = DispatchKeySet(getattr(DispatchKey, KEY))
 
@@ -221,7 +213,7 @@ def _autocast_kernel(operator: Any, policy: str, casts: _AutocastCache) -> Calla
             else:
                 present = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if _castable(leaf)}
                 dtype = torch.float32 if torch.float32 in present or not present else present.pop()
-            args, kwargs = tree_map(lambda leaf: casts.cast(leaf, dtype), (args, kwargs))
+            args, kwargs = tree_map(lambda leaf: _cast(leaf, dtype, cache), (args, kwargs))
             return operator(*args, **kwargs)
 
     return kernel
@@ -230,12 +222,12 @@ def _autocast_kernel(operator: Any, policy: str, casts: _AutocastCache) -> Calla
 @contextlib.contextmanager
 def cuda_autocast() -> Iterator[None]:
     """Let `torch.autocast("vgpu")` do what `torch.autocast("cuda")` does inside the block."""
-    casts = _AutocastCache()
+    cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     clear = torch.clear_autocast_cache
     rest = cast(Any, torch.library.Library)("_", "IMPL")
 
     def clear_both() -> None:
-        casts.clear()
+        cache.clear()
         clear()
 
     try:
@@ -248,11 +240,11 @@ def cuda_autocast() -> Iterator[None]:
                 (WIDEST_INPUT, "widest"),
             ):
                 for operator in filter(None, map(_operator, names.split())):
-                    implement(operator, _autocast_kernel(operator, policy, casts))
+                    implement(operator, _autocast_kernel(operator, policy, cache))
             with attribute(torch, "clear_autocast_cache", clear_both):
                 yield
     finally:
-        casts.clear()
+        cache.clear()
         destroy_library(rest)
 
 
@@ -260,28 +252,20 @@ def cuda_autocast() -> Iterator[None]:
 FUSED = ("silu_backward", "mish_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
 
 
-def _never_called(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("the virtual device's operations are intercepted before they reach a kernel")
-
-
 @contextlib.contextmanager
 def cuda_fused_kernels() -> Iterator[None]:
     """Keep these operations from being decomposed on the virtual device inside the block."""
+
+    def _never_called(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the virtual device's operations are intercepted before they reach a kernel")
+
     with operators("PrivateUse1") as implement:
         for name in FUSED:
             implement(name, _never_called)
         yield
 
 
-# Functions of `torch.cuda`, and those of `torch.accelerator` by the same name, that the virtual device answers.
-ANSWERED = """
-    is_available is_initialized init device_count current_device set_device is_bf16_supported
-    get_device_name get_device_capability get_device_properties
-    synchronize current_stream default_stream set_stream stream Stream Event ipc_collect
-    empty_cache memory_allocated max_memory_allocated memory_reserved max_memory_reserved
-    reset_peak_memory_stats reset_max_memory_allocated mem_get_info memory_stats memory_summary
-    manual_seed manual_seed_all get_rng_state get_rng_state_all set_rng_state set_rng_state_all
-"""
+# Functions of `torch.accelerator` that the virtual device answers; of `torch.cuda` all that it has by the same name.
 ANSWERED_BY_ACCELERATOR = """
     synchronize empty_cache memory_allocated max_memory_allocated memory_reserved max_memory_reserved
     reset_peak_memory_stats memory_stats
@@ -325,7 +309,7 @@ class _RenameDevice(TorchFunctionMode):
 def cuda_names(target: torch.device) -> Iterator[None]:
     """Let "cuda" mean `target` inside the block."""
     module = torch.get_device_module(target)
-    rewrite = _RenameDevice(target)
+    rename = _RenameDevice(target)
     set_default_device = torch.set_default_device
     autocast = torch.amp.autocast_mode.autocast.__init__
     scaler = torch.amp.grad_scaler.GradScaler.__init__
@@ -339,20 +323,33 @@ def cuda_names(target: torch.device) -> Iterator[None]:
     def to_target(self: torch.nn.Module, device: Any = None) -> torch.nn.Module:
         return self.to(target)
 
+    def answer(name: str) -> Any:
+        # The compiler refuses one function under two names.
+        return getattr(module, name) if name in ("Stream", "Event") else partial(getattr(module, name))
+
+    public = [name for name in vars(type(module)) if not name.startswith("_")]
+    patches: list[tuple[Any, str, Any]] = [
+        (owner, name, answer(name))
+        for owner, names in ((torch.cuda, public), (torch.accelerator, ANSWERED_BY_ACCELERATOR.split()))
+        for name in names
+        if hasattr(owner, name)
+    ]
+    patches += [
+        (torch.amp.autocast_mode.autocast, "__init__", autocast_init),
+        (torch.amp.grad_scaler.GradScaler, "__init__", scaler_init),
+        (torch.nn.Module, "cuda", to_target),
+        (torch, "Generator", VirtualGenerator),
+        (torch, "set_default_device", lambda device: set_default_device(rename.device(device))),
+    ]
     with contextlib.ExitStack() as stack:
-        for owner, names in ((torch.cuda, ANSWERED), (torch.accelerator, ANSWERED_BY_ACCELERATOR)):
-            for name in filter(partial(hasattr, owner), names.split()):
-                # The compiler refuses one function under two names.
-                answer = getattr(module, name) if owner is torch.cuda else partial(getattr(module, name))
-                stack.enter_context(attribute(owner, name, answer))
-        stack.enter_context(attribute(torch.amp.autocast_mode.autocast, "__init__", autocast_init))
-        stack.enter_context(attribute(torch.amp.grad_scaler.GradScaler, "__init__", scaler_init))
-        stack.enter_context(attribute(torch.nn.Module, "cuda", to_target))
-        # Before torch 2.12 Adam calls the CUDA runtime, which raises without a driver.
-        stack.enter_context(attribute(torch.cuda, "is_current_stream_capturing", lambda: False))
-        stack.enter_context(attribute(torch, "Generator", VirtualGenerator))
-        stack.enter_context(
-            attribute(torch, "set_default_device", lambda device: set_default_device(rewrite.device(device)))
-        )
-        stack.enter_context(rewrite)
+        for owner, name, value in patches:
+            stack.enter_context(attribute(owner, name, value))
+        stack.enter_context(rename)
+        yield
+
+
+@contextlib.contextmanager
+def behaving_as_cuda(target: torch.device, capability: tuple[int, int]) -> Iterator[None]:
+    """Let the virtual device behave as a CUDA device of this compute capability inside the block."""
+    with cuda_attention(capability), cuda_autocast(), cuda_fused_kernels(), cuda_names(target):
         yield

@@ -1,4 +1,4 @@
-"""The device `vgpu`: torch's PrivateUse1 slot, answered from Python.
+"""The device `vgpu`: torch's PrivateUse1 slot, answered from Python, and the patches of torch that it needs.
 
 torch has one such slot per process and no way to clear it: after the first use the name `vgpu` stays known, but
 outside a `simulate` or `executing` block the device reports that it is not available.
@@ -17,17 +17,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, ClassVar, cast
 
 import torch
+from torch import nn
 
 from memscale._torch import (
     PRIVATE_DEVICE_TYPE,
+    FakeTensor,
     Generator,
     PrivateDeviceGuard,
     PrivateDeviceHooks,
+    destroy_library,
+    foreach_type_lists,
     private_device_name,
     set_up_private_device,
     wrapped_engine,
@@ -36,25 +41,53 @@ from memscale.errors import SimulationError
 from memscale.memory.tracker import MemoryTracker
 
 NAME = "vgpu"
-AMP_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-class VirtualDevice(Protocol):
-    """What answers for the device while a block runs: a simulation, or the executing device."""
+@dataclass(eq=False)
+class VirtualDevice:
+    """A device that answers for `vgpu` while a block runs, and its memory.
 
-    capacity: int
+    Attributes:
+        computes: True for real numbers, False for shapes only.
+        device_name: as `torch.cuda.get_device_name` reports it.
+        capacity: its memory in bytes.
+        compute_capability: NVIDIA's (major, minor), which decides on attention kernels and workspaces.
+        device: the torch device.
+        tracker: the memory tracker of the device and its host.
+    """
+
+    computes: ClassVar[bool] = False
     device_name: str
+    capacity: int
     compute_capability: tuple[int, int]
-    computes: bool  # True for real numbers, False for shapes only
+    device: torch.device
+    tracker: MemoryTracker
 
     @property
-    def tracker(self) -> MemoryTracker: ...
+    def peak_bytes(self) -> int:
+        """The most memory in use on the device at once (`max_memory_allocated`)."""
+        return self.tracker.peak_bytes(self.device)
 
-    def get_rng_state(self) -> torch.Tensor: ...
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """The most memory that the device's allocator held (`max_memory_reserved`)."""
+        return self.tracker.peak_reserved_bytes(self.device)
 
-    def set_rng_state(self, state: torch.Tensor) -> None: ...
+    @property
+    def host_peak_bytes(self) -> int:
+        """The most host memory in use at once."""
+        return self.tracker.peak_bytes("cpu")
 
-    def manual_seed(self, seed: int) -> None: ...
+    # Fake random numbers have no state, but code that saves and restores one must run.
+
+    def get_rng_state(self) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        pass
 
 
 def _device() -> torch.device:
@@ -143,10 +176,21 @@ def _require_active() -> VirtualDevice:
     return _active
 
 
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
 class _DeviceModule:
     """The module `torch.vgpu`, with the names of `torch.cuda`."""
 
     _initialized = True
+    Stream = VirtualStream
+    Event = VirtualEvent
+    _lazy_init = init = set_device = set_stream = synchronize = ipc_collect = staticmethod(_do_nothing)
+    stream = device = staticmethod(contextlib.nullcontext)
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
 
     def is_initialized(self) -> bool:
         return True
@@ -155,27 +199,18 @@ class _DeviceModule:
         return _active is not None
 
     def device_count(self) -> int:
-        return 1 if _active is not None else 0
+        return int(_active is not None)
 
     def current_device(self) -> int:
         return 0
 
-    def set_device(self, device: Any) -> None:
-        pass
+    def current_stream(self, device: Any = None) -> torch.Stream:
+        return VirtualStream()
 
-    def device(self, device: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def _lazy_init(self) -> None:
-        pass
-
-    init = _lazy_init
+    default_stream = current_stream
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return AMP_DTYPES
+        return [torch.bfloat16, torch.float16, torch.float32]
 
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
         return _active is not None and _active.compute_capability >= (8, 0)
@@ -200,52 +235,34 @@ class _DeviceModule:
     def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
         self.set_rng_state(states[0])
 
-    # ---- streams
-
-    Stream = VirtualStream
-    Event = VirtualEvent
-
-    def current_stream(self, device: Any = None) -> torch.Stream:
-        return VirtualStream()
-
-    default_stream = current_stream
-
-    def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def set_stream(self, stream: Any) -> None:
-        pass
-
-    def synchronize(self, device: Any = None) -> None:
-        pass
-
     # ---- memory
 
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        """Return the figures of `torch.cuda.memory_stats` that exist here."""
+        tracker = MemoryTracker() if _active is None else _active.tracker
+        return {
+            "allocated_bytes.all.current": tracker.live_bytes(NAME),
+            "allocated_bytes.all.peak": tracker.peak_bytes(NAME),
+            "reserved_bytes.all.current": tracker.reserved_bytes(NAME),
+            "reserved_bytes.all.peak": tracker.peak_reserved_bytes(NAME),
+        }
+
     def memory_allocated(self, device: Any = None) -> int:
-        return _active.tracker.live_bytes(NAME) if _active else 0
+        return self.memory_stats()["allocated_bytes.all.current"]
 
     def max_memory_allocated(self, device: Any = None) -> int:
-        return _active.tracker.peak_bytes(NAME) if _active else 0
+        return self.memory_stats()["allocated_bytes.all.peak"]
 
     def memory_reserved(self, device: Any = None) -> int:
-        return _active.tracker.reserved_bytes(NAME) if _active else 0
+        return self.memory_stats()["reserved_bytes.all.current"]
 
     def max_memory_reserved(self, device: Any = None) -> int:
-        return _active.tracker.peak_reserved_bytes(NAME) if _active else 0
+        return self.memory_stats()["reserved_bytes.all.peak"]
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         _require_active().tracker.reset_peak()
 
     reset_max_memory_allocated = reset_peak_memory_stats
-
-    def memory_stats(self, device: Any = None) -> dict[str, int]:
-        """Return the figures of `torch.cuda.memory_stats` that exist here."""
-        return {
-            "allocated_bytes.all.current": self.memory_allocated(),
-            "allocated_bytes.all.peak": self.max_memory_allocated(),
-            "reserved_bytes.all.current": self.memory_reserved(),
-            "reserved_bytes.all.peak": self.max_memory_reserved(),
-        }
 
     def memory_summary(self, device: Any = None, abbreviated: bool = False) -> str:
         return "\n".join(f"{name}: {value}" for name, value in self.memory_stats().items())
@@ -254,12 +271,11 @@ class _DeviceModule:
         if _active is not None:
             _active.tracker.empty_cache()
 
-    def ipc_collect(self) -> None:
-        pass
-
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        active = _require_active()
-        return active.capacity - active.tracker.reserved_bytes(NAME), active.capacity
+        capacity = _require_active().capacity
+        return capacity - self.memory_reserved(), capacity
+
+    # ---- properties
 
     def get_device_name(self, device: Any = None) -> str:
         return _require_active().device_name
@@ -342,3 +358,163 @@ def activate(device: VirtualDevice) -> Iterator[None]:
         yield
     finally:
         _active = before
+
+
+# -- patches of torch inside a block
+
+
+@contextlib.contextmanager
+def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set `owner.name` to `value` inside the block."""
+    inherited = name not in vars(owner)
+    before = None if inherited else vars(owner)[name]  # not by getattr: a staticmethod stays one
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def operators(key: str) -> Iterator[Callable[[Any, Callable[..., Any]], None]]:
+    """Provide a function that implements an aten operator for a dispatch key inside the block."""
+    library = cast(Any, torch.library.Library)("aten", "IMPL")
+    try:
+        yield lambda operator, kernel: library.impl(operator, kernel, key)
+    finally:
+        destroy_library(library)
+
+
+@contextlib.contextmanager
+def like_cuda_tensors(kind: type[torch.Tensor]) -> Iterator[None]:
+    """Let optimizers, `module.to` and backward treat tensors of a class as CUDA tensors inside the block.
+
+    Optimizers use `foreach`. `module.to(device)` swaps whole tensors, as the data of virtual ones can't be exchanged,
+    and leaves the hooks on a parameter's gradient with it. Backward runs in the calling thread, to which dispatch modes
+    belong, and its errors are raised there.
+    """
+    swap_before = torch.__future__.get_swap_module_params_on_conversion()
+    swap: Any = torch.utils.swap_tensors
+
+    def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
+        if isinstance(first, nn.Parameter) and isinstance(second, nn.Parameter):
+            second._backward_hooks = first._backward_hooks
+            second._post_accumulate_grad_hooks = first._post_accumulate_grad_hooks
+        if isinstance(first, FakeTensor):
+            # The converter's memo holds weak references, and tensors with weak references cannot be swapped.
+            first.fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        swap(first, second)
+
+    for kinds in foreach_type_lists:
+        kinds.append(kind)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with (
+            attribute(torch.utils, "swap_tensors", swap_tensors),
+            torch.autograd.set_multithreading_enabled(False),
+            errors_after_backward(),
+        ):
+            yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swap_before)
+        for kinds in foreach_type_lists:
+            kinds.remove(kind)
+
+
+# -- its memory
+
+
+def op_name(func: Any) -> str:
+    """Return the name without namespace and overload: "add" of aten::add.Tensor."""
+    return str(getattr(func, "_opname", ""))  # higher-order operators have no such name
+
+
+class DeviceTracker(MemoryTracker):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
+    """Track the memory of one virtual device and its host."""
+
+    def __init__(self, *, workspace_bytes: int = 0, **options: Any) -> None:
+        super().__init__(**options)
+        self._workspace_bytes = workspace_bytes
+        self._workspaces: set[bool] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._workspace_bytes:
+            self.temporary_bytes = 0
+            name = op_name(func)
+            if name in MATMULS:
+                self._reserve_workspace(result)
+            elif name in TEMPORARIES and args[0].device.type != "cpu":
+                sizes = [size for size in TEMPORARIES[name](*args) if size]
+                self.temporary_bytes = sum(sizes)
+                device, what = args[0].device, f"a temporary of {name}"
+                for release in [self.hold(size, device, what) for size in sizes]:
+                    release()
+        return result
+
+    def _reserve_workspace(self, result: torch.Tensor) -> None:
+        # One workspace per handle and one handle per thread: that of the training loop, and that of backward. (Tensors
+        # of a simulation inside this block are not tracked.)
+        if self._in_backward in self._workspaces or result.device.type == "cpu":
+            return
+        if result.untyped_storage()._cdata in self._live:
+            self.reserve(self._workspace_bytes, result.device, "cuBLAS workspace")
+            self._workspaces.add(self._in_backward)
+
+
+CUBLAS_WORKSPACE = 8_519_680  # torch's default, ":4096:2:16:8"
+CUBLAS_WORKSPACE_HOPPER = 32 * 2**20
+HOPPER = (9, 0)
+MATMULS = {"mm", "addmm", "bmm", "baddbmm"}
+
+
+def workspace_bytes(capability: tuple[int, int]) -> int:
+    """Return the workspace of a cuBLAS handle on a card of this compute capability."""
+    return CUBLAS_WORKSPACE_HOPPER if capability >= HOPPER else CUBLAS_WORKSPACE
+
+
+def _softmax_backward(grad: torch.Tensor, output: torch.Tensor, *_: Any) -> tuple[int, ...]:
+    # The product of gradient and output is a tensor of its own.
+    return (grad.nbytes, 0 if output.is_contiguous() else output.nbytes)
+
+
+def _log_softmax_backward(grad: torch.Tensor, output: torch.Tensor, *_: Any) -> tuple[int, ...]:
+    return tuple(each.nbytes for each in (grad, output) if not each.is_contiguous())
+
+
+def _group_norm_backward(
+    grad: torch.Tensor,
+    values: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor | None,
+    samples: int,
+    channels: int,
+    pixels: int,
+    groups: int,
+    *_: Any,
+) -> tuple[int, ...]:
+    # Two sums for each sample and channel, the scale of each, and two numbers for each group.
+    width = max(4, values.element_size())
+    of_groups = (width * samples * groups,) * 2
+    if pixels == 1:
+        return of_groups
+    return (width * samples * channels,) * (2 if weight is None else 3) + of_groups
+
+
+# By operation: the bytes that its CUDA kernel allocates besides its results and frees before it returns
+# (aten/src/ATen/native/cuda/SoftMax.cu and group_norm_kernel.cu of torch 2.13).
+TEMPORARIES: dict[str, Callable[..., tuple[int, ...]]] = {
+    "_softmax_backward_data": _softmax_backward,
+    "_log_softmax_backward_data": _log_softmax_backward,
+    "native_group_norm_backward": _group_norm_backward,
+}

@@ -1,7 +1,5 @@
 """Fake tensors on a device that does not exist: shapes and lifetimes without data.
 
-The simulator stands on torch's fake tensors, which `torch.compile` traces with.
-
 Note [Values of a batch]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 A padding mask decides whether an attention mask is built, and with it which kernel runs and what is saved for
@@ -20,22 +18,19 @@ from torch import nn
 
 from memscale._torch import (
     FakeTensor,
+    FakeTensorMode,
     current_fake_mode,
     disable_current_modes,
-    dispatch_stack_length,
-    leave_fake_mode,
-    return_to_fake_mode,
     tree_leaves,
 )
 from memscale.errors import SimulationError
-from memscale.simulator.patches import attribute
-from memscale.simulator.result_cache import NOT_CACHED, CachingFakeMode
-from memscale.simulator.tracking import DeviceTracker, lstm_workspace_bytes, op_name
+from memscale.simulator.device import DeviceTracker, attribute, op_name
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 
 LSTM = 2  # oneDNN's number for it
+PAGE = 4096
 
 MANY = ("_foreach_", "_fused_")  # operations on many tensors at once
 
@@ -57,15 +52,36 @@ def _group_norm_backward(
     return tuple(tensor if asked else None for tensor, asked in zip(made, wanted, strict=True))
 
 
+def lstm_workspace_bytes(steps: int, samples: int, inputs: int, hidden: int) -> int:
+    """Return the bytes that oneDNN's LSTM layer saves for backward on the CPU: gates, states and their gradients.
+
+    As measured with torch 2.13 in 32 bits; each part is rounded up to whole pages.
+    """
+    states = 2 * (steps + 1) * samples
+    parts = [steps * samples * _padded(4 * hidden), steps * samples * _padded(hidden)]
+    parts += [states * _padded(max(inputs, hidden))] * 3 + [states * hidden] * 2
+    return sum(-(-4 * part // PAGE) * PAGE for part in parts)
+
+
+def _padded(width: int) -> int:
+    """Return the length of a row in oneDNN's buffers: whole cache lines, and one more where rows would collide."""
+    padded = -(-width // 16) * 16
+    return padded + 16 if padded % 256 == 0 else padded
+
+
 def _mkldnn_rnn_layer(values: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
     output, hidden, cell, workspace = aten.mkldnn_rnn_layer.default(values, *args)
     mode, hidden_size, is_training = args[8], args[9], args[14]
-    if (
-        is_training and mode == LSTM and values.dim() == 3
-    ):  # its input is turned to (steps, samples, width) before it comes here
+    if is_training and mode == LSTM and values.dim() == 3:  # (steps, samples, width), also if batch_first
         steps, samples, width = values.shape
         workspace = workspace.new_empty(lstm_workspace_bytes(steps, samples, width, hidden_size))
     return output, hidden, cell, workspace
+
+
+def _mkldnn_rnn_layer_backward(*args: Any) -> tuple[torch.Tensor, ...]:
+    found = list(aten.mkldnn_rnn_layer_backward.default(*args))
+    found[4] = torch.empty_like(found[3])
+    return tuple(found)
 
 
 def gru_cell(
@@ -102,10 +118,11 @@ def gru_cell_backward(
 
 
 # Operations without shape rules in torch 2.13 (the GRU cell), computed from operations that have them, or with wrong
-# ones: group norm's backward with 16-bit values and 32-bit weights returns the weights' dtype, and oneDNN's LSTM has
-# no workspace.
+# ones: group norm's backward with 16-bit values and 32-bit weights returns the weights' dtype, oneDNN's LSTM has no
+# workspace, and its backward returns one tensor for the gradients of both biases.
 SHAPE_RULES: dict[str, Callable[..., Any]] = {
     "mkldnn_rnn_layer": _mkldnn_rnn_layer,
+    "mkldnn_rnn_layer_backward": _mkldnn_rnn_layer_backward,
     "_thnn_fused_gru_cell": gru_cell,
     "_thnn_fused_gru_cell_backward": gru_cell_backward,
     "native_group_norm_backward": _group_norm_backward,
@@ -114,30 +131,31 @@ SHAPE_RULES: dict[str, Callable[..., Any]] = {
 # What `.item()` returns for a number that was not computed. A loop that waits for a condition must end (ViT's
 # `trunc_normal_` draws until all values are within bounds), and checks for bad values must pass.
 ASSUMED_VALUES: dict[str, float] = {
-    "any": 0,
-    "all": 1,
-    "zeros": 0,
-    "zeros_like": 0,
-    "ones": 1,
-    "ones_like": 1,
-    "isnan": 0,
-    "isinf": 0,
-    "isfinite": 1,
-    "equal": 1,
+    **dict.fromkeys(("any", "zeros", "zeros_like", "isnan", "isinf"), 0),
+    **dict.fromkeys(("all", "ones", "ones_like", "isfinite", "equal"), 1),
 }
 FILL_VALUE_ARGUMENT = {"full": 1, "full_like": 1, "scalar_tensor": 0}  # its position
 SAME_VALUE = {"_to_copy", "clone", "detach", "alias", "lift_fresh", "view", "_unsafe_view"}
 # The result of comparing activations is a guess, and so is `any` of it. Checks for values that are not finite are not
 # among them: a step is assumed to pass them.
 COMPARISONS = {"gt", "lt", "ge", "le", "eq", "ne"}
-SAME_GUESS = SAME_VALUE | {"any", "all", "logical_not", "logical_and", "logical_or"}
-SAME_GUESS |= {"bitwise_not", "bitwise_and", "bitwise_or"}
+LOGIC = {"any", "all", "logical_not", "logical_and", "logical_or", "bitwise_not", "bitwise_and", "bitwise_or"}
 # For unknown numbers. Not 1.0: optimizers divide by 1 - x.
 UNKNOWN_FLOAT = 0.5
 UNKNOWN_INT = 1
 
+LARGEST_MASK = 1 << 20  # elements
+VALUES_PROPAGATED = {"_to_copy", "detach", "alias", "view", "slice", "all", "any", "sum", "eq", "ne"}
+VALUES_PROPAGATED |= {"logical_not", "bitwise_not"}
+_value_reads = 0
 
-class FakeMode(CachingFakeMode):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
+
+def batch_value_reads() -> int:
+    """Return how often code in this process has read a value of a fake batch."""
+    return _value_reads
+
+
+class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
     """A fake mode whose device does not exist on this machine."""
 
     # torch.tensor(data, device=...) makes the tensor on the CPU and moves the fake one: no device is needed.
@@ -145,6 +163,10 @@ class FakeMode(CachingFakeMode):  # type: ignore[no-untyped-call]  # its `__init
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in MemoryTracker
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FakeMode:
         return self  # a copied tensor (nn.TransformerEncoder copies its layer) belongs to the same mode
@@ -173,9 +195,16 @@ class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__ini
             return args[0].fake_device
         name = op_name(func)
         if name == "_local_scalar_dense":
-            self.guesses += _is_guess(args[0])
+            # Python code that depends on a guess may take another branch in training.
+            value = getattr(args[0], "_memscale_value", None)
+            self.guesses += value is None or getattr(args[0], "_memscale_guess", False)
             _value_reads += getattr(args[0], "_memscale_known", None) is not None
-            return _number(args[0])
+            dtype = args[0].dtype
+            if dtype is torch.bool:
+                return bool(value)  # an unknown comparison is false: no early exit, no dropped layer
+            if dtype.is_floating_point:
+                return float(UNKNOWN_FLOAT if value is None else value)
+            return int(UNKNOWN_INT if value is None else value)
         if name == "record_stream" or (name.startswith(MANY) and _changes_values_only(name, args)):
             return None
         if name in ("_pin_memory", "pin_memory"):
@@ -183,26 +212,14 @@ class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__ini
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if isinstance(result, FakeTensor) and result.numel() == 1:
             _remember_value(result, name, args)
-        if name in COMPARISONS or name in SAME_GUESS:
-            _remember_guess(result, name, args)
+        if isinstance(result, FakeTensor) and _is_guess(name, args):
+            result._memscale_guess = True  # type: ignore[attr-defined]
         _propagate_values(result, func, name, args, kwargs)
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = SHAPE_RULES.get(op_name(func))
-        if own is not None:
-            return own(*args, **kwargs)
-        if dispatch_stack_length() == 1:  # no mode between this one and the fake one
-            mode = current_fake_mode()
-            if isinstance(mode, CachingFakeMode):
-                leave_fake_mode()
-                try:
-                    result = mode.cached_result(func, args, kwargs)
-                finally:
-                    return_to_fake_mode(mode)
-                if result is not NOT_CACHED:
-                    return result
-        return super()._run(func, args, kwargs)
+        return own(*args, **kwargs) if own is not None else super()._run(func, args, kwargs)
 
     def _device_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.device | None:
         if not isinstance(tensor, FakeTensor):
@@ -239,29 +256,13 @@ def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
     )
 
 
-def _is_guess(tensor: torch.Tensor) -> bool:
-    """Return whether a number was made up: Python code that depends on it may take another branch in training."""
-    return getattr(tensor, "_memscale_value", None) is None or getattr(tensor, "_memscale_guess", False)
-
-
-def _remember_guess(result: Any, name: str, args: tuple[Any, ...]) -> None:
-    if not isinstance(result, FakeTensor):
-        return
+def _is_guess(name: str, args: tuple[Any, ...]) -> bool:
+    """Return whether the values of a boolean result are made up."""
     if name in COMPARISONS:
-        guess = isinstance(args[0], torch.Tensor) and args[0].is_floating_point()
-    else:
-        guess = any(getattr(each, "_memscale_guess", False) for each in args)
-    if guess:
-        result._memscale_guess = True  # type: ignore[attr-defined]
-
-
-def _number(tensor: torch.Tensor) -> bool | int | float:
-    value = getattr(tensor, "_memscale_value", None)
-    if tensor.dtype is torch.bool:
-        return bool(value)  # an unknown comparison is false: no early exit, no dropped layer
-    if tensor.dtype.is_floating_point:
-        return float(UNKNOWN_FLOAT if value is None else value)
-    return int(UNKNOWN_INT if value is None else value)
+        return isinstance(args[0], torch.Tensor) and args[0].is_floating_point()
+    return (name in SAME_VALUE or name in LOGIC) and any(
+        getattr(each, "_memscale_guess", False) for each in args
+    )
 
 
 def _remember_value(result: FakeTensor, name: str, args: tuple[Any, ...]) -> None:
@@ -275,74 +276,6 @@ def _remember_value(result: FakeTensor, name: str, args: tuple[Any, ...]) -> Non
         value = getattr(args[0], "_memscale_value", None)
     # None after an in-place operation on a scalar with a known value.
     result._memscale_value = value if isinstance(value, (bool, int, float)) else None  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def saving_refused() -> Iterator[None]:
-    """Make `torch.save` of fake tensors an error that says why."""
-    save = torch.save
-
-    def checked_save(thing: Any, *args: Any, **kwargs: Any) -> None:
-        tensors = thing.parameters() if isinstance(thing, nn.Module) else tree_leaves(thing)
-        if any(isinstance(each, FakeTensor) for each in tensors):
-            raise SimulationError(
-                "torch.save inside a simulation: its tensors have no data, so there is nothing to save. "
-                "Leave saving out of what is simulated."
-            )
-        save(thing, *args, **kwargs)
-
-    with attribute(torch, "save", checked_save):
-        yield
-
-
-@contextlib.contextmanager
-def module_conversion() -> Iterator[None]:
-    """Let `module.to(device)` convert fake parameters, and refuse to turn real weights into fake ones."""
-    swap: Any = torch.utils.swap_tensors
-    apply: Any = nn.Module._apply
-
-    def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
-        if isinstance(first, FakeTensor):
-            # The converter's memo holds weak references, and tensors with weak references cannot be swapped.
-            first.fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
-        swap(first, second)
-
-    def checked_apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if not isinstance(tensor, FakeTensor):
-                raise SimulationError(
-                    f"{type(module).__name__} holds real data ({name} on {tensor.device}): converting it "
-                    "inside a simulation would lose it. Build the model inside the `simulate` block, or "
-                    "simulate a copy: `sim.copy_of(model)`."
-                )
-        converted: nn.Module = apply(module, function, recurse)
-        return converted
-
-    with attribute(torch.utils, "swap_tensors", swap_tensors), attribute(nn.Module, "_apply", checked_apply):
-        yield
-
-
-_value_reads = 0
-LARGEST_MASK = 1 << 20  # elements
-VALUES_PROPAGATED = {
-    "_to_copy",
-    "detach",
-    "alias",
-    "view",
-    "slice",
-    "all",
-    "any",
-    "sum",
-    "eq",
-    "ne",
-    "logical_not",
-    "bitwise_not",
-}
-
-
-def batch_value_reads() -> int:
-    """Return how often code in this process has read a value of a fake batch."""
-    return _value_reads
 
 
 def remember_values(twin: torch.Tensor, real: torch.Tensor) -> None:
@@ -370,3 +303,33 @@ def _propagate_values(
         result._memscale_known = values
         if values.numel() == 1:
             result._memscale_value = values.item()
+
+
+@contextlib.contextmanager
+def data_protected() -> Iterator[None]:
+    """Refuse to turn real weights into fake ones, and to save fake ones, inside the block."""
+    save: Any = torch.save
+    apply: Any = nn.Module._apply
+
+    def checked_save(thing: Any, *args: Any, **kwargs: Any) -> None:
+        tensors = thing.parameters() if isinstance(thing, nn.Module) else tree_leaves(thing)
+        if any(isinstance(each, FakeTensor) for each in tensors):
+            raise SimulationError(
+                "torch.save inside a simulation: its tensors have no data, so there is nothing to save. "
+                "Leave saving out of what is simulated."
+            )
+        save(thing, *args, **kwargs)
+
+    def checked_apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if not isinstance(tensor, FakeTensor):
+                raise SimulationError(
+                    f"{type(module).__name__} holds real data ({name} on {tensor.device}): converting it "
+                    "inside a simulation would lose it. Build the model inside the `simulate` block, or "
+                    "simulate a copy: `sim.copy_of(model)`."
+                )
+        converted: nn.Module = apply(module, function, recurse)
+        return converted
+
+    with attribute(torch, "save", checked_save), attribute(nn.Module, "_apply", checked_apply):
+        yield

@@ -4,7 +4,7 @@ Note [The virtual GPU]
 ~~~~~~~~~~~~~~~~~~~~~~
 Inside the block every tensor is fake: it has a shape, a dtype, a device and a lifetime, but no data. The device is
 torch's PrivateUse1 slot under the name `vgpu` (`device.py`), attention and autocast behave as on CUDA (`cuda.py`), and
-the memory tracker follows every storage through a model of CUDA's caching allocator (`tracking.py`). Nothing is
+the memory tracker follows every storage through a model of CUDA's caching allocator (`device.py`). Nothing is
 computed, so GPT-2 XL takes seconds. All patches are undone at the end.
 
 `simulate(..., device="cpu")` simulates the CPU: the same with the CPU's own kernels and exact bytes.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, TypeVar
@@ -26,18 +27,8 @@ from memscale.errors import SimulationError
 from memscale.hardware import GpuSpec, find_gpu
 from memscale.memory.allocator import CachingAllocator, ExactAllocator
 from memscale.simulator import device as backend
-from memscale.simulator import patches
-from memscale.simulator.cuda import cuda_attention, cuda_autocast, cuda_fused_kernels, cuda_names
-from memscale.simulator.device import errors_after_backward
-from memscale.simulator.fake import (
-    FakeMode,
-    StepTracker,
-    is_simulating,
-    module_conversion,
-    remember_values,
-    saving_refused,
-)
-from memscale.simulator.tracking import workspace_bytes
+from memscale.simulator.cuda import behaving_as_cuda, cuda_attention
+from memscale.simulator.fake import FakeMode, StepTracker, data_protected, is_simulating, remember_values
 from memscale.units import parse_bytes
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -45,67 +36,45 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 DEFAULT_CAPABILITY = (8, 6)
 
 
-class Simulation:
+class Simulation(backend.VirtualDevice):
     """A simulated device, and its memory during and after the block."""
 
-    computes = False
-
-    def __init__(self, name: str, capacity: int, capability: tuple[int, int], device: torch.device) -> None:
-        self.device_name = name
-        self.capacity = capacity
-        self.compute_capability = capability
-        self.device = device
-        if device.type == "cpu":
-            self.tracker = StepTracker(allocators={"cpu": lambda: ExactAllocator(capacity)})
-        else:
-            self.tracker = StepTracker(
-                workspace_bytes=workspace_bytes(capability),
-                allocators={device.type: lambda: CachingAllocator(capacity)},
-            )
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most memory in use on the device at once (`max_memory_allocated`)."""
-        return self.tracker.peak_bytes(self.device)
-
-    @property
-    def peak_reserved_bytes(self) -> int:
-        """The most memory that the device's allocator held (`max_memory_reserved`)."""
-        return self.tracker.peak_reserved_bytes(self.device)
-
-    @property
-    def host_peak_bytes(self) -> int:
-        """The most host memory in use at once."""
-        return self.tracker.peak_bytes("cpu")
-
     def copy_of(self, model: ModuleT, without: Iterable[nn.Module] = ()) -> ModuleT:
-        """Return a copy of a real model on this device, without data; the modules in `without` are left empty."""
-        return fake_copy(model, self.device, without)
+        """Return a copy of a real model on this device, without data; the modules in `without` are left empty.
+
+        Storage shared by several tensors (views, ties by `.data`) stays shared.
+        """
+        storages: dict[int, torch.Tensor] = {}
+        memo: dict[int, Any] = {id(module): nn.Module() for module in without}
+        for tensor in _tensors_of(model, memo.keys()):
+            memo[id(tensor)] = _fake_twin(tensor, self.device, storages)
+        twin = copy.deepcopy(model, memo)
+        if type(twin) is not type(model):
+            raise SimulationError(
+                f"A deep copy of {type(model).__name__} is a {type(twin).__name__}; it can't be simulated."
+            )
+        return twin
 
     def batch_of(self, batch: Any) -> Any:
         """Return a copy of a real batch (nested containers of tensors) on this device, without data."""
-        return fake_tree(batch, self.device)
+        storages: dict[int, torch.Tensor] = {}
 
-    # Fake random numbers have no state, but code that saves and restores one must run.
+        def twin(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            fake = _fake_twin(leaf, self.device, storages)
+            remember_values(fake, leaf)
+            return fake
 
-    def get_rng_state(self) -> torch.Tensor:
-        return torch.zeros(16, dtype=torch.uint8)
-
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        pass
-
-    def manual_seed(self, seed: int) -> None:
-        pass
+        return pytree.tree_map(twin, batch)
 
 
 def _resolve(on: str | int | GpuSpec) -> tuple[str, int, tuple[int, int]]:
     """Return name, capacity and compute capability."""
     if isinstance(on, GpuSpec):
         return on.name, on.memory_bytes, on.compute_capability or DEFAULT_CAPABILITY
-    if isinstance(on, str) and not on.strip()[:1].isdigit():
-        return _resolve(find_gpu(on))
-    if isinstance(on, str) and not on.strip().lower().endswith("b"):
-        return _resolve(find_gpu(on))  # "3090", "4090 laptop"
+    if isinstance(on, str) and not (on.strip()[:1].isdigit() and on.strip().lower().endswith("b")):
+        return _resolve(find_gpu(on))  # also "3090", "4090 laptop"
     capacity = parse_bytes(on, field="simulate(on)")
     return f"virtual GPU of {on}", capacity, DEFAULT_CAPABILITY
 
@@ -136,31 +105,31 @@ def simulate(on: str | int | GpuSpec = "RTX 3090", *, device: str = backend.NAME
     if is_simulating():
         raise SimulationError("A simulation is running already; leave its block before you open another.")
     name, capacity, capability = _resolve(on)
-    target = torch.device("cpu") if device == "cpu" else None
+    tracker = StepTracker(allocators={"cpu": lambda: ExactAllocator(capacity)})
+    target = torch.device("cpu")
     with contextlib.ExitStack() as stack:
-        if target is None:
+        if device != "cpu":
             target = backend.virtual_device()
-        simulation = Simulation(name, capacity, capability, target)
-        if target.type == backend.NAME and backend.is_active():
-            stack.enter_context(backend.activate(simulation))  # kernels and names are installed
-        elif target.type == backend.NAME:
+            tracker = StepTracker(
+                workspace_bytes=backend.workspace_bytes(capability),
+                allocators={target.type: lambda: CachingAllocator(capacity)},
+            )
+        simulation = Simulation(name, capacity, capability, target, tracker)
+        if target.type == backend.NAME:
+            installed = backend.is_active()  # by an executing device around this block
             stack.enter_context(backend.activate(simulation))
-            stack.enter_context(cuda_attention(capability))
-            stack.enter_context(cuda_autocast())
-            stack.enter_context(cuda_fused_kernels())
-            stack.enter_context(cuda_names(target))
+            if not installed:
+                stack.enter_context(behaving_as_cuda(target, capability))
         elif target.type == "cuda":
             stack.enter_context(cuda_attention(capability, "AutogradCUDA"))
-        stack.enter_context(module_conversion())
-        stack.enter_context(saving_refused())
-        stack.enter_context(patches.swap_on_conversion())
-        stack.enter_context(patches.foreach_by_default(FakeTensor))
-        stack.enter_context(patches.transformers_masks())
-        # A fake mode belongs to one thread, and autograd would run the device's backward in another.
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        masking = sys.modules.get("transformers.masking_utils")
+        if hasattr(masking, "is_tracing"):
+            # It takes fake tensors for a tracer's, for which it builds masks that a real step does not have.
+            stack.enter_context(backend.attribute(masking, "is_tracing", lambda *args, **kwargs: False))
+        stack.enter_context(backend.like_cuda_tensors(FakeTensor))
+        stack.enter_context(data_protected())
         stack.enter_context(FakeMode())
-        stack.enter_context(errors_after_backward())
-        stack.enter_context(simulation.tracker)
+        stack.enter_context(tracker)
         yield simulation
 
 
@@ -171,37 +140,6 @@ _CONTAINERS = {dict, OrderedDict, list, tuple, set}
 
 # Classes of tensors that are nothing but memory; others may have more than a shape.
 PLAIN_KINDS: set[type] = {torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor}
-
-
-def fake_copy(model: ModuleT, device: torch.device, without: Iterable[nn.Module] = ()) -> ModuleT:
-    """Deep copy `model`, inside a fake mode, with every tensor replaced by an empty one on `device`.
-
-    Storage shared by several tensors (views, ties by `.data`) stays shared. Modules in `without` are left empty.
-    """
-    storages: dict[int, torch.Tensor] = {}
-    memo: dict[int, Any] = {id(module): nn.Module() for module in without}
-    for tensor in _tensors_of(model, memo.keys()):
-        memo[id(tensor)] = _fake_twin(tensor, device, storages)
-    twin = copy.deepcopy(model, memo)
-    if type(twin) is not type(model):
-        raise SimulationError(
-            f"A deep copy of {type(model).__name__} is a {type(twin).__name__}; it can't be simulated."
-        )
-    return twin
-
-
-def fake_tree(tree: Any, device: torch.device) -> Any:
-    """Return the same nested containers with every tensor replaced by an empty one on `device`."""
-    storages: dict[int, torch.Tensor] = {}
-
-    def twin(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        fake = _fake_twin(leaf, device, storages)
-        remember_values(fake, leaf)
-        return fake
-
-    return pytree.tree_map(twin, tree)
 
 
 def _tensors_of(model: nn.Module, without: Collection[int]) -> list[torch.Tensor]:

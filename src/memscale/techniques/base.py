@@ -30,10 +30,7 @@ class ModelSite:
     """A model that a plan is being attached to.
 
     Attributes:
-        model: The model.
-        plan: The plan.
         device: Where the model trains.
-        config: The user's settings; None if the plan was attached without any.
         homes: Where the model's tensors are, and the disk tier.
         meter: Counts what a technique does.
         state: What techniques keep from one plan of the model to the next, by names of their choice.
@@ -55,18 +52,12 @@ class ModelSite:
 
 @dataclass(frozen=True)
 class LayerSite(ModelSite):
-    """One layer of a plan, in the model that it is being attached to.
-
-    Attributes:
-        layer: The layer's entry in the plan.
-        modules: Its modules, in the order of `layer.members`.
-    """
+    """One layer of a plan, with its modules in the order of `layer.members`."""
 
     layer: LayerPlan
     modules: tuple[nn.Module, ...]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of its modules."""
         return [parameter for module in self.modules for parameter in module.parameters()]
 
 

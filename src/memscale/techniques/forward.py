@@ -2,30 +2,26 @@
 
 Note [Forward override]
 ~~~~~~~~~~~~~~~~~~~~~~~
-A technique changes what a module computes by a `ForwardStage`. All stages of a module share one
-`ForwardOverride`, an instance attribute `forward` that hides the class's method. The module keeps its class,
-its name, its parameters and its hooks, which run outside of the override, once per call. Stages run in the
-order of `Stage`, whatever the order in which they were added; each decides whether and how to call the next,
-and the last one calls the module's own forward.
+A technique changes what a module computes by a `ForwardStage`. All stages of a module share one `ForwardOverride`, an
+instance attribute `forward` that hides the class's method. The module keeps its class, its parameters and its hooks,
+which run outside of the override, once per call. Stages run in the order of `Stage`, whatever the order in which they
+were added; each decides whether and how to call the next, and the last one calls the module's own forward.
 
 *References.* The module owns its override, and the override refers to the module weakly: a cycle would keep
 the memory of a model that its user has dropped until the garbage collector runs. Copied by itself, as from an
 attribute that someone else made, an override is the copied module's method. See Note [Copies].
 
-*When a stage runs.* Whenever gradients are on, in `train()` and in `eval()` mode alike: a model that is
-trained with its batch norm and dropout off saves as much for backward as any. With gradients off only stages
-with `in_evaluation` run.
+*When a stage runs.* Whenever gradients are on, in `train()` and in `eval()` mode alike: a model that is trained with
+its batch norm and dropout off saves as much for backward as any. With gradients off only stages with `in_evaluation`.
 
 *Under torch.compile.* The compiler cannot trace hooks on saved tensors, nor fetched parameters. A stage that
-runs and `is_opaque` is called outside of it (a graph break), and the log says so once per undo log; others
-are traced through.
+runs and `is_opaque` is called outside of it (a graph break), and the log says so once; others are traced through.
 
 *Covered by others.* Others may put a forward of their own over ours (accelerate does, for autocast). As with
 a bound method they take `forward.__func__`, which is a function of the module and nothing else: it looks up
 the module's override under `OVERRIDE` at each call, or calls the class's forward if there is none any more.
 So plans may change underneath, `detach` leaves a forward that works, and a copy of the module calls itself.
-If someone closes over the override itself, it cannot be taken away; with its stages removed it only calls the
-module's own forward.
+If someone closes over the override itself, it only calls the module's own forward once its stages are removed.
 """
 
 from __future__ import annotations
@@ -99,11 +95,7 @@ class ForwardStage:
 
 
 class CompileNotice:
-    """Logs once that a compiler has been kept out of a layer; shared by the overrides of one undo log.
-
-    Args:
-        enabled: Whether to log at all.
-    """
+    """Logs once, if enabled, that a compiler has been kept out of a layer; shared by all overrides of a model."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         self._pending = enabled
@@ -122,11 +114,6 @@ class CompileNotice:
 
 class ForwardOverride:
     """Replaces a module's `forward`, or another of its methods. See Note [Forward override].
-
-    Args:
-        module: The module that this goes on.
-        method: The name of the method.
-        notice: Told when compiled code calls it.
 
     Attributes:
         stages: What it runs, outermost first.
@@ -261,9 +248,8 @@ def _dispatch_for(kind: type[nn.Module]) -> Callable[..., Any]:
 
     def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         override = vars(module).get(OVERRIDE)
-        if override is None or override is vars(module).get(
-            "forward"
-        ):  # the latter: that is what called this
+        # The second: that is what called this.
+        if override is None or override is vars(module).get("forward"):
             return type(module).forward(module, *args, **kwargs)
         return override(*args, **kwargs)
 

@@ -1,9 +1,8 @@
 """The undo log: every change of a model, so that all of them can be undone exactly.
 
-A change is logged before it is made, and removed from the log after it is undone; undoing a change that was
-never made does nothing. So an interrupt at any point leaves a log by which the rest can be undone.
-
-Modules are referred to weakly: a log keeps no model alive. It is never copied. See Note [Copies].
+A change is logged before it is made, and removed from the log after it is undone; undoing a change that was never made
+does nothing. So an interrupt at any point leaves a log by which the rest can be undone. Modules are referred to weakly:
+a log keeps no model alive. It is never copied (Note [Copies]).
 """
 
 from __future__ import annotations
@@ -41,17 +40,16 @@ class Change(Protocol):
         """Undo it; do nothing if it was not made."""
 
 
-class SetAttribute:
+class _SetAttribute:
     """An attribute in an object's own `__dict__`, and what was there before."""
 
     def __init__(self, owner: object, owner_name: str, name: str, value: object) -> None:
-        attributes = vars(owner)
         self._owner = weakref.ref(owner)
         self._owner_name = owner_name
         self._name = name
         self._value = value
-        self._had_before = name in attributes
-        self._before = attributes.get(name)
+        self._had_before = name in vars(owner)
+        self._before = vars(owner).get(name)
 
     def make(self) -> None:
         owner = self._owner()
@@ -61,25 +59,21 @@ class SetAttribute:
 
     def undo(self) -> None:
         owner = self._owner()
-        if owner is None:
+        if owner is None or self.undo_in(owner, vars(owner)):
             return
-        attributes = vars(owner)
-        if not self.undo_in(owner, attributes):
-            if isinstance(owner, nn.Module) and self._name == "forward" and is_covered(owner):
-                return  # it calls the module's own forward from now on. See Note [Forward override]
-            logger.warning(
-                "%s.%s was replaced after MemScale had set it, and stays as it is now; what MemScale had put "
-                "there has no effect any more.",
-                self._owner_name or type(owner).__name__,
-                self._name,
-            )
+        if isinstance(owner, nn.Module) and self._name == "forward" and is_covered(owner):
+            return  # it calls the module's own forward from now on. See Note [Forward override]
+        logger.warning(
+            "%s.%s was replaced after MemScale had set it, and stays as it is now; what MemScale had put "
+            "there has no effect any more.",
+            self._owner_name or type(owner).__name__,
+            self._name,
+        )
 
     def undo_in(self, owner: object, attributes: dict[str, Any]) -> bool:
         """Undo it in the attributes of an object; return False if someone has replaced it."""
-        if owner is not self._owner():
-            return True
         has, now = self._name in attributes, attributes.get(self._name)
-        if has == self._had_before and now is self._before:
+        if owner is not self._owner() or (has == self._had_before and now is self._before):
             return True
         if now is not self._value:
             return False
@@ -95,9 +89,7 @@ class SetAttribute:
         return None if owner is None or isinstance(owner, nn.Module) else (owner, self._name, self._before)
 
 
-class AddedStage:
-    """A stage of a module's forward override."""
-
+class _AddedStage:
     def __init__(self, override: ForwardOverride, stage: ForwardStage) -> None:
         self.override = override
         self.stage = stage
@@ -109,9 +101,7 @@ class AddedStage:
         self.override.remove(self.stage)
 
 
-class AddedHook:
-    """A registered hook."""
-
+class _AddedHook:
     def __init__(self, register: Callable[[], RemovableHandle]) -> None:
         self._register: Callable[[], RemovableHandle] | None = register
         self._handle: RemovableHandle | None = None
@@ -125,7 +115,6 @@ class AddedHook:
             self._handle.remove()
 
     def undo_in(self, owner: object, attributes: dict[str, Any]) -> None:
-        """Remove the hook from copies of the dicts that it is registered in."""
         handle = self._handle
         if handle is None:
             return
@@ -160,26 +149,15 @@ class UndoLog:
         return len(self._changes)
 
     def set_attribute(self, owner: object, attribute: str, value: object, *, name: str = "") -> None:
-        """Set an attribute in an object's own `__dict__`.
-
-        Args:
-            owner: Whose attribute.
-            attribute: Its name.
-            value: Its value.
-            name: What the owner is called, for messages.
-        """
-        self._make(SetAttribute(owner, name, attribute, value))
+        """Set an attribute in an object's own `__dict__`; messages call the object `name`."""
+        self._make(_SetAttribute(owner, name, attribute, value))
 
     def add_stage(
         self, module: nn.Module, stage: ForwardStage, *, method: str = "forward", name: str = ""
     ) -> None:
-        """Add a stage to a module's forward. See Note [Forward override].
+        """Add a stage to a module's forward, or to another method; messages call the module `name`.
 
-        Args:
-            module: Whose forward.
-            stage: What is to run around it.
-            method: Another method to override instead of `forward`.
-            name: What the module is called, for messages.
+        See Note [Forward override].
         """
         override = override_of(module, method)
         if override is None:
@@ -189,24 +167,24 @@ class UndoLog:
                 self.set_attribute(module, OVERRIDE, override, name=name)
             if not covered:
                 self.set_attribute(module, method, override, name=name)
-        self._make(AddedStage(override, stage))
+        self._make(_AddedStage(override, stage))
 
     def add_forward_pre_hook(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         """Register a hook `(module, args, kwargs)` that runs before all that are there."""
-        self._make(AddedHook(lambda: module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)))
+        self._make(_AddedHook(lambda: module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)))
 
     def add_forward_hook(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         """Register a hook `(module, args, output)` that runs after forward; if that failed, with no output."""
-        self._make(AddedHook(lambda: module.register_forward_hook(hook, always_call=True)))
+        self._make(_AddedHook(lambda: module.register_forward_hook(hook, always_call=True)))
 
     def add(self, change: Change) -> None:
-        """Log a change that was made elsewhere."""
+        """Log a change that is made elsewhere."""
         self._changes.append(change)
 
     def stages(self) -> Iterator[tuple[nn.Module, ForwardStage]]:
         """Yield the stages that were added, each with its module."""
         for change in self._changes:
-            if isinstance(change, AddedStage):
+            if isinstance(change, _AddedStage):
                 yield change.override.module, change.stage
 
     def undo_in(self, module: nn.Module, attributes: dict[str, Any]) -> None:
@@ -218,7 +196,7 @@ class UndoLog:
 
     def changed_objects(self) -> list[tuple[object, str, object]]:
         """Return the changed attributes of objects other than modules, with their values before."""
-        changes = (each.before() for each in self._changes if isinstance(each, SetAttribute))
+        changes = (each.before() for each in self._changes if isinstance(each, _SetAttribute))
         return [each for each in changes if each is not None]
 
     def undo(self) -> None:
@@ -238,7 +216,7 @@ class UndoLog:
         if errors:
             raise errors[0]
 
-    def _make(self, change: SetAttribute | AddedStage | AddedHook) -> None:
+    def _make(self, change: _SetAttribute | _AddedStage | _AddedHook) -> None:
         raise_pending_interrupt()
         self._changes.append(change)
         change.make()

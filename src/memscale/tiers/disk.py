@@ -47,7 +47,7 @@ from memscale._torch import is_fake
 from memscale._util.locks import LateLock
 from memscale.errors import ConfigError, TierError, TierFullError, shown
 from memscale.hardware.host import find_disk
-from memscale.memory.ledger import is_mapped, mark_mapped, new_storages_are_mapped
+from memscale.memory.record import is_mapped, mark_mapped, new_storages_are_mapped
 from memscale.units import format_bytes
 
 __all__ = ["PAGE", "DiskFile", "DiskStore", "Extent", "FreeList", "read_into", "round_up", "write_from"]

@@ -8,7 +8,7 @@ how many rows a tile has.
 from __future__ import annotations
 
 from memscale.tiling.head import Head
+from memscale.tiling.layers import run_in_tiles
 from memscale.tiling.lazy import LazyLogits, lazy_logits
-from memscale.tiling.positions import run_in_tiles
 
 __all__ = ["Head", "LazyLogits", "lazy_logits", "run_in_tiles"]

@@ -24,16 +24,12 @@ from torch import nn
 from memscale._torch import backward_keeps_graph
 from memscale.checkpointing.state import Conditions, ModuleFlags, version_of
 from memscale.errors import RecomputeError
-from memscale.tiling.tiles import first_order_only, sum_dtype, tiles_of, without_saved_tensor_hooks
+from memscale.tiling.layers import first_order_only, sum_dtype, tiles_of, without_saved_tensor_hooks
 
-__all__ = ["Head", "LogitsStep", "Reduction", "TiledHead", "compute_tiled"]
+__all__ = ["Head", "LogitsStep", "TiledHead", "compute_tiled"]
 
-Borrow = Callable[[Sequence[torch.Tensor]], contextlib.AbstractContextManager[None]]
+Borrow = Callable[[Sequence[torch.Tensor]], contextlib.AbstractContextManager[Any]]
 """A context around every use of a head's parameters, for those that need more than a copy to the device."""
-
-
-def _borrow_freely(parameters: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -41,18 +37,15 @@ class Head:
     """The parameters of a linear layer at the time of a call, on whichever device they are.
 
     Attributes:
-        weight: Its weight, vocabulary × width.
-        bias: Its bias, if it has one.
         dtype: The type that it computes in: that of its weight, or autocast's.
         rows: Tokens per tile.
-        borrow: A context around every use of the parameters.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     dtype: torch.dtype
     rows: int
-    borrow: Borrow = _borrow_freely
+    borrow: Borrow = contextlib.nullcontext
     _versions: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -101,12 +94,9 @@ class Head:
 
 @dataclass(frozen=True)
 class LogitsStep:
-    """An operation on logits that treats every token by itself.
+    """An operation on logits, its first argument, that treats every token by itself.
 
     Attributes:
-        function: Called with the logits as its first argument.
-        args: Its other arguments.
-        kwargs: Its keyword arguments.
         dtype: The type of its result when it was recorded; autocast may be another when it runs.
     """
 
@@ -118,13 +108,7 @@ class LogitsStep:
 
 @dataclass(frozen=True)
 class TiledHead:
-    """A head, and the operations on its logits that are recorded so far.
-
-    Attributes:
-        head: The linear map.
-        steps: Operations on its output, in order.
-        vocabulary_dim: The vocabulary's position among the dimensions of the logits.
-    """
+    """A head, the operations on its logits that are recorded so far, and the vocabulary's dimension in those."""
 
     head: Head
     steps: tuple[LogitsStep, ...] = ()
@@ -145,31 +129,23 @@ class TiledHead:
         return logits.movedim(-1, self.vocabulary_dim)
 
 
-@dataclass(frozen=True)
-class Reduction:
-    """What is computed from each tile of logits.
+def compute_tiled(
+    tiled: TiledHead,
+    hidden: torch.Tensor,
+    of_tile: Callable[[torch.Tensor, slice], torch.Tensor],
+    *,
+    is_total: bool = False,
+    divisor: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Reduce the logits of flat hidden states (tokens × width), one tile at a time.
 
-    Attributes:
+    Args:
+        tiled: The head.
+        hidden: The hidden states.
         of_tile: Maps a tile of logits (tokens × vocabulary) and the slice of tokens that it covers to a scalar, or
             to one result per token.
         is_total: Whether tiles give scalars, which are added up.
         divisor: What a total is divided by, if it is a mean.
-    """
-
-    of_tile: Callable[[torch.Tensor, slice], torch.Tensor]
-    is_total: bool
-    divisor: torch.Tensor | None = None
-
-    @property
-    def factor(self) -> torch.Tensor | None:
-        """The gradient of the total for one tile's scalar; 0 for a mean over nothing, though that is NaN."""
-        if self.divisor is None:
-            return None
-        return torch.where(self.divisor == 0, torch.zeros_like(self.divisor), 1 / self.divisor)
-
-
-def compute_tiled(tiled: TiledHead, hidden: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    """Reduce the logits of flat hidden states (tokens × width), one tile at a time.
 
     Returns:
         A scalar, or one result per token along the first dimension.
@@ -178,46 +154,48 @@ def compute_tiled(tiled: TiledHead, hidden: torch.Tensor, reduction: Reduction) 
         each.requires_grad for each in (hidden, *tiled.head.parameters)
     )
     # See Note [Gradients in forward or in backward].
-    in_forward = reduction.is_total and needs_gradient and tiled.head.dtype is not torch.float16
-    call = _TiledCall(tiled, reduction, in_forward)
+    in_forward = is_total and needs_gradient and tiled.head.dtype is not torch.float16
+    call = _TiledCall(tiled, of_tile, is_total, divisor, in_forward)
     result: torch.Tensor = _TiledReduction.apply(call, hidden, *tiled.head.parameters)  # type: ignore[no-untyped-call]
     return result
 
 
 @dataclass(frozen=True)
 class _TiledCall:
+    """A call of `compute_tiled`."""
+
     tiled: TiledHead
-    reduction: Reduction
+    of_tile: Callable[[torch.Tensor, slice], torch.Tensor]
+    is_total: bool
+    divisor: torch.Tensor | None
     gradients_in_forward: bool
 
     def run(
-        self,
-        hidden: torch.Tensor,
-        gradients: _Gradients | None = None,
-        incoming: torch.Tensor | None = None,
+        self, hidden: torch.Tensor, gradients: _Gradients | None = None, incoming: torch.Tensor | None = None
     ) -> Any:
-        """Reduce all tiles; add up `gradients`, given the gradient of the result, if there are any to add to."""
-        head, reduction = self.tiled.head, self.reduction
+        """Reduce all tiles; add up `gradients`, if there are any to add to, given the gradient of the result."""
+        head = self.tiled.head
+        if self.divisor is not None and gradients is not None:
+            # 0 for a mean over nothing, though that is NaN.
+            factor = torch.where(self.divisor == 0, torch.zeros_like(self.divisor), 1 / self.divisor)
+            incoming = factor if incoming is None else incoming * factor
         result: Any = None
         with head.on(hidden.device) as parameters:
             for tile in tiles_of(hidden, 0, head.rows):
                 if gradients is None:
-                    part = self._reduced(head.linear(hidden[tile], *parameters), tile)
+                    part = self.of_tile(self.tiled.after_steps(head.linear(hidden[tile], *parameters)), tile)
                 else:
-                    arrived = incoming if incoming is None or reduction.is_total else incoming[tile]
+                    arrived = incoming if incoming is None or self.is_total else incoming[tile]
                     part, slope = self._differentiated(head.linear(hidden[tile], *parameters), tile, arrived)
                     gradients.add(tile, slope, parameters[0])
                     del slope
-                if reduction.is_total:
+                if self.is_total:
                     result = part if result is None else result + part
                 elif gradients is None:
                     if result is None:
                         result = part.new_empty(hidden.shape[0], *part.shape[1:])
                     result[tile] = part
-        return result if reduction.divisor is None else result / reduction.divisor
-
-    def _reduced(self, logits: torch.Tensor, tile: slice) -> torch.Tensor:
-        return self.reduction.of_tile(self.tiled.after_steps(logits), tile)
+        return result if self.divisor is None else result / self.divisor
 
     def _differentiated(
         self, logits: torch.Tensor, tile: slice, incoming: torch.Tensor | None
@@ -225,10 +203,9 @@ class _TiledCall:
         """Return a tile's result and the gradient of its logits."""
         logits.requires_grad_()
         with torch.enable_grad(), without_saved_tensor_hooks():
-            part = self._reduced(logits, tile)
-            (slope,) = torch.autograd.grad(
-                part, logits, None if incoming is None else incoming.to(part.dtype)
-            )
+            part = self.of_tile(self.tiled.after_steps(logits), tile)
+            incoming = None if incoming is None else incoming.to(part.dtype)
+            (slope,) = torch.autograd.grad(part, logits, incoming)
         return part.detach(), slope
 
 
@@ -242,7 +219,7 @@ class _TiledReduction(torch.autograd.Function):
         ctx.devices = [each.device for each in (hidden, *parameters)]
         if call.gradients_in_forward:
             gradients = _Gradients(call.tiled.head, hidden, ctx.needs_input_grad[1:])
-            result: torch.Tensor = call.run(hidden, gradients, call.reduction.factor)
+            result: torch.Tensor = call.run(hidden, gradients)
             ctx.save_for_backward(*gradients.finish())
         else:
             ctx.conditions = Conditions(ModuleFlags(()), [hidden.device.type])
@@ -263,10 +240,9 @@ class _TiledReduction(torch.autograd.Function):
             ]
         else:
             hidden = ctx.saved_tensors[0]
-            factor = call.reduction.factor
             gradients = _Gradients(call.tiled.head, hidden, ctx.needs_input_grad[1:])
             with ctx.conditions.replay(), torch.no_grad():
-                call.run(hidden, gradients, gradient if factor is None else gradient * factor)
+                call.run(hidden, gradients, gradient)
             found = gradients.finish()
         on_devices = zip(found, ctx.devices, strict=True)
         return None, *(None if each is None else each.to(device) for each, device in on_devices)

@@ -23,8 +23,8 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +33,13 @@ from memscale._torch import (
     disable_current_modes,
     make_wrapper_subclass,
     tree_leaves,
-    tree_map,
+    tree_map_only,
     without_torch_function,
 )
 from memscale.checkpointing.state import version_of
 from memscale.errors import RecomputeError
-from memscale.tiling.head import Head, LogitsStep, Reduction, TiledHead, compute_tiled
-from memscale.tiling.tiles import first_order_only, without_saved_tensor_hooks
+from memscale.tiling.head import Head, LogitsStep, TiledHead, compute_tiled
+from memscale.tiling.layers import first_order_only, without_saved_tensor_hooks
 
 __all__ = ["LazyLogits", "lazy_logits"]
 
@@ -67,8 +67,7 @@ _METADATA: set[Function] = {
 _COMMUTATIVE = {torch.add, Tensor.add, Tensor.__add__, torch.mul, Tensor.mul, Tensor.__mul__}
 
 
-@dataclass(frozen=True)
-class _Origin:
+class _Origin(NamedTuple):
     """What lazy logits were derived from, and how."""
 
     parent: LazyLogits
@@ -101,7 +100,7 @@ class LazyLogits(Tensor):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the true logits have been asked for."""
+        """Whether the true logits have been computed."""
         return self.root._true is not None
 
     def whole(self) -> Tensor:
@@ -159,16 +158,16 @@ class LazyLogits(Tensor):
             if func in _METADATA:
                 with without_torch_function():
                     return func(*args, **kwargs)
-            handler, signature = _SUPPORTED.get(func, (None, None))
-            if handler is not None and signature is not None and _binds(signature, func, args, kwargs):
-                result = handler(func, *args, **kwargs)
-                if result is not NotImplemented:
-                    return result
-        if _changes_in_place(func, kwargs):
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, LazyLogits):
-                    _compute_family(leaf)
-        args, kwargs = tree_map(_true_tensor, (tuple(args), kwargs))
+            result = _answer(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        if _changes_in_place(func, kwargs):  # first compute all that comes from the same call of the head
+            lazy = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyLogits)]
+            family = [reference() for leaf in lazy for reference in leaf.root._derived]
+            for each in (*family, *lazy):
+                if each is not None:
+                    each.whole()
+        args, kwargs = tree_map_only(LazyLogits, LazyLogits.whole, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -176,7 +175,9 @@ class LazyLogits(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         with without_torch_function():
-            args, kwargs = tree_map(_true_values, (tuple(args), kwargs or {}))
+            args, kwargs = tree_map_only(
+                LazyLogits, lambda leaf: leaf.whole().detach(), (tuple(args), kwargs or {})
+            )
         return func(*args, **kwargs)
 
     # For those who look through wrappers, such as memory trackers: what is really there.
@@ -199,8 +200,6 @@ def lazy_logits(hidden: Tensor, head: Head) -> LazyLogits:
         >>> logits = lazy_logits(torch.ones(3, 2, requires_grad=True), head)
         >>> logits.shape, logits.is_whole
         (torch.Size([3, 5]), False)
-        >>> logits.tolist()[0], logits.is_whole
-        ([2.0, 2.0, 2.0, 2.0, 2.0], True)
     """
     return _make(hidden, TiledHead(head), None)
 
@@ -242,38 +241,23 @@ class _History(torch.autograd.Function):
         return None, *(next(found) if leaf.requires_grad else None for leaf in leaves)
 
 
-def _true_tensor(leaf: Any) -> Any:
-    return leaf.whole() if isinstance(leaf, LazyLogits) else leaf
-
-
-def _true_values(leaf: Any) -> Any:
-    return leaf.whole().detach() if isinstance(leaf, LazyLogits) else leaf
-
-
-def _compute_family(logits: LazyLogits) -> None:
-    """Compute all that comes from the same call of the head, before one of it is changed in place."""
-    for reference in logits.root._derived:
-        derived = reference()
-        if derived is not None:
-            derived.whole()
-    logits.whole()
+def _answer(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return what a function of lazy logits gives without the true ones, if it is in the table."""
+    handler, signature = _SUPPORTED.get(function, (None, None))
+    if handler is None or signature is None:
+        return NotImplemented
+    try:
+        signature.bind(function, *args, **kwargs)
+    except TypeError:
+        return NotImplemented
+    return handler(function, *args, **kwargs)
 
 
 def _changes_in_place(function: Function, kwargs: dict[str, Any]) -> bool:
     name = getattr(function, "__name__", "")
     if name.startswith("__"):
-        return name.startswith("__i") or name in ("__setitem__", "__set__", "__setstate__")
+        return name.startswith("__i") or name in ("__setitem__", "__set__")
     return name.endswith("_") or kwargs.get("out") is not None
-
-
-def _binds(
-    signature: inspect.Signature, function: Function, args: Sequence[Any], kwargs: dict[str, Any]
-) -> bool:
-    try:
-        signature.bind(function, *args, **kwargs)
-    except TypeError:
-        return False
-    return True
 
 
 # The table of supported operations -------------------------------------------------------------------
@@ -379,20 +363,19 @@ def _with_step(logits: LazyLogits, step: LogitsStep, args: Sequence[Any] | None 
 
 
 def _example(logits: LazyLogits) -> Tensor:
-    """Return a row of logits to learn from which type an operation gives."""
+    """Return a row of logits, to learn the type of an operation's result."""
     return torch.empty(1, logits.tiled.head.vocabulary, dtype=logits.dtype, device=logits.device)
 
 
 @_supports(
-    *(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
-    *(Tensor.to, Tensor.type, Tensor.type_as),
+    *(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to),
 )
 def _convert(function: Function, logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     if kwargs.keys() - {"device", "dtype", "non_blocking"} or len(args) > 3:
         return NotImplemented
     example = function(torch.empty(1, dtype=logits.dtype, device=logits.device), *args, **kwargs)
-    if not isinstance(example, Tensor) or example.device != logits.device:
-        return NotImplemented  # as `type()`, which gives a name
+    if example.device != logits.device:
+        return NotImplemented
     if example.dtype is logits.dtype:
         return logits
     if not example.is_floating_point():
@@ -449,16 +432,10 @@ def _is_over_vocabulary(logits: LazyLogits, dim: Any) -> bool:
 # Results for each token, and losses: computed tile by tile.
 
 
-def _reduced(
-    logits: LazyLogits,
-    of_tile: Callable[[Tensor, slice], Tensor],
-    *,
-    is_total: bool = False,
-    divisor: Tensor | None = None,
-) -> Tensor:
+def _reduced(logits: LazyLogits, of_tile: Callable[[Tensor, slice], Tensor], **options: Any) -> Tensor:
     logits.check()
     flat = logits.hidden.reshape(-1, logits.hidden.shape[-1])
-    return compute_tiled(logits.tiled, flat, Reduction(of_tile, is_total, divisor))
+    return compute_tiled(logits.tiled, flat, of_tile, **options)
 
 
 @_supports(
@@ -489,47 +466,28 @@ def _gather(function: Function, logits: LazyLogits, dim: Any, index: Any) -> Any
     return _reduced(logits, lambda values, tile: values.gather(-1, flat[tile])).reshape(index.shape)
 
 
-@_supports(F.cross_entropy)
-def _cross_entropy(
-    function: Function,
-    logits: LazyLogits,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: None = None,
-    ignore_index: int = -100,
-    reduce: None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    if size_average is not None or reduce is not None:
-        return NotImplemented  # deprecated names, which torch translates
-    options = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    return _loss(function, logits, target, reduction, options)
-
-
-@_supports(F.nll_loss)
-def _nll_loss(
-    function: Function,
-    logits: LazyLogits,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: None = None,
-    ignore_index: int = -100,
-    reduce: None = None,
-    reduction: str = "mean",
-) -> Any:
-    if size_average is not None or reduce is not None or target.is_floating_point():
-        return NotImplemented
-    options = {"weight": weight, "ignore_index": ignore_index}
-    return _loss(function, logits, target, reduction, options)
-
-
+@_supports(F.cross_entropy, F.nll_loss)
 def _loss(
-    function: Function, logits: LazyLogits, target: Any, reduction: str, options: dict[str, Any]
+    function: Function,
+    logits: LazyLogits,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: None = None,
+    ignore_index: int = -100,
+    reduce: None = None,
+    reduction: str = "mean",
+    label_smoothing: float | None = None,
 ) -> Any:
-    if not _can_be_tiled(logits, target, options["weight"]) or reduction not in ("mean", "sum", "none"):
+    if size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
+        return NotImplemented  # the first two are deprecated names, which torch translates
+    if not _can_be_tiled(logits, target, weight):
         return NotImplemented
+    options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index}
+    if label_smoothing is not None:
+        options["label_smoothing"] = label_smoothing
     has_probabilities = target.is_floating_point()
+    if has_probabilities and function is F.nll_loss:
+        return NotImplemented
     rows = target if has_probabilities else target.reshape(-1)
 
     def of_tile(values: Tensor, tile: slice) -> Tensor:
@@ -544,8 +502,12 @@ def _loss(
         dtype = torch.promote_types(logits.dtype, torch.float32)
         if has_probabilities:
             divisor = torch.full((), math.prod(target.shape[:-1]), dtype=dtype, device=logits.device)
-        else:
-            divisor = _token_count(rows, options["weight"], options["ignore_index"], dtype)
+        else:  # the tokens that are not ignored, each with the weight of its class
+            is_counted = rows != ignore_index
+            counts = is_counted
+            if weight is not None:
+                counts = torch.where(is_counted, weight[torch.where(is_counted, rows, 0)], 0)
+            divisor = counts.sum().to(dtype)
     return _reduced(logits, of_tile, is_total=True, divisor=divisor)
 
 
@@ -560,11 +522,3 @@ def _can_be_tiled(logits: LazyLogits, target: Any, weight: Tensor | None) -> boo
     if target.is_floating_point():  # probabilities
         return logits.dim() == 2 and target.shape == logits.shape
     return target.shape == logits.hidden.shape[:-1]
-
-
-def _token_count(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """Return what torch divides a mean by: the tokens that are not ignored, each with the weight of its class."""
-    is_counted = target != ignore_index
-    if weight is None:
-        return is_counted.sum().to(dtype)
-    return torch.where(is_counted, weight[torch.where(is_counted, target, 0)], 0).sum().to(dtype)

@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,40 +34,20 @@ from memscale.techniques.base import LayerSite, ModelSite
 from memscale.techniques.cost import BlockOption, CostTerms
 from memscale.techniques.forward import ForwardOverride, ForwardStage, Stage
 from memscale.tiling.head import Head
+from memscale.tiling.layers import TiledMethod, find_wide_layers, run_in_tiles
 from memscale.tiling.lazy import LazyLogits, lazy_logits
-from memscale.tiling.positions import run_in_tiles
-from memscale.tiling.positionwise import NotPositionWise, show_position_wise
 
 if TYPE_CHECKING:
     from memscale.techniques.undo_log import UndoLog
 
-__all__ = ["ActivationTiling", "SdpaAttention", "TiledLoss", "TiledMethod", "find_wide_layers"]
+__all__ = ["ActivationTiling", "SdpaAttention", "TiledLoss"]
 
 logger = logging.getLogger("memscale")
 
-# Methods of a block that are an MLP: of Hugging Face's encoders, and of torch's own transformer layers.
-MLP_METHODS = ("feed_forward_chunk", "ff_chunk", "_ff_block")
-
-MAX_WIDTHS_TRIED = 4
 DEFAULT_ROWS = 1024
 
 
 # Wide layers -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TiledMethod:
-    """A position-wise method of a module inside a block.
-
-    Attributes:
-        name: The module's name inside the block.
-        method: `"forward"`, or another method.
-        uses: The names of the module's children that it uses.
-    """
-
-    name: str
-    method: str
-    uses: tuple[str, ...]
 
 
 class ActivationTiling:
@@ -77,25 +55,20 @@ class ActivationTiling:
 
     name = "tiling"
 
-    def __init__(self) -> None:
-        # From `unsupported_reason` to `attach`, which follows at once: tracing a layer takes milliseconds.
-        self._found: weakref.WeakKeyDictionary[nn.Module, list[TiledMethod]] = weakref.WeakKeyDictionary()
-
     def options(self, block: BlockProfile, terms: CostTerms) -> Iterable[BlockOption]:
         return ()  # the planner chooses it for the model as a whole, as a `Setting`
 
     def unsupported_reason(self, site: LayerSite) -> str | None:
         if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):
             return "it is a scripted module, whose forward cannot be replaced"
-        self._found.update((module, find_wide_layers(module)) for module in site.modules)
-        if not any(self._found[module] for module in site.modules):
+        if not any(map(find_wide_layers, site.modules)):
             return "no wide layer inside is known to be position-wise"
         return None
 
     def attach(self, site: LayerSite, log: UndoLog) -> None:
         rows = (site.layer.tiling or Tiling(DEFAULT_ROWS)).rows
         for member, module in zip(site.layer.members, site.modules, strict=True):
-            for tiled in self._found.pop(module, None) or find_wide_layers(module):
+            for tiled in find_wide_layers(module):
                 name = ".".join(filter(None, (member, tiled.name)))
                 owner = module.get_submodule(tiled.name)
                 log.add_stage(owner, TileStage(rows, tiled), method=tiled.method, name=name)
@@ -121,51 +94,6 @@ class TileStage(ForwardStage):
         else:
             modules = [module.get_submodule(name) for name in self._tiled.uses]
         return run_in_tiles(call_next, x, self._rows, modules)
-
-
-def find_wide_layers(block: nn.Module) -> list[TiledMethod]:
-    """Return the wide position-wise layers inside a block, none inside another.
-
-    Example:
-        >>> block = nn.Module()
-        >>> block.norm = nn.LayerNorm(4)
-        >>> block.mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
-        >>> find_wide_layers(block)
-        [TiledMethod(name='mlp', method='forward', uses=('0', '1', '2'))]
-    """
-    return list(_wide_layers("", block))
-
-
-def _wide_layers(name: str, module: nn.Module) -> Iterator[TiledMethod]:
-    for method in MLP_METHODS:
-        uses = _children_used(module, method) if hasattr(type(module), method) else None
-        if uses is not None:
-            yield TiledMethod(name, method, uses)
-            return
-    for child_name, child in module.named_children():
-        path = f"{name}.{child_name}" if name else child_name
-        uses = _children_used(child, "forward") if "forward" not in vars(child) else None
-        if uses is not None:
-            yield TiledMethod(path, "forward", uses)
-        else:
-            yield from _wide_layers(path, child)
-
-
-def _children_used(module: nn.Module, method: str) -> tuple[str, ...] | None:
-    """Return what a method of a module uses, if it is position-wise and has something wide inside."""
-    matrices = [each for each in module.parameters() if each.dim() == 2]
-    if len(matrices) < 2 or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return None
-    function = getattr(type(module), method).__get__(module)
-    # The input's width is that of a matrix on one of its sides.
-    widths = list(dict.fromkeys(side for matrix in matrices for side in reversed(matrix.shape)))
-    for width in widths[:MAX_WIDTHS_TRIED]:
-        try:
-            shown = show_position_wise(function, module, width, matrices[0].dtype)
-        except NotPositionWise:
-            continue
-        return shown.uses if shown.widest > shown.width else None
-    return None
 
 
 # Attention -------------------------------------------------------------------------------------------
@@ -248,7 +176,9 @@ class TiledLoss:
                 logger.warning("Head and loss are not tiled: %s.", reason)
             return
         device = site.device if site.homes.device is not None else None
-        log.add_stage(head, TileHeadStage(settings.rows, device, site.homes.mapped), name=name)
+        log.add_stage(
+            head, TileHeadStage(settings.rows, device, site.homes.mapped, logs=site.logs), name=name
+        )
 
 
 def _foreign_forward(head: nn.Module) -> str | None:
@@ -260,17 +190,21 @@ def _foreign_forward(head: nn.Module) -> str | None:
 
 
 class TileHeadStage(ForwardStage):
-    """Makes a head's logits lazy. See Note [Lazy logits].
+    """Makes a head's logits lazy, `rows` tokens per tile. See Note [Lazy logits].
 
     Args:
         rows: Tokens per tile.
         device: Where it computes, if its parameters may be elsewhere.
         mapped: The parameters of the model that are on disk.
+        logs: Whether to log, once, that a static graph keeps it from tiling.
     """
 
     order = Stage.TILE_HEAD
 
-    def __init__(self, rows: int, device: torch.device | None, mapped: MappedParameters) -> None:
+    def __init__(
+        self, rows: int, device: torch.device | None, mapped: MappedParameters, *, logs: bool
+    ) -> None:
+        self._logs = logs
         self._rows = rows
         self._device = device
         self._mapped = mapped
@@ -281,7 +215,15 @@ class TileHeadStage(ForwardStage):
         hidden = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(hidden, torch.Tensor) or isinstance(hidden, LazyLogits):
             return call_next(*args, **kwargs)
-        if not hooks_are_allowed() or _in_static_graph():
+        if not hooks_are_allowed():
+            return call_next(*args, **kwargs)
+        if _in_static_graph():
+            if self._logs:
+                self._logs = False
+                logger.warning(
+                    "Head and loss are not tiled inside DistributedDataParallel(static_graph=True), which would not "
+                    "average their gradients. To save the memory of the logits, leave static_graph out."
+                )
             return call_next(*args, **kwargs)
         if self._device is not None and hidden.device.type == "cpu":
             hidden = hidden.to(self._device, non_blocking=True)

@@ -1,0 +1,599 @@
+"""A virtual GPU that computes, for tests of MemScale and for users' tests of their own training code.
+
+`executing` runs code written for a device on a machine without one. A tensor is a wrapper with the device `vgpu:0`
+around an ordinary CPU tensor. Operations run on the CPU tensors, random ones with the device's own generator; operands
+on two devices raise as on CUDA; memory goes through the same tracker and allocator as in the simulator, with a
+capacity. It is slow, but its numbers can be compared with the CPU's, and its bytes with the simulator's.
+
+Nothing in MemScale imports this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from memscale._torch import (
+    FOREACH_MUL,
+    disabled_torch_function,
+    foreach_mul_,
+    make_wrapper_subclass,
+    map_location_in_use,
+    pytree,
+    with_autograd_below_dispatch,
+)
+from memscale.memory.allocator import CachingAllocator
+from memscale.simulator import device as backend
+from memscale.simulator.cuda import behaving_as_cuda
+from memscale.simulator.device import DeviceTracker, op_name, workspace_bytes
+from memscale.simulator.fake import gru_cell, gru_cell_backward
+from memscale.simulator.simulate import PLAIN_KINDS
+from memscale.units import parse_bytes
+
+__all__ = ["ExecutingDevice", "ExecutingTensor", "executing"]
+
+aten = torch.ops.aten
+
+# Operations that accept operands on two devices, as on CUDA.
+CROSS_DEVICE = {"index", "_index_put_impl_", "index_put", "index_put_", "copy_", "_to_copy", "_unsafe_index"}
+
+
+class ExecutingTensor(torch.Tensor):
+    """A CPU tensor under the label of the virtual device."""
+
+    host: torch.Tensor
+    __slots__ = ()  # tensors with slots of their own cannot be swapped by Module.to
+    __torch_function__ = disabled_torch_function
+
+    @staticmethod
+    def __new__(cls, host: torch.Tensor) -> ExecutingTensor:
+        tensor: ExecutingTensor = make_wrapper_subclass(
+            cls,
+            host.size(),
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            layout=host.layout,
+            device=torch.device(backend.NAME, 0),
+            requires_grad=False,
+        )
+        tensor.host = host
+        return tensor
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        assert isinstance(value, ExecutingTensor)
+        self.host = value.host
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.host.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
+    def tolist(self) -> Any:
+        return self.host.tolist()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            f"can't convert {backend.NAME}:0 device type tensor to numpy. "
+            "Use Tensor.cpu() to copy the tensor to host memory first."
+        )
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # torch has one option, unused
+        return f"ExecutingTensor({self.host!r}, device='{backend.NAME}:0')"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (self.host, isinstance(self, nn.Parameter), self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            with torch.no_grad():
+                copy = self.detach().clone()
+            memo[id(self)] = _with_flags(copy, isinstance(self, nn.Parameter), self.requires_grad)
+        return memo[id(self)]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it on the instance
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return _execute(func, args, kwargs or {})
+
+
+PLAIN_KINDS.add(ExecutingTensor)  # a model on this device can be simulated
+
+
+def _with_flags(tensor: torch.Tensor, parameter: bool, requires_grad: bool) -> torch.Tensor:
+    return nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
+
+
+def _rebuild(host: torch.Tensor, parameter: bool, requires_grad: bool) -> torch.Tensor:
+    # None outside of `torch.load`.
+    to = map_location_in_use()
+    if isinstance(to, (str, torch.device)) and torch.device(to).type == "cpu":
+        return _with_flags(host, parameter, requires_grad)
+    return _with_flags(ExecutingTensor(host), parameter, requires_grad)
+
+
+class ExecutingTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
+    """The device's tracker; page-locked host memory is ordinary host memory here."""
+
+    _plain = DeviceTracker._plain | {ExecutingTensor}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = op_name(func)
+        if name == "is_pinned":
+            return False
+        if name in ("pin_memory", "_pin_memory"):
+            func, args, kwargs = aten.clone.default, args[:1], {}
+        elif kwargs and kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one operation on the CPU tensors behind the wrappers."""
+    name = op_name(func)
+    if name == "record_stream":
+        return None
+    wrappers: dict[int, ExecutingTensor] = {}
+    foreign: list[torch.Tensor] = []
+
+    def unwrap(value: Any) -> Any:
+        if isinstance(value, ExecutingTensor):
+            wrappers[id(value.host)] = value
+            return value.host
+        if isinstance(value, torch.Tensor) and value.dim() and value.device.type == "cpu":
+            foreign.append(value)
+        if isinstance(value, torch.device) and value.type == backend.NAME:
+            return torch.device("cpu")
+        return value
+
+    device = kwargs.get("device")
+    to_host = device is not None and torch.device(device).type == "cpu"
+    host_args, host_kwargs = pytree.tree_map(unwrap, (args, kwargs))
+    if foreign and wrappers and name not in CROSS_DEVICE:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, "
+            f"{backend.NAME}:0 and cpu! (when checking arguments of {func})"
+        )
+    if name == "copy_":
+        host_args[0].copy_(*host_args[1:])
+        return args[0]
+    if name == "_to_copy" and device is not None:
+        layout = host_kwargs.get("memory_format") or torch.preserve_format
+        dtype = host_kwargs.get("dtype") or host_args[0].dtype
+        result = host_args[0].to(dtype, copy=True, memory_format=layout)
+    else:
+        kernel = CPU_KERNELS.get(func, func)
+        with _device_random(func):
+            result = kernel(*host_args, **host_kwargs)
+    if to_host:
+        return result
+    return pytree.tree_map(lambda leaf: _wrap(leaf, wrappers, func._schema.is_mutable), result)
+
+
+def _wrap(leaf: Any, wrappers: dict[int, ExecutingTensor], mutable: bool) -> Any:
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, ExecutingTensor):
+        return leaf
+    original = wrappers.get(id(leaf))
+    if original is None or not mutable:
+        return ExecutingTensor(leaf)
+    if original.shape != leaf.shape or original.stride() != leaf.stride():
+        # resize_, t_ and the like also change the wrapper's metadata.
+        torch.Tensor.data.__set__(original, ExecutingTensor(leaf))  # type: ignore[attr-defined]
+        original.host = leaf
+    return original
+
+
+@contextlib.contextmanager
+def _device_random(func: Any) -> Iterator[None]:
+    """Let a random operation inside the block draw from the device's generator instead of the host's."""
+    if torch.Tag.nondeterministic_seeded not in func.tags or _generator is None:
+        yield
+        return
+    host = torch.get_rng_state()
+    torch.set_rng_state(_generator.get_state())
+    try:
+        yield
+    finally:
+        _generator.set_state(torch.get_rng_state())
+        torch.set_rng_state(host)
+
+
+_generator: torch.Generator | None = None
+
+
+class ExecutingDevice(backend.VirtualDevice):
+    """The executing device of a block, and its memory."""
+
+    computes: ClassVar[bool] = True
+
+    def __init__(self, capacity: int, capability: tuple[int, int]) -> None:
+        tracker = ExecutingTracker(
+            workspace_bytes=workspace_bytes(capability),
+            allocators={backend.NAME: lambda: CachingAllocator(capacity)},
+        )
+        device = torch.device(backend.NAME, 0)
+        super().__init__("executing virtual GPU", capacity, capability, device, tracker)
+        self.generator = torch.Generator()
+
+    def get_rng_state(self) -> torch.Tensor:
+        return self.generator.get_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self.generator.set_state(state)
+
+    def manual_seed(self, seed: int) -> None:
+        self.generator.manual_seed(seed)
+
+
+def _empty(
+    size: Any,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    memory_format: torch.memory_format | None = None,
+) -> torch.Tensor:
+    form = memory_format or torch.contiguous_format
+    return ExecutingTensor(torch.empty(size, dtype=dtype, device="cpu", memory_format=form))
+
+
+def _empty_strided(
+    size: Any,
+    stride: Any,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> torch.Tensor:
+    return ExecutingTensor(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
+
+
+def _copy_from(source: Any, target: Any, non_blocking: bool = False) -> Any:
+    # torch.tensor(..., device="vgpu") copies with Python dispatch disabled.
+    host = [each.host if isinstance(each, ExecutingTensor) else each for each in (source, target)]
+    host[1].copy_(host[0])
+    return target
+
+
+@contextlib.contextmanager
+def _kernels() -> Iterator[None]:
+    with backend.operators("PrivateUse1") as implement:
+        implement("empty.memory_format", _empty)
+        implement("empty_strided", _empty_strided)
+        implement("_copy_from", _copy_from)
+        yield
+
+
+@contextlib.contextmanager
+def executing(
+    capacity: int | str = "24GiB", *, capability: tuple[int, int] = (8, 6), seed: int = 0
+) -> Iterator[ExecutingDevice]:
+    """Run the block with a virtual GPU that computes.
+
+    Args:
+        capacity: its memory, in bytes or with a unit.
+        capability: the compute capability that it reports, which decides on attention kernels and workspaces.
+        seed: of its random generator.
+
+    Raises:
+        SimulationError: a virtual GPU is active already.
+        torch.OutOfMemoryError: inside the block, if it needs more than the capacity.
+
+    Example:
+        >>> with executing("64MiB") as gpu:
+        ...     x = torch.ones(4, device=gpu.device)
+        ...     float((x + x).sum())
+        8.0
+    """
+    global _generator
+    backend.register()
+    device = ExecutingDevice(parse_bytes(capacity, field="executing(capacity)"), capability)
+    device.manual_seed(seed)
+    with (
+        backend.activate(device),
+        _kernels(),
+        behaving_as_cuda(device.device, capability),
+        backend.like_cuda_tensors(ExecutingTensor),
+        cast(Any, torch.serialization.safe_globals)([_rebuild]),
+        device.tracker,
+    ):
+        _generator = device.generator
+        try:
+            yield device
+        finally:
+            _generator = None
+            _random_states.clear()
+
+
+# -- CUDA-only operations, and those that round otherwise there, computed on the CPU
+#
+# Each returns tensors of exactly the shapes and layouts of the CUDA operation, by torch's shape rules for meta tensors:
+# the executing device and the simulator account for the same bytes.
+
+# Backward draws a dropout mask again from the random state that forward began with. The operation only passes an 8-byte
+# seed, so the state is kept here under that number; old ones are dropped.
+_random_states: OrderedDict[int, torch.Tensor] = OrderedDict()
+_MAX_STATES = 4096
+_next_state = 0
+
+
+def _remember_random_state() -> int:
+    global _next_state
+    _next_state += 1
+    _random_states[_next_state] = torch.get_rng_state()
+    if len(_random_states) > _MAX_STATES:
+        _random_states.popitem(last=False)
+    return _next_state
+
+
+def _like_cuda(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the operation's outputs with CUDA's shapes and strides, uninitialised."""
+    meta = [each.to("meta") if isinstance(each, torch.Tensor) else each for each in args]
+    shapes = func(*meta, **kwargs)
+    return tuple(
+        torch.empty_strided(each.size(), each.stride(), dtype=each.dtype)
+        if isinstance(each, torch.Tensor)
+        else each
+        for each in shapes
+    )
+
+
+def _attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    # The CPU's own attention, for the numbers of a CPU run, whichever kernels the user allows on the device.
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        return functional.scaled_dot_product_attention(query, key, value, bias, dropout, causal, scale=scale)
+
+
+def _attention_gradients(
+    gradient: torch.Tensor,
+    inputs: tuple[torch.Tensor | None, ...],
+    wanted: tuple[bool, ...],
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    state: int,
+) -> list[torch.Tensor | None]:
+    now = torch.get_rng_state()
+    if dropout > 0:
+        torch.set_rng_state(_random_states[state])
+    try:
+        with torch.enable_grad(), with_autograd_below_dispatch():
+            leaves = [
+                None if each is None else each.detach().requires_grad_(want)
+                for each, want in zip(inputs, wanted, strict=True)
+            ]
+            query, key, value, bias = leaves
+            out = _attend(query, key, value, bias, dropout, causal, scale)
+            asked = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want and leaf is not None]
+            found = iter(torch.autograd.grad(out, asked, gradient))
+        return [
+            next(found) if want and leaf is not None else None
+            for leaf, want in zip(leaves, wanted, strict=True)
+        ]
+    finally:
+        torch.set_rng_state(now)
+
+
+def _fill(targets: tuple[Any, ...], values: list[torch.Tensor | None]) -> None:
+    for target, value in zip(targets, values, strict=False):
+        if isinstance(target, torch.Tensor) and value is not None and target.numel():
+            target.copy_(value)
+
+
+def _efficient_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    compute_log_sumexp: bool,
+    dropout: float = 0.0,
+    causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    func = aten._scaled_dot_product_efficient_attention.default
+    shapes = _like_cuda(func, query, key, value, bias, compute_log_sumexp, dropout, causal, scale=scale)
+    state = _remember_random_state() if dropout > 0 else 0
+    shapes[0].copy_(_attend(query, key, value, bias, dropout, causal, scale))
+    shapes[2].fill_(state)
+    return tuple(shapes)
+
+
+def _efficient_attention_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    seed: torch.Tensor,
+    offset: torch.Tensor,
+    dropout: float,
+    wanted: list[bool],
+    causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    func = aten._scaled_dot_product_efficient_attention_backward.default
+    args = (gradient, query, key, value, bias, out, logsumexp, seed, offset, dropout, wanted, causal)
+    shapes = _like_cuda(func, *args, scale=scale)
+    want_bias = bool(wanted[3]) and bias is not None
+    gradients = _attention_gradients(
+        gradient, (query, key, value, bias), (True, True, True, want_bias), dropout, causal, scale, int(seed)
+    )
+    _fill(shapes, gradients)
+    return tuple(shapes)
+
+
+def _flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float = 0.0,
+    causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    func = aten._scaled_dot_product_flash_attention.default
+    shapes = _like_cuda(func, query, key, value, dropout, causal, return_debug_mask, scale=scale)
+    state = _remember_random_state() if dropout > 0 else 0
+    key, value = _ungroup(query, key, value)
+    shapes[0].copy_(_attend(query, key, value, None, dropout, causal, scale))
+    shapes[6].fill_(state)
+    return tuple(shapes)
+
+
+def _flash_attention_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: Any,
+    cum_seq_k: Any,
+    max_q: Any,
+    max_k: Any,
+    dropout: float,
+    causal: bool,
+    seed: torch.Tensor,
+    offset: torch.Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    func = aten._scaled_dot_product_flash_attention_backward.default
+    args = (gradient, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k)
+    shapes = _like_cuda(func, *args, dropout, causal, seed, offset, scale=scale)
+    full = _ungroup(query, key, value)
+    wanted = (True, True, True, False)
+    state = int(seed.flatten()[0])
+    gradients = _attention_gradients(gradient, (query, *full, None), wanted, dropout, causal, scale, state)
+    for index, original in ((1, key), (2, value)):
+        whole = gradients[index]
+        if whole is not None and whole.shape != original.shape:
+            heads = original.size(1)
+            grouped = whole.reshape(whole.size(0), heads, -1, *whole.shape[2:])
+            gradients[index] = grouped.sum(2)
+    _fill(shapes, gradients)
+    return tuple(shapes)
+
+
+def _ungroup(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    groups = query.size(1) // key.size(1)
+    if groups == 1:
+        return key, value
+    return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+
+
+def _lstm_cell(
+    input_gates: torch.Tensor,
+    hidden_gates: torch.Tensor,
+    cell: torch.Tensor,
+    input_bias: torch.Tensor | None = None,
+    hidden_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gates = input_gates + hidden_gates
+    if input_bias is not None and hidden_bias is not None:
+        gates = gates + input_bias + hidden_bias
+    enter, forget, new, show = gates.chunk(4, 1)
+    workspace = torch.cat([enter.sigmoid(), forget.sigmoid(), new.tanh(), show.sigmoid()], 1)
+    enter, forget, new, show = workspace.chunk(4, 1)
+    next_cell = forget * cell + enter * new
+    return show * next_cell.tanh(), next_cell, workspace
+
+
+def _lstm_cell_backward(
+    grad_hidden: torch.Tensor | None,
+    grad_cell: torch.Tensor | None,
+    cell: torch.Tensor,
+    next_cell: torch.Tensor,
+    workspace: torch.Tensor,
+    has_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    enter, forget, new, show = workspace.chunk(4, 1)
+    hidden = torch.zeros_like(next_cell) if grad_hidden is None else grad_hidden
+    squashed = next_cell.tanh()
+    through = hidden * show * (1 - squashed * squashed)
+    if grad_cell is not None:
+        through = through + grad_cell
+    gates = torch.cat(
+        [
+            through * new * enter * (1 - enter),
+            through * cell * forget * (1 - forget),
+            through * enter * (1 - new * new),
+            hidden * squashed * show * (1 - show),
+        ],
+        1,
+    )
+    return gates, through * forget, gates.sum(0) if has_bias else None
+
+
+def _rms_norm_backward(
+    gradient: torch.Tensor,
+    values: torch.Tensor,
+    normalized_shape: list[int],
+    scale: torch.Tensor,
+    weight: torch.Tensor | None,
+    wanted: list[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    inner = list(range(-len(normalized_shape), 0))
+    outer = list(range(values.dim() - len(normalized_shape)))
+    normal = values * scale
+    weighted = gradient if weight is None else gradient * weight
+    found = (weighted - normal * (weighted * normal).mean(inner, keepdim=True)) * scale
+    of_weight = (gradient * normal).sum(outer) if outer else gradient * normal
+    return (
+        found.to(values.dtype) if wanted[0] else None,
+        of_weight.to(weight.dtype) if wanted[1] and weight is not None else None,
+    )
+
+
+CPU_KERNELS: dict[Any, Callable[..., Any]] = {
+    aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_attention_backward,
+    aten._scaled_dot_product_flash_attention.default: _flash_attention,
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_attention_backward,
+    aten._thnn_fused_lstm_cell.default: _lstm_cell,
+    aten._thnn_fused_lstm_cell_backward_impl.default: _lstm_cell_backward,
+    aten._thnn_fused_gru_cell.default: gru_cell,
+    aten._thnn_fused_gru_cell_backward.default: gru_cell_backward,
+    aten._fused_rms_norm_backward.default: _rms_norm_backward,
+    **dict.fromkeys(FOREACH_MUL, foreach_mul_),
+}
