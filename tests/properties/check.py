@@ -26,7 +26,12 @@ from properties.generator import Case, Piece, Stack
 from properties.loops import Seen, Training
 
 CAPACITY = "1GiB"
-LOSSLESS = {"use_mixed_precision": False, "use_8bit_optimizer": False, "enable_tiling": False}
+LOSSLESS = {
+    "use_mixed_precision": False,
+    "use_8bit_optimizer": False,
+    "enable_tiling": False,
+    "fused_host_step": False,
+}
 
 
 @dataclass
