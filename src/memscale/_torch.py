@@ -94,13 +94,20 @@ def a_dispatch_mode_is_active() -> bool:
     return True if ask is None else cast(int, ask()) > 0
 
 
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call back when the backward pass that is running now has ended without an error.
+def at_end_of_backward(method: Callable[..., None], *args: object) -> None:
+    """Call a method, if its object is alive then, when the running backward pass has ended without an error.
 
     Without it nothing works: what a backward pass has not used would live as long as its graph.
     """
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*args)
+
     engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
+    engine.queue_callback(call)
 
 
 def backward_keeps_graph() -> bool:

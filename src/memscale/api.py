@@ -18,7 +18,7 @@ from memscale.executor import EXECUTOR, Executor, executor_of, refuse_nested
 from memscale.hardware import Hardware, detect, virtual_hardware
 from memscale.observe.counters import Meter
 from memscale.observe.log import log_plan, logger, open_log
-from memscale.offload.homes import training_device
+from memscale.offload.placement import training_device
 from memscale.optimizer.needs import OptimizerNeeds, needs_of
 from memscale.planner.batch_size import BatchSizes, batch_sizes
 from memscale.planner.engine import room_of

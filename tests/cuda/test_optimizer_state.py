@@ -47,7 +47,7 @@ def test_trains_as_a_plain_model(bucket: int, copies: str, computing: Computing)
         ours = train(model, optimizer)
         moments = [value for each in optimizer.state.values() for value in each.values() if value.dim()]
         assert all(each.device.type == "cpu" and each.is_pinned() for each in moments)
-        assert executor.homes.states.bytes_moved == 5 * sum(each.nbytes for each in moments)
+        assert executor.placement.states.bytes_moved == 5 * sum(each.nbytes for each in moments)
         executor.detach()
     assert all(map(torch.equal, expected, ours))
 

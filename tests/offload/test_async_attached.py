@@ -21,8 +21,9 @@ import memscale
 from memscale import AsyncOffloadConfig, Config
 from memscale.errors import ConfigError, TransferError
 from memscale.execution_plan import Checkpointing, LayerPlan, Offloading, Plan
+from memscale.observe.counters import Meter
 from memscale.offload.activations import Activations
-from memscale.offload.fetch import GradientTransfer
+from memscale.offload.layer import GradientTransfer
 from memscale.offload.prefetch import Prefetcher
 from memscale.simulator import simulate
 from memscale.testing import executing
@@ -123,7 +124,7 @@ def test_parameters_on_disk_are_fetched_ahead(tmp_path: Any, taken: list[bool]) 
     with executing() as gpu:
         model = stack().to(gpu.device)
         with attached(model, plan_for(model, to="disk"), config) as executor:
-            assert executor._homes.store.bytes_used > 0
+            assert executor.placement.store.bytes_used > 0
             assert_equal(step(model, x.to(gpu.device)), expected)
     assert all(taken)
 
@@ -480,7 +481,7 @@ def test_on_a_cpu_host_activations_go_to_disk_by_workers(
         assert_equal(step(model, x), expected)
     executor = model._memscale_executor
     assert activations_of(executor).bytes_sent > 0
-    assert executor._homes.store.bytes_used == 0
+    assert executor.placement.store.bytes_used == 0
     assert any(thread.name.startswith("memscale-offload") for thread in threading.enumerate())
 
 
@@ -526,7 +527,7 @@ def test_the_cap_on_disk_is_kept(tmp_path: Any) -> None:
     with attached(model, plan_for(model, to="device", activations=True), config) as executor:
         torch.manual_seed(2)
         loss = model(x).square().mean()
-        assert 0 < executor._homes.store.bytes_used <= cap
+        assert 0 < executor.placement.store.bytes_used <= cap
         loss.backward()
         assert_equal([each.grad for each in model.parameters()], expected)
 
@@ -536,7 +537,7 @@ def test_the_cap_on_disk_is_kept(tmp_path: Any) -> None:
 
 def test_a_gradient_goes_home_on_a_stream_of_its_own(cuda: Any) -> None:  # noqa: F811
     engine = Engine(AsyncOffloadConfig())
-    transfer = GradientTransfer(engine, torch.device("cpu"))
+    transfer = GradientTransfer(engine, torch.device("cpu"), Meter())
     gradient = torch.arange(6.0).view(2, 3).t().as_subclass(Pretend)
     LOG.clear()
     landing = transfer.start(gradient)

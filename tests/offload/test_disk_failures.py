@@ -67,7 +67,7 @@ def test_a_cap_that_is_reached_by_gradients(tmp_path: Path) -> None:
     with on_disk(model, settings(tmp_path, bytes_of(model) * 1.5)) as executor:
         with pytest.raises(TierFullError, match="cap"):
             model(torch.randn(2, 64)).sum().backward()
-        assert executor.homes.store.bytes_used <= bytes_of(model) * 1.5
+        assert executor.placement.store.bytes_used <= bytes_of(model) * 1.5
         assert any(parameter.grad is not None for parameter in model.parameters())
         assert_saveable(model)
     assert_saveable(model)
@@ -80,7 +80,7 @@ def test_a_cap_that_is_reached_by_state(tmp_path: Path) -> None:
         model(torch.randn(2, 64)).sum().backward()
         with pytest.raises(TierFullError, match="cap"):
             optimizer.step()
-        assert executor.homes.store.bytes_used <= bytes_of(model) * 2.5
+        assert executor.placement.store.bytes_used <= bytes_of(model) * 2.5
         assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
         assert_saveable(model, optimizer)
     assert_saveable(model, optimizer)
@@ -105,7 +105,7 @@ def test_a_step_is_made_wholly_or_not_at_all(
         optimizer = make(model)
         model(torch.randn(2, 64)).sum().backward()
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        used = executor.homes.store.bytes_used
+        used = executor.placement.store.bytes_used
         if full == "disk":
             left = [3]
             fallocate = os.posix_fallocate
@@ -122,11 +122,11 @@ def test_a_step_is_made_wholly_or_not_at_all(
         assert all(map(torch.equal, before, model.parameters()))
         assert not optimizer.state
         gc.collect()
-        assert executor.homes.store.bytes_used == used  # what was reserved is given back
+        assert executor.placement.store.bytes_used == used  # what was reserved is given back
         if full == "disk":
             monkeypatch.undo()
             optimizer.step()  # with room for it, the same step
-            assert executor.homes.store.bytes_used > used
+            assert executor.placement.store.bytes_used > used
             assert not any(map(torch.equal, before, model.parameters()))
         assert_saveable(model, optimizer)
 
@@ -140,8 +140,8 @@ def test_the_cap_is_never_exceeded(tmp_path: Path) -> None:
         for _ in range(4):
             model(torch.randn(512, 64)).sum().backward()
             optimizer.step()
-            assert 0 < executor.homes.store.file.bytes_on_disk <= cap
-            assert os.fstat(executor.homes.store.file.fd).st_blocks * 512 <= cap + 2**16
+            assert 0 < executor.placement.store.file.bytes_on_disk <= cap
+            assert os.fstat(executor.placement.store.file.fd).st_blocks * 512 <= cap + 2**16
             optimizer.zero_grad()
 
 

@@ -229,7 +229,7 @@ def test_equals_its_plain_twin(loop: Loop, checkpointing: bool) -> None:
     with on_disk(model, checkpointing=checkpointing) as executor:
         torch.manual_seed(3)
         got = loop(model)
-        assert executor.homes.store.bytes_used > 0
+        assert executor.placement.store.bytes_used > 0
     assert_same(got, expected)
 
 
@@ -241,7 +241,7 @@ def test_gradients_of_parameters_unfrozen_in_mid_run_go_home() -> None:
         assert model.layers[0].up.weight.grad is None
         model.layers[0].requires_grad_(True)
         loss_of(model, 0).backward()
-        assert executor.homes.store.holds(model.layers[0].up.weight.grad)
+        assert executor.placement.store.holds(model.layers[0].up.weight.grad)
 
 
 @pytest.mark.parametrize("when", ["before", "after", "before, with state"])
@@ -266,10 +266,10 @@ def test_optimizer_built_before_or_after(when: str) -> None:
         ours = ours or adamw(model)
         got += steps(model, ours, len(got), 4)
         state = ours.state[model.layers[0].up.weight]
-        assert executor.homes.states.is_stored(state["exp_avg"])
-        assert executor.homes.store.holds(state["exp_avg_sq"])
+        assert executor.placement.states.is_stored(state["exp_avg"])
+        assert executor.placement.store.holds(state["exp_avg_sq"])
         assert_same(result(model, ours, got), result(plain, theirs, expected))
-    assert not executor.homes.states.is_stored(ours.state[model.layers[0].up.weight]["exp_avg"])
+    assert not executor.placement.states.is_stored(ours.state[model.layers[0].up.weight]["exp_avg"])
     assert_same(result(model, ours, got), result(plain, theirs, expected))
 
 

@@ -1,4 +1,4 @@
-"""Homes on disk in a simulation: what is on disk is not in memory, and what a layer uses is while it does."""
+"""ModelPlacement on disk in a simulation: what is on disk is not in memory, and what a layer uses is while it does."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def test_what_is_on_disk_counts_nowhere(device: str) -> None:
         before = tracker.live_bytes("cpu") if device == "cpu" else 0
         executor = Executor(model, disk_plan(model, activations=False), QUIET)
         executor.attach()
-        large = sum(parameter.nbytes for parameter in executor.homes.on_disk)
+        large = sum(parameter.nbytes for parameter in executor.placement.on_disk)
         small = sum(parameter.nbytes for parameter in model.parameters() if parameter.nbytes < PAGE)
         assert large > 0
-        assert executor.homes.store.bytes_used >= large
+        assert executor.placement.store.bytes_used >= large
         if device == "cpu":
             assert before - tracker.live_bytes("cpu") == large
         else:
@@ -48,7 +48,7 @@ def test_what_is_on_disk_counts_nowhere(device: str) -> None:
         model(x).sum().backward()
         # Gradients of the large ones are on disk as well, those of the small ones are not.
         assert tracker.live_bytes("cpu") - with_input == small
-        assert executor.homes.store.bytes_used >= 2 * large
+        assert executor.placement.store.bytes_used >= 2 * large
 
 
 def test_the_peak_has_the_pages_of_one_layer() -> None:
@@ -92,4 +92,4 @@ def test_a_tracker_of_real_tensors_leaves_them_out_too() -> None:
             assert tracker.live_bytes("cpu") == kept
             model(torch.randn(4, 128)).sum().backward()
             assert tracker.live_bytes("cpu") < kept + 2 * in_memory(model) + 2**16
-        assert all(executor.homes.store.holds(parameter.grad) for parameter in executor.homes.on_disk)
+        assert all(executor.placement.store.holds(parameter.grad) for parameter in executor.placement.on_disk)

@@ -85,8 +85,8 @@ def test_a_model_on_the_meta_device_is_the_saved_one(name: str, tmp_path: Path) 
     assert memscale.load_safetensors(model, path) == ([], [])
     assert all(each.is_meta for each in model.parameters())  # until there is a home for them
     with on_disk(model) as executor:
-        assert executor.homes.on_disk
-        assert vars(model).keys() - vars(plain).keys() == {"_memscale_executor"}
+        assert executor.placement.on_disk
+        assert vars(model).keys() - vars(plain).keys() == {"_memscale_executor", "__reduce_ex__"}
         for one, other in ((plain.state_dict(), model.state_dict()), (buffers(plain), buffers(model))):
             assert one.keys() == other.keys()
             assert all(torch.equal(one[key], other[key]) for key in one)
@@ -208,7 +208,7 @@ def test_a_wrapped_model_gets_them_at_home(file: Path) -> None:
         assert memscale.load_safetensors(model, file) == ([], [])
         assert is_stored(model, file)
         for parameter in model.parameters():
-            assert executor.homes.store.holds(parameter) == (parameter.nbytes >= PAGE)
+            assert executor.placement.store.holds(parameter) == (parameter.nbytes >= PAGE)
     assert is_stored(model, file)
 
 

@@ -250,7 +250,7 @@ def test_a_layer_is_in_memory_at_a_time(name: str) -> None:
     assert tracker.live_bytes("cpu") <= small
     assert tracker.peak_bytes("cpu") <= largest_layer(model) + small
     assert 2 * tracker.peak_bytes("cpu") < whole
-    kept = sum(parameter.nbytes for parameter in executor.homes.on_disk)
+    kept = sum(parameter.nbytes for parameter in executor.placement.on_disk)
     assert kept >= whole - small
     executor.detach()
     assert devices(model) == {"cpu"}
@@ -272,7 +272,7 @@ def test_resident_layers_stay_in_memory() -> None:
     )
     executor = Executor(model, Plan(layers), QUIET)
     executor.attach()
-    held = {name for name, each in model.named_parameters() if executor.homes.store.holds(each)}
+    held = {name for name, each in model.named_parameters() if executor.placement.store.holds(each)}
     assert held == {
         "layers.0.up.weight",
         "layers.0.down.weight",
@@ -364,7 +364,7 @@ def test_trains_on_disk_as_the_same_weights_in_memory_do(name: str) -> None:
     family = family_of(name)
     model = on_meta(family)
     with on_disk(model) as executor:
-        assert executor.homes.on_disk
+        assert executor.placement.on_disk
         twin = family.build()
         twin.load_state_dict(model.state_dict())
         assert_same(train(family, model), train(family, twin))
@@ -401,7 +401,7 @@ def test_detach_leaves_ordinary_tensors() -> None:
     with on_disk(model) as executor:
         values = [each.detach().clone() for each in model.parameters()]
     gc.collect()
-    assert executor.homes.store.bytes_used == 0
+    assert executor.placement.store.bytes_used == 0
     for parameter, value in zip(model.parameters(), values, strict=True):
         assert torch.equal(parameter, value)
         assert parameter.untyped_storage().nbytes() == parameter.nbytes
@@ -509,7 +509,7 @@ def test_a_full_disk_leaves_the_model_on_the_meta_device(tmp_path: Path) -> None
     with untouched(model), pytest.raises(TierFullError):
         executor.attach()
     gc.collect()
-    assert executor.homes.store.bytes_used == 0
+    assert executor.placement.store.bytes_used == 0
     assert EXECUTOR not in vars(model)
     with on_disk(model):  # and there is a second time
         assert devices(model) == {"cpu"}

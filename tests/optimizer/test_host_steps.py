@@ -38,7 +38,7 @@ def train(make, config=None, dtype=torch.float32, on_host=None):
             plan = plan_of(model, to="host", activations=False)
             executor = Executor(model, replace(plan, layers=plan.layers[:on_host]), config)
             executor.attach()
-            assert executor.homes.bytes_on_host > 0
+            assert executor.placement.bytes_on_host > 0
         optimizer = make(model.parameters())
         for step in range(STEPS):
             torch.manual_seed(step)

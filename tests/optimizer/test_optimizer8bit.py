@@ -184,7 +184,7 @@ def test_a_large_parameter_comes_in_slices_with_the_same_numbers() -> None:
             optimizer.step()
             if step == 1:  # state in 32 bits is cut as well
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        assert executor.homes.states.buckets_run == calls
+        assert executor.placement.states.buckets_run == calls
         moments = optimizer.state[model[0].weight]
         return weights(model), [*tensors_of(moments["exp_avg"]), *tensors_of(moments["exp_avg_sq"])]
 

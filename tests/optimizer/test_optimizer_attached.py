@@ -72,7 +72,7 @@ def test_state_on_disk_steps_the_same(kind: str, homes: bool) -> None:
     executor.attach()
     ours = KINDS[kind](model)
     assert steps(model, ours) == expected
-    store = executor.homes.store
+    store = executor.placement.store
     large = [
         value
         for state in ours.state.values()
@@ -105,8 +105,10 @@ def test_state_on_the_host_of_a_device() -> None:
             value for state in optimizer.state.values() for value in state.values() if value.nbytes >= 4096
         ]
         assert moments
-        assert {value.device.type for value in moments} == {"cpu"}  # `Homes` has not brought them back
-        assert executor.homes.states.bytes_moved > 0
+        assert {value.device.type for value in moments} == {
+            "cpu"
+        }  # `ModelPlacement` has not brought them back
+        assert executor.placement.states.bytes_moved > 0
         executor.detach()
         values = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
         assert {value.device.type for value in values} == {gpu.device.type}
@@ -121,7 +123,7 @@ def test_state_on_the_host_follows_parameters_at_home() -> None:
             steps(model, optimizer, device=gpu.device)
             devices = {value.device.type for state in optimizer.state.values() for value in state.values()}
             assert devices == {"cpu"}
-            assert executor.homes.store.bytes_used == 0
+            assert executor.placement.store.bytes_used == 0
 
 
 def test_the_cap_on_host_memory_holds() -> None:
@@ -162,7 +164,7 @@ def test_a_copy_of_the_optimizer_has_its_state(copied: Any) -> None:
         steps(model, optimizer, 1)
         twin = copied(optimizer)
         assert_same_state(twin.state_dict(), optimizer.state_dict())
-        assert executor.homes.store.bytes_used > 0
+        assert executor.placement.store.bytes_used > 0
 
 
 def test_loaded_state_goes_down_with_the_next_step() -> None:
@@ -175,7 +177,7 @@ def test_loaded_state_goes_down_with_the_next_step() -> None:
         optimizer.load_state_dict(saved)
         assert_same_state(optimizer.state_dict(), saved)
         steps(model, optimizer, 1)
-        assert executor.homes.states.is_stored(optimizer.state[model.layers[0].up.weight]["exp_avg"])
+        assert executor.placement.states.is_stored(optimizer.state[model.layers[0].up.weight]["exp_avg"])
 
 
 def test_detach_leaves_nothing_in_torch() -> None:
@@ -227,10 +229,10 @@ def test_optimizers_that_are_left_alone_are_named(caplog: pytest.LogCaptureFixtu
             return loss
 
         optimizer.step(closure)
-        assert optimizer in executor.homes.states.skipped
+        assert optimizer in executor.placement.states.skipped
         assert "LBFGS stays" in caplog.text
-        gradients = [each.grad for each in executor.homes.on_disk]
-        assert resident_bytes(*executor.homes.on_disk, *gradients) <= 64 * 4096
+        gradients = [each.grad for each in executor.placement.on_disk]
+        assert resident_bytes(*executor.placement.on_disk, *gradients) <= 64 * 4096
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -257,7 +259,7 @@ def test_parameters_on_the_device_are_stepped_in_buckets(kind: str) -> None:
                     above = max(above, gpu.peak_bytes - before)
                 optimizer.zero_grad()
                 losses.append(float(loss.detach()))
-            states = executor.homes.states
+            states = executor.placement.states
             assert states.bytes_moved == 0
             devices = {v.device for s in optimizer.state.values() for v in s.values() if v.dim()}
             assert devices <= {gpu.device}

@@ -49,7 +49,7 @@ def train(kind, options, on_host, dtype=torch.float32):
             plan = replace(plan, layers=plan.layers[:on_host])
             executor = Executor(model, plan, QUIET)
             executor.attach()
-            assert executor.homes.bytes_on_host > 0
+            assert executor.placement.bytes_on_host > 0
         parameters = [each for each in model.parameters() if kind is not optim.Muon or each.dim() == 2]
         optimizer = kind(parameters, **options)
         groups = [{**group, "params": None} for group in optimizer.param_groups]
@@ -118,7 +118,7 @@ def train_by_closures(kind, replan_at):
             step = number
             optimizer.step(closure)
         if replan_at is not None:
-            assert executor.homes.bytes_on_host > 0
+            assert executor.placement.bytes_on_host > 0
             executor.detach()
         return [each.detach().cpu() for each in model.parameters()]
 

@@ -40,7 +40,7 @@ def test_training_under_a_cap_does_not_run_into_it(kind, times):
     )
     batch = torch.randn(64, 128)
     memscale.wrap(model, config, batch, optimizer=optimizer)
-    store = executor_of(model).homes.store
+    store = executor_of(model).placement.store
     for _ in range(3):
         loss = model(batch).square().mean()
         assert store.bytes_used <= cap

@@ -20,7 +20,7 @@ from memscale.errors import WrapError
 from memscale.execution_plan import OptimizerPlan, Precision
 from memscale.executor import Executor
 from memscale.executor import executor as executor_module
-from memscale.offload.homes import Homes
+from memscale.offload.placement import ModelPlacement
 from memscale.planner.replan import follow_batch
 from memscale.recovery import StepGuard
 from support.every_technique import PLANS, TILED, batch, build, device_of
@@ -156,7 +156,7 @@ def test_a_second_detach_goes_on_where_the_first_was(monkeypatch: pytest.MonkeyP
     changes = sum(map(len, records))
     executor.detach()
     assert changes > 8
-    restore = Homes.restore
+    restore = ModelPlacement.restore
     for after in (False, True):
         for number in range(changes + 1):
             executor = executor_for(model)
@@ -176,7 +176,7 @@ def test_a_second_detach_goes_on_where_the_first_was(monkeypatch: pytest.MonkeyP
             for record in (executor._techniques, executor._hooks):
                 record._changes = [_Change(each, undo) for each in record._changes]
             with monkeypatch.context() as patch:
-                patch.setattr(Homes, "restore", lambda homes: undo(homes, lambda: restore(homes)))
+                patch.setattr(ModelPlacement, "restore", lambda homes: undo(homes, lambda: restore(homes)))
                 with pytest.raises(KeyboardInterrupt):
                     memscale.detach(model)
             memscale.detach(model)

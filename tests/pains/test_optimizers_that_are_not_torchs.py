@@ -80,7 +80,7 @@ def train(kind, wrapped):
         scheduler.step()
     assert optimizer.seen == [len(list(model.parameters()))] * 5
     if wrapped:
-        buckets = executor.homes.states.buckets_run
+        buckets = executor.placement.states.buckets_run
         assert buckets > 5 if kind is WithAverage else buckets == 0
         memscale.detach(model)
     state = [value for each in optimizer.state.values() for value in each.values()]

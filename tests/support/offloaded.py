@@ -14,7 +14,7 @@ from memscale import Config
 from memscale.execution_plan import Checkpointing, LayerPlan, Offloading, Plan, Tier
 from memscale.executor import Executor
 from memscale.offload.activations import Activations, OffloadActivationsStage
-from memscale.offload.fetch import FetchStage
+from memscale.offload.layer import OffloadedLayer
 from memscale.offload.prefetch import Prefetcher
 from memscale.profiler import find_blocks
 from support.families import Batch, Family
@@ -77,7 +77,7 @@ def prefetcher_of(executor: Executor) -> Prefetcher:
     found = {
         id(stage.prefetcher): stage.prefetcher
         for _, stage in executor._techniques.stages()
-        if isinstance(stage, FetchStage)
+        if isinstance(stage, OffloadedLayer)
     }
     (prefetcher,) = found.values()
     assert prefetcher is not None

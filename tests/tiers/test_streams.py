@@ -7,12 +7,11 @@ import torch
 
 from memscale.config import AsyncOffloadConfig
 from memscale.errors import TierFullError, TransferError
-from memscale.observe.counters import Meter
-from memscale.offload.activations import Activations, OffloadedStorage, _Tier
+from memscale.offload.activations import Activations, OffloadedStorage
 from memscale.tiers import host as host_module
 from memscale.tiers.disk import DiskStore
 from memscale.tiers.engine import Engine, Lane
-from memscale.tiers.host import HostMemory, PinnedMemory
+from memscale.tiers.host import PinnedMemory
 from support.pretend_cuda import CUDA, LOG, Pretend, Stream, cuda, on_cuda  # noqa: F401
 
 
@@ -21,12 +20,12 @@ def engine():
     return Engine(AsyncOffloadConfig(prefetch_depth=1))
 
 
-def host_tier(engine, capacity=2**20):
-    return _Tier(engine, HostMemory(capacity, engine.pinned_bytes), Meter())
+def on_host(engine, capacity=2**20):
+    return Activations(engine, CUDA, capacity=capacity)
 
 
-def stored(tier, tensor):
-    return OffloadedStorage(tier, tensor, weakref.ref(tensor.untyped_storage()), 0)
+def stored(activations, tensor):
+    return OffloadedStorage(activations, tensor, weakref.ref(tensor.untyped_storage()), 0)
 
 
 def loaded(storage):
@@ -34,7 +33,7 @@ def loaded(storage):
 
 
 def test_copies_in_both_directions_are_ordered_by_events(cuda, engine):  # noqa: F811
-    storage = stored(host_tier(engine), on_cuda(1000))
+    storage = stored(on_host(engine), on_cuda(1000))
     assert LOG == [
         "compute: record event 1",
         "copy stream 1: wait for event 1",  # what computed it
@@ -58,7 +57,7 @@ def test_copies_in_both_directions_are_ordered_by_events(cuda, engine):  # noqa:
 
 
 def test_what_is_still_on_the_device_is_not_copied(cuda, engine):  # noqa: F811
-    storage = stored(host_tier(engine), on_cuda(1000))
+    storage = stored(on_host(engine), on_cuda(1000))
     LOG.clear()
     assert bool((loaded(storage) == 1).all())
     assert LOG == []
@@ -68,7 +67,7 @@ def test_what_is_still_on_the_device_is_not_copied(cuda, engine):  # noqa: F811
 
 def test_a_tensor_that_is_changed_before_the_copy_is_over_is_an_error(cuda, engine):  # noqa: F811
     tensor = on_cuda(1000)
-    storage = stored(host_tier(engine), tensor)
+    storage = stored(on_host(engine), tensor)
     tensor.add_(1)
     storage.finish_storing()
     with pytest.raises(TransferError, match="changed in place"):
@@ -77,22 +76,23 @@ def test_a_tensor_that_is_changed_before_the_copy_is_over_is_an_error(cuda, engi
 
 def test_pinned_memory_is_capped_and_the_rest_is_ordinary(cuda):  # noqa: F811
     config = AsyncOffloadConfig(prefetch_depth=8, pinned_pool_gb=8 * 8192 / 7e9)  # an eighth is for gradients
-    tier = host_tier(Engine(config), 32768)
-    storages = [stored(tier, on_cuda(1024, float(index))) for index in range(8)]
-    assert (tier.memory.bytes_used, tier.memory._pinned.bytes_in_use) == (32768, 8192)
+    activations = on_host(Engine(config), 32768)
+    memory = activations._memory
+    storages = [stored(activations, on_cuda(1024, float(index))) for index in range(8)]
+    assert (memory.bytes_used, memory._pinned.bytes_in_use) == (32768, 8192)
     with pytest.raises(TierFullError):
-        stored(tier, on_cuda(1))
+        stored(activations, on_cuda(1))
     for index, storage in enumerate(storages):
         storage.finish_storing()
         assert bool((loaded(storage) == index).all())
     storages.clear()
     del storage
-    assert (tier.memory.bytes_used, tier.memory._pinned.bytes_in_use) == (0, 0)
+    assert (memory.bytes_used, memory._pinned.bytes_in_use) == (0, 0)
 
 
 def test_where_pages_cannot_be_locked_it_works_all_the_same(cuda, engine, monkeypatch):  # noqa: F811
     monkeypatch.setattr(host_module, "_allocate_pinned", lambda nbytes: None)
-    storage = stored(host_tier(engine), on_cuda(100, 3.0))
+    storage = stored(on_host(engine), on_cuda(100, 3.0))
     storage.finish_storing()
     assert bool((loaded(storage) == 3).all())
 
@@ -110,7 +110,7 @@ def test_a_budget_of_page_locked_memory(cuda):  # noqa: F811
 
 
 def test_a_synchronous_engine_copies_on_the_compute_stream(cuda):  # noqa: F811
-    storage = stored(host_tier(Engine()), on_cuda(100))
+    storage = stored(on_host(Engine()), on_cuda(100))
     assert LOG == ["compute: copy down"]
     loaded(storage)
     assert LOG[1:] == ["compute: copy up"]
@@ -126,7 +126,7 @@ def test_from_cuda_to_disk_a_worker_copies_on_a_stream_of_its_own(cuda, engine, 
         "synchronize copy stream 1",
     ]
     store = DiskStore(tmp_path, 2**20)
-    storage = stored(_Tier(Engine(), store, Meter()), on_cuda(1000, 2.0))
+    storage = stored(Activations(Engine(), CUDA, store=store), on_cuda(1000, 2.0))
     assert bool((loaded(storage) == 2).all())
     del storage
     assert store.bytes_used == 0

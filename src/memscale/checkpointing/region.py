@@ -55,7 +55,6 @@ until the pass ends.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import threading
 import weakref
@@ -201,7 +200,7 @@ class Region:
         owner = _Outermost if hooks is None else getattr(hooks[0], "__self__", hooks[0])
         self._outer: Callable[[], object] = weakref.ref(owner)
         self._segment = object()
-        self._successors: list[weakref.ref[Link]] = []
+        self.successors: list[weakref.ref[Link]] = []
         self.function = function
         self.inputs = Inputs(tree, hooks, self._links_to(tensors) if chain else {})
         self.conditions = Conditions(flags, types)
@@ -294,7 +293,7 @@ class Region:
 
     def _mark_filled(self, task: int) -> None:
         self.filled.add(task)
-        at_end_of_backward(functools.partial(_end_of_backward, weakref.ref(self), task))
+        at_end_of_backward(self.forget, task)
 
     # Chained regions. See the note.
 
@@ -324,7 +323,7 @@ class Region:
         outputs = _Rerun(self, task, fill=fill, to_the_end=True).run()
         if fill:
             self._mark_filled(task)
-        for successor in self._successors:
+        for successor in self.successors:
             link = successor()
             if link is None:
                 continue
@@ -338,9 +337,6 @@ class Region:
                 self._outputs[key] = _ChainedOutput(outputs[link.index].detach(), set())
             self._outputs[key].waiting.add(id(link))
 
-    def add_successor(self, link: Link) -> None:
-        self._successors.append(weakref.ref(link))
-
     def take_output(self, task: int, link: Link) -> torch.Tensor:
         """Return an output for a region chained to this one; it is dropped when all that wait for it have it."""
         key = (task, link.index)
@@ -351,12 +347,6 @@ class Region:
         if not output.waiting:
             del self._outputs[key]
         return output.tensor.detach()
-
-
-def _end_of_backward(region: weakref.ref[Region], task: int) -> None:
-    found = region()
-    if found is not None:
-        found.forget(task)
 
 
 class _Outermost:
@@ -392,7 +382,7 @@ class Link:
         self.region = region
         self.index = index
         self._requires_grad = requires_grad
-        region.add_successor(self)
+        region.successors.append(weakref.ref(self))
 
     def fetch(self, task: int) -> torch.Tensor:
         return self.region.take_output(task, self).requires_grad_(self._requires_grad)

@@ -31,10 +31,10 @@ from memscale.execution_plan import LayerPlan, Offloading, Plan, Tier
 from memscale.executor.registry import LAYER_TECHNIQUES, MODEL_TECHNIQUES
 from memscale.observe.counters import Meter
 from memscale.observe.report import Report
-from memscale.offload.fetch import bring_inputs
-from memscale.offload.homes import Homes, training_device
+from memscale.offload.layer import bring_inputs
 from memscale.offload.loading import forget_pending
 from memscale.offload.materialise import Materialised, has_meta_tensors
+from memscale.offload.placement import ModelPlacement, training_device
 from memscale.profiler.sample import PlannedBatches
 from memscale.techniques.base import EXECUTOR, LayerSite, ModelSite
 from memscale.techniques.forward import CompileNotice, ForwardStage, override_of
@@ -114,7 +114,7 @@ class Settings:
         except WrapError as error:  # the original has got other modules since
             logger.warning("The copy of a wrapped %s is not wrapped. %s", type(model).__name__, error)
         else:
-            executor.homes.set_origins(model, self.origins)
+            executor.placement.set_origins(model, self.origins)
 
 
 class Executor:
@@ -141,7 +141,7 @@ class Executor:
     Attributes:
         plan: The plan that is attached, or is to be.
         attached: Whether it is attached.
-        homes: Where the model's parameters, gradients and optimizer state are, and the disk tier.
+        placement: Where the model's parameters, gradients and optimizer state are, and the disk tier.
         technique_state: What techniques keep from one plan of the model to the next.
         batches: The batches that the model's plans were made for so far.
         optimizer: What the plans assume of the optimizer's memory; None for AdamW.
@@ -182,9 +182,9 @@ class Executor:
         store = (
             DiskStore() if config is None else DiskStore(config.offload_dir, config.max_disk_offload_bytes)
         )
-        self.homes = Homes(store, self.meter)
-        self.homes.host_capacity = None if config is None else config.max_cpu_offload_bytes
-        self.homes.fused_host_step = config is None or config.fused_host_step
+        self.placement = ModelPlacement(store, self.meter)
+        self.placement.host_capacity = None if config is None else config.max_cpu_offload_bytes
+        self.placement.fused_host_step = config is None or config.fused_host_step
         self.technique_state: dict[str, Any] = {}
         self.batches = PlannedBatches()
         self.optimizer: OptimizerNeeds | None = None
@@ -207,12 +207,12 @@ class Executor:
     @property
     def device(self) -> torch.device:
         """Where the model trains, wherever its parameters are."""
-        return self.homes.device or self._device or training_device(self.model)
+        return self.placement.device or self._device or training_device(self.model)
 
     @property
     def bytes_on_disk(self) -> int:
         """Bytes of the model's tensors, optimizer state and activations that are on disk now."""
-        return self.homes.store.bytes_used
+        return self.placement.store.bytes_used
 
     def report(self) -> Report:
         """Return what the plans have done so far: predicted and observed peak, bytes moved, recomputations, time lost.
@@ -324,13 +324,13 @@ class Executor:
             return
         model = self.model
         # Parameters stay where they are: the device may have no room for all of them.
-        homes, self.homes = self.homes, Homes()
+        placement, self.placement = self.placement, ModelPlacement()
         self._detach()
         try:
             yield model
         finally:
             with interrupts_deferred():
-                self.homes = homes
+                self.placement = placement
                 self.attach()
 
     def _apply(self, model: nn.Module) -> None:
@@ -349,7 +349,7 @@ class Executor:
 
     def _attach_techniques(self, model: nn.Module, plan: Plan) -> None:
         log = self._techniques
-        around = (model, plan, self.device, self.config, self.homes, self.meter, self.technique_state)
+        around = (model, plan, self.device, self.config, self.placement, self.meter, self.technique_state)
         sites = [
             LayerSite(*around, layer, tuple(_find_module(model, layer, name) for name in layer.members))
             for layer in plan.layers
@@ -399,11 +399,11 @@ class Executor:
         on_host = [parameter for parameter in tiers["host"] if id(parameter) not in staying]
         on_disk = [parameter for parameter in tiers["disk"] if id(parameter) not in staying]
         if has_meta_tensors(model):
-            self._materialised = self.homes.materialise(model, on_host, device, on_disk=on_disk)
+            self._materialised = self.placement.materialise(model, on_host, on_disk, device)
             if self._logs:
                 logger.info("%s", self._materialised)
-        if on_host or on_disk or self._device is not None or self.homes.device is not None:
-            self.homes.arrange(model, on_host, device, on_disk=on_disk)
+        if on_host or on_disk or self._device is not None or self.placement.device is not None:
+            self.placement.place_parameters(model, on_host, on_disk, device)
         if device.type != "cpu":
             self._techniques.add_forward_pre_hook(model, _inputs_to_device)
         return {id(parameter) for parameter in (*on_host, *on_disk)}
@@ -411,7 +411,7 @@ class Executor:
     def _undo(self, model: nn.Module) -> None:
         """Undo everything, whatever one of the parts raises; after an interrupt it can be called again."""
         errors = []
-        for undo in (self._techniques.undo, self._hooks.undo, self.homes.restore):
+        for undo in (self._techniques.undo, self._hooks.undo, self.placement.restore):
             try:
                 undo()
             except Exception as error:
@@ -448,13 +448,13 @@ class Executor:
         return Settings(
             self.plan,
             self.config,
-            self.homes.device or self._device,
+            self.placement.device or self._device,
             None if self._guard is None else type(self._guard),
             callback,
             self.batches,
             self.optimizer,
             self.technique_state,
-            self.homes.origins(self.model),
+            self.placement.origins(self.model),
             self._techniques.changed_objects(),
         )
 

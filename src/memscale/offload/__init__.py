@@ -1,1 +1,1 @@
-"""Memory below the device: tiers, homes of parameters, streamed optimizer steps."""
+"""Parameters, gradients and activations off the device: on the host or on disk."""

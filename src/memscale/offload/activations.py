@@ -7,7 +7,7 @@ its inputs (Note [Inputs go through the surrounding hooks]). It is stored when i
 
 *By storage.* What holds device memory is the storage, whichever view of it was saved. So the storage is stored, once,
 and its views (queries, keys and values cut from one product; a mask that all layers share) are described by their
-geometry. Of a storage that a view covers little of, the view alone is stored.
+geometry.
 
 *Backward.* The first view that is asked for loads the storage; it stays until all of its views were asked for in
 this backward pass, or the pass ends. A second pass over a retained graph loads it again.
@@ -17,8 +17,9 @@ freed with the graph: by backward, or with the output of a forward pass without 
 still be run backward.
 
 *What stays.* Parameters, buffers and leaves, which are on the device anyway (of their 16-bit copies, which autocast
-makes, nothing is kept: they are made again); small tensors; what is on another device; and what the tier has no room
-for: then that much more device memory is used, and a line is logged once.
+makes, nothing is kept: they are made again); small tensors; parts of a storage that are no views of one tensor; what is
+on another device; and what the tier has no room for: then that much more device memory is used, and a line is logged
+once.
 
 *In place.* Backward gets a tensor as it was when it was saved. With an asynchronous engine a tensor must not be changed
 while it is being stored, as a copy of it would cost the memory that offloading saves: by its version counter that is an
@@ -65,7 +66,7 @@ from memscale.units import format_bytes
 __all__ = ["LEAST_BYTES", "Activations", "OffloadActivationsStage", "OffloadedStorage", "Refetch", "unpack"]
 
 if TYPE_CHECKING:
-    from memscale.offload.fetch import FetchStage
+    from memscale.offload.layer import OffloadedLayer
 
 logger = logging.getLogger("memscale")
 
@@ -73,12 +74,10 @@ LEAST_BYTES = 64 * 2**10
 """Smaller storages stay on the device. A transfer takes some ten microseconds however small it is, in which a link of
 10 GB/s moves a hundred kilobytes: below this, the time is spent and hardly any memory is saved."""
 
-_MIN_COVERED = 4  # a view that covers less than a fourth of its storage is stored alone
-
 _CPU = torch.device("cpu")
 
 _Geometry = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""A tensor's offset in what is stored, its shape and its stride, in elements."""
+"""A tensor's offset in its storage, its shape and its stride, in elements."""
 
 
 class Activations:
@@ -117,20 +116,23 @@ class Activations:
         logs: bool = True,
         meter: Meter | None = None,
     ) -> None:
-        self._engine = engine
+        self.engine = engine
+        self.meter = meter or Meter()
+        self.tier: Below = "host" if store is None else "disk"
+        self.bytes_sent = 0
         self._device = device
+        self._memory = store or HostMemory(capacity, engine.pinned_bytes)
         self._logs = logs
-        self._tier = _Tier(engine, store or HostMemory(capacity, engine.pinned_bytes), meter or Meter())
         self._known: weakref.WeakValueDictionary[tuple[object, ...], OffloadedStorage] = (
             weakref.WeakValueDictionary()
         )
+        self._prefetched: weakref.WeakSet[OffloadedStorage] = weakref.WeakSet()
         self._calls = _Calls()
-        self.bytes_sent = 0
 
     @property
     def bytes_stored(self) -> int:
         """Bytes that are on the tier now (of a disk that is shared: all that are)."""
-        return self._tier.memory.bytes_used
+        return self._memory.bytes_used
 
     @contextlib.contextmanager
     def around(self, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -145,9 +147,9 @@ class Activations:
             for tensor in (*module.parameters(), *module.buffers())
             if _has_storage(tensor)
         }
-        self._tier.drop_prefetched()  # of a backward pass that was given up
+        self.drop_prefetched()  # of a backward pass that was given up
         calls = self._calls
-        call = _Call(resident, None if calls.latest is None else calls.latest(), self._engine.depth)
+        call = _Call(resident, None if calls.latest is None else calls.latest(), self.engine.depth)
         calls.stack.append(call)
         try:
             # The methods of one object for all layers: chained regions tell by it that they belong together.
@@ -171,7 +173,7 @@ class Activations:
         if master is not None:
             return Refetch(master, tensor, None)
         try:
-            with torch.no_grad(), self._tier.meter.timing("offloading"):
+            with torch.no_grad(), self.meter.timing("offloading"):
                 return self._store_storage(tensor, call)
         except TierFullError as error:
             if self._logs:
@@ -181,27 +183,72 @@ class Activations:
 
     def _store_storage(self, tensor: torch.Tensor, call: _Call) -> _SavedView:
         storage = tensor.untyped_storage()
-        count, rest = divmod(storage.nbytes(), tensor.element_size())
-        view: _Geometry = (int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
-        covered = min(tensor.numel(), count)
-        # Views of one tensor share its version, so one copy of its memory serves all of them. The results of
-        # `unsafe_chunk` (the gates of a GRU) are no views: each has a part of the memory and its own version.
-        owner = tensor._base if tensor._is_view() else tensor
-        covers_storage = owner is not None and owner.nbytes >= storage.nbytes()
-        whole = not rest and covers_storage and _MIN_COVERED * covered >= count
-        key = (storage._cdata, tensor.dtype, *(() if whole else view))
+        key = (storage._cdata, tensor.dtype)
         version = _version(tensor)
         stored = self._known.get(key)
         if stored is None or stored.storage() is not storage or stored.version != version:
-            source = tensor.detach()
-            # Of a part of a storage its elements are stored one after the other, and spread out again on loading.
-            run = source.as_strided((count,), (1,), 0) if whole else source.reshape(-1)
-            stored = self._known[key] = OffloadedStorage(self._tier, run, weakref.ref(storage), version)
+            run = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
+            stored = self._known[key] = OffloadedStorage(self, run, weakref.ref(storage), version)
             call.stored.append(weakref.ref(stored))
             self.bytes_sent += run.nbytes
-            if self._engine.is_async:
-                self._calls.limit_in_flight(call, self._engine.depth + 1)
-        return _SavedView(stored, call, view, whole=whole)
+            if self.engine.is_async:
+                self._calls.limit_in_flight(call, self.engine.depth + 1)
+        geometry = (int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
+        return _SavedView(stored, call, geometry)
+
+    # ------------------------------------------------------------------ for storages
+
+    def allocate(self, run: torch.Tensor) -> torch.Tensor:
+        """Return memory of the tier for a flat tensor.
+
+        Raises:
+            TierFullError: There is no room for it.
+        """
+        memory = self._memory
+        return memory.empty(run.shape, run.dtype) if isinstance(memory, DiskStore) else memory.empty_like(run)
+
+    def write(self, target: torch.Tensor, run: torch.Tensor) -> None:
+        """Copy a flat tensor to memory of the tier; in any thread."""
+        with torch.no_grad(), self._explained(run.nbytes, "stored"):
+            if isinstance(self._memory, HostMemory):
+                target.copy_(run, non_blocking=self.engine.is_async)
+            else:
+                host = run.to(_CPU)  # the same tensor, on a CPU
+                if not is_fake(host):
+                    self._memory.fill(target, host)
+
+    def read(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Copy memory of the tier to a device; in any thread."""
+        with torch.no_grad(), self._explained(source.nbytes, "loaded"):
+            if isinstance(self._memory, HostMemory):
+                return source.to(device, non_blocking=self.engine.is_async, copy=True)
+            return self._memory.read(source).to(device)
+
+    def lane(self, run: torch.Tensor) -> Lane:
+        """Return where the transfers of a tensor run."""
+        if is_fake(run) or run.device.type not in ("cpu", "cuda"):
+            return Lane.CALLER
+        return Lane.STREAM if run.device.type == "cuda" and self.tier == "host" else Lane.WORKER
+
+    def note_prefetched(self, stored: OffloadedStorage) -> None:
+        """Note what is to be freed if nobody loads it."""
+        self._prefetched.add(stored)
+
+    def drop_prefetched(self) -> None:
+        """Free what was prefetched and not loaded; it will be read when it is asked for."""
+        for stored in list(self._prefetched):
+            stored.drop_prefetched()
+        self._prefetched.clear()
+
+    @contextlib.contextmanager
+    def _explained(self, nbytes: int, verb: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise TransferError(
+                f"{format_bytes(nbytes)} could not be {verb} by the {self.tier} tier: {error}. See the cause above, "
+                "and save your model before you go on."
+            ) from error
 
 
 class OffloadActivationsStage(ForwardStage):
@@ -244,7 +291,7 @@ class Refetch:
 
     __slots__ = ("_device", "_dtype", "_layer", "_master", "_offset", "_shape", "_stride", "_version")
 
-    def __init__(self, master: nn.Parameter, tensor: torch.Tensor, layer: FetchStage | None) -> None:
+    def __init__(self, master: nn.Parameter, tensor: torch.Tensor, layer: OffloadedLayer | None) -> None:
         self._master = master
         self._layer = layer
         self._version = master._version
@@ -277,61 +324,6 @@ class Refetch:
 # ---------------------------------------------------------------------- on the tier
 
 
-class _Tier:
-    """Where storages go, and how.
-
-    Attributes:
-        prefetched: What was prefetched and not loaded yet.
-    """
-
-    def __init__(self, engine: Engine, memory: HostMemory | DiskStore, meter: Meter) -> None:
-        self.engine = engine
-        self.memory = memory
-        self.meter = meter
-        self.name: Below = "disk" if isinstance(memory, DiskStore) else "host"
-        self.prefetched: weakref.WeakSet[OffloadedStorage] = weakref.WeakSet()
-
-    def allocate(self, run: torch.Tensor) -> torch.Tensor:
-        memory = self.memory
-        return memory.empty(run.shape, run.dtype) if isinstance(memory, DiskStore) else memory.empty_like(run)
-
-    def write(self, target: torch.Tensor, run: torch.Tensor) -> None:
-        with torch.no_grad(), self._explained(run.nbytes, "stored"):
-            if isinstance(self.memory, HostMemory):
-                target.copy_(run, non_blocking=self.engine.is_async)
-            else:
-                host = run.to(_CPU)  # the same tensor, on a CPU
-                if not is_fake(host):
-                    self.memory.fill(target, host)
-
-    def read(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
-        with torch.no_grad(), self._explained(source.nbytes, "loaded"):
-            if isinstance(self.memory, HostMemory):
-                return source.to(device, non_blocking=self.engine.is_async, copy=True)
-            return self.memory.read(source).to(device)
-
-    def lane(self, run: torch.Tensor) -> Lane:
-        if is_fake(run) or run.device.type not in ("cpu", "cuda"):
-            return Lane.CALLER
-        return Lane.STREAM if run.device.type == "cuda" and self.name == "host" else Lane.WORKER
-
-    def drop_prefetched(self) -> None:
-        """Free what was prefetched and not loaded; it will be read when it is asked for."""
-        for stored in list(self.prefetched):
-            stored.drop_prefetched()
-        self.prefetched.clear()
-
-    @contextlib.contextmanager
-    def _explained(self, nbytes: int, verb: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise TransferError(
-                f"{format_bytes(nbytes)} could not be {verb} by the {self.name} tier: {error}. See the cause above, "
-                "and save your model before you go on."
-            ) from error
-
-
 class StorageState(enum.Enum):
     """Where an offloaded storage is."""
 
@@ -342,10 +334,10 @@ class StorageState(enum.Enum):
 
 
 class OffloadedStorage:
-    """A storage, or the elements of one view of it, that a tier keeps for backward.
+    """A storage that a tier keeps for backward.
 
     Args:
-        tier: Where it goes.
+        activations: Says where it goes, and how.
         run: Its elements, flat.
         storage: Where they came from; it may be gone.
         version: The version of the saved tensor.
@@ -355,15 +347,19 @@ class OffloadedStorage:
     """
 
     def __init__(
-        self, tier: _Tier, run: torch.Tensor, storage: weakref.ref[torch.UntypedStorage], version: int
+        self,
+        activations: Activations,
+        run: torch.Tensor,
+        storage: weakref.ref[torch.UntypedStorage],
+        version: int,
     ) -> None:
-        self.tier = tier
+        self.activations = activations
         self.storage = storage
         self.version = version
         self.views: weakref.WeakSet[_SavedView] = weakref.WeakSet()  # what stands for it in the graph
         self._device = run.device
-        self._lane = tier.lane(run)
-        self._memory = memory = tier.allocate(run)
+        self._lane = activations.lane(run)
+        self._memory = memory = activations.allocate(run)
         self._source: torch.Tensor | None = run
         self._source_version = _version(run)
         self._fetching: Transfer[torch.Tensor] | None = None
@@ -371,10 +367,10 @@ class OffloadedStorage:
         self._task = OUTSIDE_BACKWARD
         self._waiting: set[int] = set()
         self.state = StorageState.STORING
-        tier.meter.down("activations", tier.name, run.nbytes)
-        work = functools.partial(tier.write, memory, run)
-        self._storing = tier.engine.run(work, self._lane, run.device, outward=True)
-        if not tier.engine.is_async:
+        activations.meter.down("activations", activations.tier, run.nbytes)
+        work = functools.partial(activations.write, memory, run)
+        self._storing = activations.engine.run(work, self._lane, run.device, outward=True)
+        if not activations.engine.is_async:
             self.finish_storing()
 
     def finish_storing(self) -> None:
@@ -394,7 +390,7 @@ class OffloadedStorage:
         if self._task != task and self.state is StorageState.STORED:
             self._fetching = self._start_fetch(self._lane)
             self.state = StorageState.PREFETCHED
-            self.tier.prefetched.add(self)
+            self.activations.note_prefetched(self)
 
     def drop_prefetched(self) -> None:
         """Free the prefetched copy."""
@@ -416,7 +412,7 @@ class OffloadedStorage:
             self._waiting = {id(each) for each in self.views}
         self._waiting.discard(id(view))
         if self._waiting and self._loaded is None:
-            at_end_of_backward(functools.partial(_drop_loaded, weakref.ref(self), task))
+            at_end_of_backward(self.drop_loaded, task)
         self._loaded = loaded if self._waiting else None
         return loaded
 
@@ -439,14 +435,14 @@ class OffloadedStorage:
             return self._source  # still there: nothing has to be copied
         fetching = self._fetching
         self.drop_prefetched()
-        self.tier.meter.up("activations", self.tier.name, self._memory.nbytes)
+        self.activations.meter.up("activations", self.activations.tier, self._memory.nbytes)
         if fetching is None:  # who would wait for a worker can as well do it
             fetching = self._start_fetch(Lane.CALLER if self._lane is Lane.WORKER else self._lane)
         return fetching.wait()
 
     def _start_fetch(self, lane: Lane) -> Transfer[torch.Tensor]:
-        work = functools.partial(self.tier.read, self._memory, self._device)
-        return self.tier.engine.run(work, lane, self._device, after=self._storing)
+        work = functools.partial(self.activations.read, self._memory, self._device)
+        return self.activations.engine.run(work, lane, self._device, after=self._storing)
 
     def _check_source(self) -> None:
         if self._source is not None and _version(self._source) != self._source_version:
@@ -458,43 +454,25 @@ class OffloadedStorage:
             self._storing.abandon(source)
 
 
-def _drop_loaded(reference: weakref.ref[OffloadedStorage], task: int) -> None:
-    stored = reference()
-    if stored is not None:
-        stored.drop_loaded(task)
-
-
-def _drop_prefetched(reference: weakref.ref[_Tier]) -> None:
-    tier = reference()
-    if tier is not None:
-        tier.drop_prefetched()
-
-
 class _SavedView:
     """What autograd has in place of a saved tensor."""
 
-    __slots__ = ("__weakref__", "_call", "_stored", "_view", "_whole")
+    __slots__ = ("__weakref__", "_call", "_geometry", "_stored")
 
-    def __init__(self, stored: OffloadedStorage, call: _Call, view: _Geometry, *, whole: bool) -> None:
+    def __init__(self, stored: OffloadedStorage, call: _Call, geometry: _Geometry) -> None:
         self._stored = stored
         self._call = call
-        self._view = view
-        self._whole = whole
+        self._geometry = geometry
         stored.views.add(self)
 
     def load(self) -> torch.Tensor:
         task = graph_task_id()
         self._call.reached(task, self._stored)
         with torch.no_grad():
-            with self._stored.tier.meter.timing("offloading"):
+            with self._stored.activations.meter.timing("offloading"):
                 run = self._stored.load(task, self)
-            offset, shape, stride = self._view
-            if self._whole:
-                return run.as_strided(shape, stride, run.storage_offset() + offset).detach()
-            packed = run.view(shape)
-            if packed.stride() == stride:
-                return packed.detach()
-            return torch.empty_strided(shape, stride, dtype=run.dtype, device=run.device).copy_(packed)
+            offset, shape, stride = self._geometry
+            return run.as_strided(shape, stride, run.storage_offset() + offset).detach()
 
 
 # ---------------------------------------------------------------------- calls of layers
@@ -547,7 +525,7 @@ class _Call:
 
     def reached(self, task: int, now: OffloadedStorage) -> None:
         """Prefetch the rest of this call, and of the layers that come next: backward has reached it."""
-        if task in (OUTSIDE_BACKWARD, self._task) or not now.tier.engine.is_async:
+        if task in (OUTSIDE_BACKWARD, self._task) or not now.activations.engine.is_async:
             return
         self._task = task
         call: _Call | None = self
@@ -559,7 +537,7 @@ class _Call:
                 if stored is not None and stored is not now:
                     stored.prefetch(task)
             call = None if call._before is None else call._before()
-        at_end_of_backward(functools.partial(_drop_prefetched, weakref.ref(now.tier)))
+        at_end_of_backward(now.activations.drop_prefetched)
 
 
 # ---------------------------------------------------------------------- what is saved
@@ -571,7 +549,16 @@ def _is_worth_storing(tensor: torch.Tensor, resident: Collection[int]) -> bool:
     if not _has_storage(tensor) or tensor.is_conj() or tensor.is_neg():
         return False
     storage = tensor.untyped_storage()
-    return storage.nbytes() >= LEAST_BYTES and storage._cdata not in resident
+    if (
+        storage.nbytes() < LEAST_BYTES
+        or storage._cdata in resident
+        or storage.nbytes() % tensor.element_size()
+    ):
+        return False
+    # Views of one tensor share its version, so one copy of its memory serves all of them. The results of
+    # `unsafe_chunk` (the gates of a GRU) are no views: each has a part of the memory and its own version.
+    owner = tensor._base if tensor._is_view() else tensor
+    return owner is not None and owner.nbytes >= storage.nbytes()
 
 
 def _parameter_behind(tensor: torch.Tensor) -> nn.Parameter | None:

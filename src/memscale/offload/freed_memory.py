@@ -8,8 +8,8 @@ block is a mapping of its own, which goes back to the system when its tensor die
 
 The threshold is the process's, so it is fixed while at least one wrapped model trains on the CPU, and set back to
 what glibc starts with when the last is detached or dropped. One thing can't be undone: glibc raises the threshold
-by itself as large blocks are freed, until it is set for the first time, and there is no call that has it begin again.
-Where the user has set it in the environment, it is left alone; other C libraries have no such thing.
+by itself as large blocks are freed, until it is set for the first time. Where the user has set it in the environment,
+it is left alone; other C libraries have no such thing.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from memscale._torch import FakeTensor
 from memscale._util.locks import LateLock
-from memscale.execution_plan import Plan
 from memscale.memory.process import fix_malloc_threshold, restore_malloc_threshold
 
 if TYPE_CHECKING:
@@ -40,14 +39,19 @@ class FreedMemory:
     """Has freed tensors return to the system while a plan is on a model that trains on the CPU."""
 
     def attach(self, site: ModelSite, log: UndoLog) -> None:
+        plan = site.plan
+        whole = (plan.optimizer, plan.loss, plan.precision)
+        does_anything = any(layer.techniques for layer in plan.layers) or any(
+            each is not None for each in whole
+        )
         simulated = any(isinstance(each, FakeTensor) for each in site.model.parameters())
-        if site.device.type == "cpu" and _does_anything(site.plan) and not simulated:
+        if site.device.type == "cpu" and does_anything and not simulated:
             log.add(_Held())
 
 
 @contextlib.contextmanager
 def freed_memory_returns() -> Iterator[None]:
-    """Has freed tensors return to the system for the length of a block."""
+    """Have freed tensors return to the system for the length of a block."""
     held = _Held()
     try:
         yield
@@ -56,7 +60,7 @@ def freed_memory_returns() -> Iterator[None]:
 
 
 class _Held:
-    """One model's wish for it."""
+    """One model's share in the fixed threshold, until it is undone or dropped."""
 
     def __init__(self) -> None:
         _counting.leave(1)
@@ -67,26 +71,13 @@ class _Held:
 def _count(change: int) -> None:
     global _holders
     before, _holders = _holders, _holders + change
-    if bool(before) == bool(_holders) or is_set_by_user(os.environ):
-        return
-    if _holders:
-        fix_malloc_threshold(THRESHOLD)
-    else:
-        restore_malloc_threshold()
+    set_by_user = "MALLOC_MMAP_THRESHOLD_" in os.environ
+    set_by_user |= "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
+    if bool(before) != bool(_holders) and not set_by_user:
+        if _holders:
+            fix_malloc_threshold(THRESHOLD)
+        else:
+            restore_malloc_threshold()
 
 
 _counting: LateLock[int] = LateLock(_count)  # models are dropped in finalizers, too
-
-
-def is_set_by_user(environ: Mapping[str, str]) -> bool:
-    """Whether the process was started with a threshold of the user's own.
-
-    >>> is_set_by_user({"MALLOC_MMAP_THRESHOLD_": "65536"}), is_set_by_user({})
-    (True, False)
-    """
-    return "MALLOC_MMAP_THRESHOLD_" in environ or "mmap_threshold" in environ.get("GLIBC_TUNABLES", "")
-
-
-def _does_anything(plan: Plan) -> bool:
-    whole = (plan.optimizer, plan.loss, plan.precision)
-    return any(layer.techniques for layer in plan.layers) or any(each is not None for each in whole)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,6 @@ from torch import nn
 
 from memscale.errors import WeightsError, WrapTypeError, shown
 from memscale.techniques.base import EXECUTOR
-from memscale.tiers.disk import DiskStore
 
 __all__ = [
     "LoadedKeys",
@@ -80,22 +80,18 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     stored = _tensors_in(_find_files(path))
     tie_on_meta(model)
     tensors = _named_tensors(model)
-    keys = _matching_keys(model, tensors, stored)
+    keys = _keys_in_files(model, tensors, stored)
     found = {name: stored[key] for name, key in keys.items() if key in stored}
-    result = _differences(model, tensors, found, set(stored) - set(keys.values()))
+    result = _differences(model, tensors, found, sorted(set(stored) - set(keys.values())))
     _check(model, tensors, found, result, strict=strict)
-    pending = {name: each for name, each in found.items() if is_on_meta(tensors[name])}
-    store = _store_of(model)
-    written: set[int] = set()
-    for name, source in found.items():
-        tensor = tensors[name]
-        if is_on_meta(tensor) or id(tensor) in written:
-            continue
-        written.add(id(tensor))
-        with torch.no_grad():
-            tensor.copy_(source.read())
-        if store is not None:
-            store.release_pages(tensor)
+    executor = vars(model).get(EXECUTOR)
+    for name, source in {id(tensors[name]): (name, source) for name, source in found.items()}.values():
+        if not is_on_meta(tensors[name]):
+            with torch.no_grad():
+                tensors[name].copy_(source.read())
+            if executor is not None:
+                executor.placement.store.release_pages(tensors[name])
+    pending = {name: source for name, source in found.items() if is_on_meta(tensors[name])}
     if pending:
         vars(model)[_PENDING] = pending
     return result
@@ -104,12 +100,12 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
 def pending_tensors(model: nn.Module) -> Iterator[tuple[torch.Tensor, StoredTensor]]:
     """Yield the tensors on the meta device that :func:`load_safetensors` has files for."""
     pending: Mapping[str, StoredTensor] = vars(model).get(_PENDING, {})
-    seen: set[int] = set()
-    for name, tensor in _named_tensors(model).items():
-        source = pending.get(name)
-        if source is not None and is_on_meta(tensor) and id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield tensor, source
+    tensors = {
+        id(tensor): (name, tensor) for name, tensor in _named_tensors(model).items() if name in pending
+    }
+    for name, tensor in tensors.values():
+        if is_on_meta(tensor):
+            yield tensor, pending[name]
 
 
 def forget_pending(model: nn.Module) -> None:
@@ -117,9 +113,22 @@ def forget_pending(model: nn.Module) -> None:
     vars(model).pop(_PENDING, None)
 
 
-def _store_of(model: nn.Module) -> DiskStore | None:
-    executor = vars(model).get(EXECUTOR)
-    return None if executor is None else executor.homes.store
+def is_on_meta(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has a shape and no values."""
+    return tensor.device.type == "meta"
+
+
+def tie_on_meta(model: nn.Module) -> None:
+    """Tie what transformers says is tied and is not yet: accelerate's ``init_empty_weights`` copies each parameter."""
+    for prefix, module in model.named_modules():
+        tied = getattr(module, "all_tied_weights_keys", None)
+        start = f"{prefix}." if prefix else ""
+        for target, source in tied.items() if isinstance(tied, dict) else ():
+            path, _, name = (start + target).rpartition(".")
+            owner, parameter = model.get_submodule(path), model.get_parameter(start + source)
+            old = owner._parameters.get(name)
+            if old is not None and old is not parameter and is_on_meta(old) and is_on_meta(parameter):
+                owner._parameters[name] = parameter
 
 
 # ---------------------------------------------------------------------- files
@@ -144,60 +153,46 @@ class StoredTensor:
             return tensor
 
 
-class _opened:
-    """A safetensors file, open for a block; errors of the package become a `WeightsError`."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> Any:
-        try:
-            from safetensors import safe_open
-        except ImportError as error:
-            raise WeightsError(
-                "Weights are read by the safetensors package, which is not installed: "
-                "pip install 'open-memscale[safetensors]'."
-            ) from error
-        try:
-            return safe_open(self._path, framework="pt", device="cpu")
-        except Exception as error:
-            raise _unreadable(self._path, error) from error
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, Exception):
-            raise _unreadable(self._path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> WeightsError:
-    if isinstance(error, OSError):
-        return WeightsError(f"{path} can't be read: {error.strerror or error}.")
-    return WeightsError(
-        f"{path} is not a whole safetensors file: {error}. Only safetensors files are read, never pickles."
-    )
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise WeightsError(
+            "Weights are read by the safetensors package, which is not installed: "
+            "pip install 'open-memscale[safetensors]'."
+        ) from error
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except OSError as error:
+        raise WeightsError(f"{path} can't be read: {error.strerror or error}.") from error
+    except Exception as error:
+        raise WeightsError(
+            f"{path} is not a whole safetensors file: {error}. Only safetensors files are read, never pickles."
+        ) from error
 
 
 def _find_files(path: str | os.PathLike[str]) -> list[Path]:
     """Return the files that a path stands for: one file, an index of several, or a directory with either."""
-    place = Path(path)
-    if place.is_dir():
-        for pattern in ("model.safetensors.index.json", "*.safetensors.index.json"):
-            indices = sorted(place.glob(pattern))
-            if len(indices) == 1:
-                return _files_of_index(indices[0])
-        files = sorted(place.glob("*.safetensors"))
-        if place / "model.safetensors" in files:
-            return [place / "model.safetensors"]
-        if files:
-            return files
+    path = Path(path)
+    if not path.exists():
         raise WeightsError(
-            f"There is no .safetensors file in {place}. Pickled weights (.bin, .pt) are not read: convert them, for "
+            f"There is no {path}. Give a .safetensors file, an index of several, or their directory."
+        )
+    if not path.is_dir():
+        return _files_of_index(path) if path.name.endswith(".json") else [path]
+    for pattern in ("model.safetensors.index.json", "*.safetensors.index.json"):
+        indices = sorted(path.glob(pattern))
+        if len(indices) == 1:
+            return _files_of_index(indices[0])
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise WeightsError(
+            f"There is no .safetensors file in {path}. Pickled weights (.bin, .pt) are not read: convert them, for "
             "example with model.save_pretrained(directory) of transformers."
         )
-    if not place.exists():
-        raise WeightsError(
-            f"There is no {place}. Give a .safetensors file, an index of several, or their directory."
-        )
-    return _files_of_index(place) if place.name.endswith(".json") else [place]
+    return [path / "model.safetensors"] if path / "model.safetensors" in files else files
 
 
 def _files_of_index(index: Path) -> list[Path]:
@@ -237,27 +232,6 @@ def _tensors_in(files: list[Path]) -> dict[str, StoredTensor]:
     return found
 
 
-# ---------------------------------------------------------------------- tied tensors
-
-
-def is_on_meta(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has a shape and no values."""
-    return tensor.device.type == "meta"
-
-
-def tie_on_meta(model: nn.Module) -> None:
-    """Tie what transformers says is tied and is not yet: accelerate's ``init_empty_weights`` copies each parameter."""
-    for prefix, module in model.named_modules():
-        tied = getattr(module, "all_tied_weights_keys", None)
-        start = f"{prefix}." if prefix else ""
-        for target, source in tied.items() if isinstance(tied, dict) else ():
-            path, _, name = (start + target).rpartition(".")
-            owner, parameter = model.get_submodule(path), model.get_parameter(start + source)
-            old = owner._parameters.get(name)
-            if old is not None and old is not parameter and is_on_meta(old) and is_on_meta(parameter):
-                owner._parameters[name] = parameter
-
-
 # ---------------------------------------------------------------------- names
 
 
@@ -272,21 +246,20 @@ def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def _matching_keys(
+def _keys_in_files(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]
 ) -> dict[str, str]:
-    """Where each tensor of the model is looked for in the files: under its name, or as transformers' own loading does,
-    with or without the name of the model inside (``transformer.h.0`` and ``h.0``)."""
+    """Return where each tensor of the model is looked for in the files: under its name, or as transformers' own loading
+    does, with or without the name of the model inside (``transformer.h.0`` and ``h.0``)."""
     inner = getattr(model, "base_model_prefix", None)
-    if not isinstance(inner, str) or not inner:
-        return {name: name for name in tensors}
-    prefix = f"{inner}."
-    in_model = any(name.startswith(prefix) for name in tensors)
-    in_files = any(key.startswith(prefix) for key in stored)
-    if in_model and not in_files:
-        return {name: name.removeprefix(prefix) for name in tensors}
-    if in_files and not in_model:
-        return {name: prefix + name for name in tensors}
+    if isinstance(inner, str) and inner:
+        prefix = f"{inner}."
+        in_model = any(name.startswith(prefix) for name in tensors)
+        in_files = any(key.startswith(prefix) for key in stored)
+        if in_model and not in_files:
+            return {name: name.removeprefix(prefix) for name in tensors}
+        if in_files and not in_model:
+            return {name: prefix + name for name in tensors}
     return {name: name for name in tensors}
 
 
@@ -294,30 +267,20 @@ def _differences(
     model: nn.Module,
     tensors: Mapping[str, torch.Tensor],
     found: Mapping[str, StoredTensor],
-    unused: set[str],
+    unexpected: list[str],
 ) -> LoadedKeys:
+    def unlike(keys: list[str], patterns: list[str]) -> list[str]:
+        return [key for key in keys if not any(re.search(pattern, key) for pattern in patterns)]
+
     there = {id(tensors[name]) for name in found}
     missing = [name for name, tensor in tensors.items() if id(tensor) not in there]
-    unexpected = sorted(unused)
-    expected_by_model = [*_patterns(model, "_keys_to_ignore_on_load_unexpected")]
+    may_be_missing = list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+    may_be_there = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     # Buffers that older versions of transformers saved, and newer ones compute.
-    if any(name.endswith("rotary_emb.inv_freq") for name, _ in model.named_buffers()):
-        expected_by_model.append(r"rotary_emb\.inv_freq$")
-    if any(name.endswith("position_ids") for name, _ in model.named_buffers()):
-        expected_by_model.append(r"(^|\.)position_ids$")
-    return LoadedKeys(
-        _unlike(missing, _patterns(model, "_keys_to_ignore_on_load_missing")),
-        _unlike(unexpected, expected_by_model),
-    )
-
-
-def _patterns(model: nn.Module, attribute: str) -> list[str]:
-    return sorted(getattr(model, attribute, None) or ())
-
-
-def _unlike(keys: list[str], patterns: Iterable[str]) -> list[str]:
-    searches = [re.compile(pattern).search for pattern in patterns]
-    return [key for key in keys if not any(search(key) for search in searches)]
+    for name in ("rotary_emb.inv_freq", "position_ids"):
+        if any(buffer.endswith(name) for buffer, _ in model.named_buffers()):
+            may_be_there.append(rf"(^|\.){re.escape(name)}$")
+    return LoadedKeys(unlike(missing, may_be_missing), unlike(unexpected, may_be_there))
 
 
 def _check(
@@ -329,10 +292,10 @@ def _check(
     strict: bool,
 ) -> None:
     problems = []
-    if strict and keys.missing_keys:
-        problems.append(f"Missing in the files: {_listed(keys.missing_keys)}.")
-    if strict and keys.unexpected_keys:
-        problems.append(f"Unexpected in the files: {_listed(keys.unexpected_keys)}.")
+    for names, text in ((keys.missing_keys, "Missing"), (keys.unexpected_keys, "Unexpected")):
+        if strict and names:
+            more = f" and {len(names) - _LONGEST_LIST} more" if len(names) > _LONGEST_LIST else ""
+            problems.append(f"{text} in the files: {', '.join(map(repr, names[:_LONGEST_LIST]))}{more}.")
     for name, source in found.items():
         if tuple(tensors[name].shape) != source.shape:
             problems.append(
@@ -340,10 +303,5 @@ def _check(
             )
     if problems:
         hint = " Give strict=False to load what matches." if strict and any(keys) else ""
-        shown_problems = " ".join(problems[:_LONGEST_LIST])
-        raise WeightsError(f"The files do not fit {type(model).__name__}. {shown_problems}{hint}")
-
-
-def _listed(keys: list[str]) -> str:
-    more = f" and {len(keys) - _LONGEST_LIST} more" if len(keys) > _LONGEST_LIST else ""
-    return ", ".join(map(repr, keys[:_LONGEST_LIST])) + more
+        listed = " ".join(problems[:_LONGEST_LIST])
+        raise WeightsError(f"The files do not fit {type(model).__name__}. {listed}{hint}")

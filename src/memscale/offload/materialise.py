@@ -5,17 +5,14 @@ Note [Models larger than memory]
 A model built under ``torch.device("meta")`` has shapes and no memory, so it may be larger than the RAM. Each of its
 tensors gets memory directly on the tier that the plan names (disk, host or device), and its values there: from the
 safetensors files that the user named (``loading.py``), or by its module's own initialisation. Modules are initialised
-one by one, children first:
-
-- by ``reset_parameters()``, which every module of torch has;
-- in a model of transformers by its ``_init_weights``;
-- in a class of the user's by ``reset_parameters()``, ``init_weights()``, or ``_init_weights(module)``, which is applied
-  to all modules inside.
+one by one, children first: by ``reset_parameters()``, which every module of torch has; in a model of transformers by
+its ``_init_weights``; in a class of the user's by ``reset_parameters()``, ``init_weights()``, or
+``_init_weights(module)``, which is applied to all modules inside.
 
 Parameters stay the same objects (optimizers and tied modules keep them); tensors that had values keep their values. A
-tensor that no initialiser wrote to is an error and never garbage: it keeps version 0 and the marks that were written
-to its first and last element. Numbers are drawn in another order than by the constructors, so they are not those of
-the plainly built model after the same seed; the distributions are.
+tensor that no initialiser wrote to is an error and never garbage: its version has not changed and the NaNs that were
+written to its first and last element are there. Numbers are drawn in another order than by the constructors, so they
+are not those of the plainly built model after the same seed; the distributions are.
 """
 
 from __future__ import annotations
@@ -31,10 +28,9 @@ from torch import nn
 
 from memscale.errors import WrapError
 from memscale.offload.loading import is_on_meta, pending_tensors, tie_on_meta
-from memscale.offload.mapped import swap_keeping_hooks
 from memscale.units import format_bytes
 
-__all__ = ["Materialised", "has_meta_tensors", "materialise"]
+__all__ = ["Materialised", "has_meta_tensors", "materialise", "swap_keeping_hooks"]
 
 _HF_FLAG = (
     "_is_hf_initialized"  # transformers' own mark on tensors and modules that are not to be initialised
@@ -48,12 +44,16 @@ def has_meta_tensors(model: nn.Module) -> bool:
         >>> has_meta_tensors(nn.Linear(2, 2, device="meta")), has_meta_tensors(nn.Linear(2, 2))
         (True, False)
     """
-    return any(is_on_meta(each) for each in (*model.parameters(), *model.buffers()))
+    return any(map(is_on_meta, _tensors(model)))
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="cpu", requires_grad=False)
 
 
 def materialise(
     model: nn.Module,
-    allocate: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    allocate: Callable[[torch.Tensor], torch.Tensor] = _on_host,
     fill: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
     release: Callable[[torch.Tensor], object] = lambda tensor: None,
 ) -> Materialised:
@@ -61,7 +61,7 @@ def materialise(
 
     Args:
         model: The model.
-        allocate: Return memory for a tensor on the tier it belongs to; host memory if it is not given.
+        allocate: Return memory for a tensor on the tier it belongs to.
         fill: Write the values of a file to a tensor.
         release: Called with tensors that were written to and are not needed for now.
 
@@ -85,13 +85,13 @@ def materialise(
     """
     tie_on_meta(model)
     _refuse_foreign_modules(model)
-    made = Materialised(model, allocate or _on_host)
+    made = Materialised(model, allocate)
     had_values = {id(each) for each in _tensors(model) if not is_on_meta(each)}
     # Not under the caller's default device, which may be the meta device.
     with _without_weak_references(model), torch.no_grad(), torch.device("cpu"):
         try:
             for tensor, stored in pending_tensors(model):
-                target = made.give(tensor)
+                target = made.allocate(tensor)
                 fill(target, stored.read())
                 release(target)
                 made.file_bytes += target.nbytes if isinstance(target, nn.Parameter) else 0
@@ -122,7 +122,7 @@ class Materialised:
                 if buffer is not None and is_on_meta(buffer):
                     self._owners.setdefault(id(buffer), []).append((module, name))
 
-    def give(self, tensor: torch.Tensor) -> torch.Tensor:
+    def allocate(self, tensor: torch.Tensor) -> torch.Tensor:
         """Give a meta tensor memory without values; returns what the modules have now.
 
         Raises:
@@ -182,10 +182,8 @@ class _Initialisation:
         self._made = made
         self._had_values = had_values
         self._release = release
-        self._complete = {
-            id(each) for each in model.modules() if _tensors(each) and not has_meta_tensors(each)
-        }
-        self._visited: set[int] = set()
+        # Modules that are left alone, since all of their tensors have values, or since they were visited.
+        self._done = {id(each) for each in model.modules() if _tensors(each) and not has_meta_tensors(each)}
         self._initialised = set(had_values)  # tensors, by their first owner: another one leaves them alone
         self._unwritten: dict[int, tuple[torch.Tensor, int]] = {}  # by id, with the version when allocated
 
@@ -197,19 +195,20 @@ class _Initialisation:
         """
         with _flagged(each for each in _tensors(self._model) if id(each) in self._had_values):
             self._visit(self._model, None)
-        left = [name for name, tensor in _named_tensors(self._model) if id(tensor) in self._unwritten]
+        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        left = [name for name, tensor in named if id(tensor) in self._unwritten]
         if left:
             raise WrapError(_not_initialised(self._model, left))
 
     def _visit(self, module: nn.Module, pretrained: Any) -> None:
-        if id(module) in self._visited:
+        if id(module) in self._done:
             return
-        self._visited.add(id(module))
-        pretrained = module if _is_pretrained(module) else pretrained
+        self._done.add(id(module))
+        modeling_utils = sys.modules.get("transformers.modeling_utils")  # which need not be installed
+        if modeling_utils is not None and isinstance(module, modeling_utils.PreTrainedModel):
+            pretrained = module
         for child in module.children():
             self._visit(child, pretrained)
-        if id(module) in self._complete:
-            return
         own = [self._with_memory(each) for each in _tensors(module, recurse=False)]
         if pretrained is not None:
             self._initialise_pretrained(module, pretrained, own)
@@ -248,18 +247,23 @@ class _Initialisation:
     def _with_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         if not is_on_meta(tensor):
             return tensor
-        given = self._made.give(tensor)
-        vars(given).pop(_HF_FLAG, None)
-        if given.numel():
-            for corner in (0, -1):
-                given[(corner,) * given.dim()] = _mark(given.dtype)
-            self._unwritten[id(given)] = (given, given._version)
-        return given
+        made = self._made.allocate(tensor)
+        vars(made).pop(_HF_FLAG, None)
+        if made.numel():
+            if made.dtype.is_floating_point or made.dtype.is_complex:
+                for corner in _corners(made):
+                    corner.fill_(torch.nan)
+            self._unwritten[id(made)] = (made, made._version)
+        return made
 
     def _note_writes(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             _, version = self._unwritten.get(id(tensor), (None, -1))
-            if version >= 0 and (tensor._version != version or not _has_marks(tensor)):
+            # By `.data` a tensor is written to without a new version.
+            if version >= 0 and (
+                tensor._version != version
+                or (tensor.dtype.is_floating_point and not all(map(torch.isnan, _corners(tensor))))
+            ):
                 del self._unwritten[id(tensor)]
             self._release(tensor)
 
@@ -274,17 +278,8 @@ class _Initialisation:
             tensor.copy_(values)
 
 
-def _mark(dtype: torch.dtype) -> float | int | bool:
-    if dtype is torch.bool:
-        return True
-    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
-
-
-def _has_marks(tensor: torch.Tensor) -> bool:
-    corners = (tensor[(corner,) * tensor.dim()] for corner in (0, -1))
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return all(bool(torch.isnan(each)) for each in corners)
-    return all(each.item() == _mark(tensor.dtype) for each in corners)
+def _corners(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor[(index,) * tensor.dim()] for index in (0, -1)]
 
 
 @contextlib.contextmanager
@@ -300,10 +295,6 @@ def _flagged(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
             vars(tensor).pop(_HF_FLAG, None)
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device="cpu", requires_grad=False)
-
-
 def _become(parameter: nn.Parameter, memory: torch.Tensor) -> None:
     new = nn.Parameter(memory, parameter.requires_grad)
     vars(new).update(vars(parameter))  # attributes of others
@@ -314,6 +305,16 @@ def _become(parameter: nn.Parameter, memory: torch.Tensor) -> None:
             f"A parameter of the shape {tuple(parameter.shape)} is on the meta device and can't be given memory: "
             f"{error}. Let go of what refers to it, a graph or a weak reference, and wrap the model again."
         ) from error
+
+
+def swap_keeping_hooks(parameter: nn.Parameter, new: nn.Parameter) -> None:
+    """Exchange two parameters as `torch.utils.swap_tensors` does; the first keeps the hooks on its gradient.
+
+    They belong to what is swapped: an optimizer that steps inside backward would never be called again.
+    """
+    new._backward_hooks = parameter._backward_hooks
+    new._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    torch.utils.swap_tensors(parameter, new)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
@@ -336,10 +337,6 @@ def _tensors(module: nn.Module, *, recurse: bool = True) -> list[torch.Tensor]:
     return [*module.parameters(recurse), *module.buffers(recurse)]
 
 
-def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
-
-
 def _reset_of(module: nn.Module) -> Callable[..., object] | None:
     return _method(module, "reset_parameters", 0) or _method(module, "_reset_parameters", 0)
 
@@ -358,12 +355,6 @@ def _method(module: nn.Module, name: str, arguments: int) -> Callable[..., objec
     return method if required == arguments else None
 
 
-def _is_pretrained(module: nn.Module) -> bool:
-    """Return whether a module is a model of transformers, which need not be installed."""
-    modeling_utils = sys.modules.get("transformers.modeling_utils")
-    return modeling_utils is not None and isinstance(module, modeling_utils.PreTrainedModel)
-
-
 def _refuse_foreign_modules(model: nn.Module) -> None:
     """Refuse tensors on the meta device that another library put there, or initialises itself."""
     for path, module in model.named_modules():
@@ -375,7 +366,7 @@ def _refuse_foreign_modules(model: nn.Module) -> None:
                     "adapters to the wrapped model instead, or give it adapters that have values."
                 )
         offloaded = getattr(getattr(module, "_hf_hook", None), "offload", False)
-        if offloaded and any(is_on_meta(each) for each in _tensors(module, recurse=False)):
+        if offloaded and any(map(is_on_meta, _tensors(module, recurse=False))):
             raise WrapError(
                 f"{path} is on the meta device because accelerate has offloaded it, and brings it itself when "
                 "the model is called. Build the model on the meta device instead (with torch.device('meta'): "

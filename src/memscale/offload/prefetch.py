@@ -6,9 +6,9 @@ Layers are reached in the same order in every step. So the order of the last for
 backward pass, say what comes next; before the first pass the plan's order does. When a layer is reached, the next
 `prefetch_depth` of that order are fetched, if they are not yet.
 
-*Never wrong.* What was fetched is a guess: a layer takes its copy if it is there and its home has not changed since
-(by its version counter and its memory), and else fetches by itself. Nothing is fetched across the end of a pass:
-between backward and the next forward the optimizer changes every parameter.
+*Never wrong.* A layer takes its prefetched copy if it is there and its master has not changed since (by its version
+counter and its memory), and else fetches by itself. Nothing is fetched across the end of a pass: between backward and
+the next forward the optimizer changes every parameter.
 
 *Never left behind.* A layer that was not expected, an error in a layer, the end of a pass and the beginning of the
 next drop what was fetched and not used.
@@ -19,26 +19,24 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from memscale._torch import OUTSIDE_BACKWARD, at_end_of_backward, graph_task_id, is_fake
+from memscale._util.trees import Tree
 from memscale.tiers.engine import Engine, Lane, Transfer
 
-__all__ = ["Layer", "Prefetcher"]
+if TYPE_CHECKING:
+    from memscale.offload.layer import OffloadedLayer
 
+__all__ = ["Prefetcher"]
 
-class Layer(Protocol):
-    """A layer whose parameters are on the host."""
-
-    def needs(self, *, in_backward: bool) -> Sequence[tuple[nn.Parameter, torch.dtype]]:
-        """Return the parameters that it will copy to the device when it is reached, and in which type."""
-
-    def copy_to_device(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a parameter's values on the device, as it computes with them."""
+_MasterState = tuple[int, int, torch.dtype]
+_Fetched = dict[int, tuple[_MasterState, Transfer[torch.Tensor], int]]
+"""Of one layer, by the parameter's id: what the copy was made of, the copy, and its bytes."""
 
 
 class Prefetcher:
@@ -55,8 +53,8 @@ class Prefetcher:
         self,
         engine: Engine,
         device: torch.device,
-        forward: Sequence[Layer],
-        backward: Sequence[Layer],
+        forward: Sequence[OffloadedLayer],
+        backward: Sequence[OffloadedLayer],
     ) -> None:
         self.engine = engine
         self._device = device
@@ -69,43 +67,54 @@ class Prefetcher:
     @property
     def bytes_prefetched(self) -> int:
         """Bytes that were prefetched, or are being, and wait for their use."""
-        return sum(fetched.nbytes for fetched in self._fetched.values())
+        return sum(nbytes for fetched in self._fetched.values() for _, _, nbytes in fetched.values())
 
     # ------------------------------------------------------------------ passes
 
-    def begin_forward(self) -> None:
-        """Prefetch the first layers: the model is called."""
-        with self._lock:
-            self._forward.begin()
-            self._fetch(self._forward.next(self.engine.depth), in_backward=False)
+    def before_forward(self, model: nn.Module, args: Any, kwargs: Any = None) -> None:
+        """Prefetch the first layers: a hook before the model's forward."""
+        if not torch.compiler.is_compiling():
+            with self._lock:
+                self._forward.begin()
+                self._fetch(self._forward.next(self.engine.depth), in_backward=False)
 
-    def end_forward(self, *, complete: bool) -> None:
-        """Drop what was not used; if the call was complete, its order is learnt."""
+    def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Drop what was not used, and learn the order: a hook after the model's forward.
+
+        After a forward that failed it is called without an output.
+        """
+        if torch.compiler.is_compiling():
+            return
         with self._lock:
-            self._forward.end(learn=complete)
+            self._forward.end(learn=output is not None)
             self._fetched.clear()
+        if output is not None and torch.is_grad_enabled():
+            for tensor in Tree.of(output).tensors():
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(self._before_backward)
 
-    def begin_backward(self) -> None:
+    def _before_backward(self, *gradients: Any) -> None:
         """Prefetch the last layers: backward has reached the model's output."""
         with self._lock:
             if self._enter(graph_task_id()):
                 self._fetch(self._backward.next(self.engine.depth), in_backward=True)
 
-    def forget(self) -> None:
+    def _end_backward(self, task: int) -> None:
+        """Drop what was not used, and learn the order."""
+        with self._lock:
+            if task == self._task:
+                self._task = OUTSIDE_BACKWARD
+                self._backward.end(learn=True)
+                self._fetched.clear()
+
+    def drop(self) -> None:
         """Drop what is prefetched: something went wrong."""
         with self._lock:
             self._fetched.clear()
 
     def undo(self) -> None:
         """Drop what is fetched when another plan is attached: a graph of a failed pass may hold this."""
-        self.forget()
-
-    def _end_backward(self, task: int) -> None:
-        with self._lock:
-            if task == self._task:
-                self._task = OUTSIDE_BACKWARD
-                self._backward.end(learn=True)
-                self._fetched.clear()
+        self.drop()
 
     def _enter(self, task: int) -> bool:
         """Begin a backward pass, if it is a new one; returns whether it is."""
@@ -113,23 +122,24 @@ class Prefetcher:
             return False
         self._task = task
         self._backward.begin()
-        at_end_of_backward(functools.partial(_after_backward, weakref.ref(self), task))
+        at_end_of_backward(self._end_backward, task)
         return True
 
     # ------------------------------------------------------------------ layers
 
-    def take(self, layer: Layer, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
+    def take(self, layer: OffloadedLayer, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the values of a parameter on the device, if they were prefetched and are still right.
 
         Raises:
             TransferError: They could not be fetched; its cause is chained.
         """
         with self._lock:
-            fetched = self._fetched.get(id(layer))
-            copy = None if fetched is None else fetched.take(parameter, dtype)
-        return None if copy is None else copy.wait()
+            found = self._fetched.get(id(layer), {}).pop(id(parameter), None)
+        if found is None or found[0] != _state(parameter, dtype):
+            return None
+        return found[1].wait()
 
-    def reached(self, layer: Layer, *, again: bool) -> None:
+    def reached(self, layer: OffloadedLayer, *, again: bool) -> None:
         """Prefetch the next layers: one has what it needs, and computes.
 
         Args:
@@ -146,7 +156,9 @@ class Prefetcher:
                 expected = route.next(self.engine.depth)
                 self._fetch(expected, in_backward=in_backward, besides=None if again else layer)
 
-    def _fetch(self, expected: Iterable[Layer], *, in_backward: bool, besides: Layer | None = None) -> None:
+    def _fetch(
+        self, expected: Iterable[OffloadedLayer], *, in_backward: bool, besides: OffloadedLayer | None = None
+    ) -> None:
         """Prefetch these, and drop everything else but perhaps one."""
         wanted = {id(layer): layer for layer in expected}
         kept = {*wanted, id(besides)}
@@ -155,94 +167,58 @@ class Prefetcher:
             if key not in self._fetched:
                 self._fetched[key] = self._start(layer, in_backward)
 
-    def _start(self, layer: Layer, in_backward: bool) -> _Fetched:
-        fetched = _Fetched()
+    def _start(self, layer: OffloadedLayer, in_backward: bool) -> _Fetched:
+        fetched: _Fetched = {}
         for parameter, dtype in layer.needs(in_backward=in_backward):
-            work = functools.partial(_copied, layer.copy_to_device, parameter.detach(), dtype)
-            transfer = self.engine.run(work, _lane(parameter, self._device), self._device)
-            fetched.add(parameter, dtype, transfer)
+            # From pages that are not locked a copy holds up the thread that starts it: that had better be a worker.
+            lane = Lane.CALLER
+            if self._device.type == "cuda" and not is_fake(parameter):
+                lane = Lane.STREAM if parameter.is_pinned() else Lane.WORKER
+            work = functools.partial(_copy, layer, parameter.detach(), dtype)
+            transfer = self.engine.run(work, lane, self._device)
+            fetched[id(parameter)] = _state(parameter, dtype), transfer, parameter.numel() * dtype.itemsize
         return fetched
 
 
 class _Route:
     """The order in which layers are reached: as it was in the last pass, and so far in this one."""
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    def __init__(self, layers: Sequence[OffloadedLayer]) -> None:
         self._known = [weakref.ref(layer) for layer in layers]
-        self._seen: list[weakref.ref[Layer]] = []
-        self._place = 0
+        self._seen: list[weakref.ref[OffloadedLayer]] = []
+        self._position = 0
 
     def begin(self) -> None:
         self._seen = []
-        self._place = 0
+        self._position = 0
 
     def end(self, *, learn: bool) -> None:
         if learn and self._seen:
             self._known = self._seen
         self.begin()
 
-    def reach(self, layer: Layer, *, again: bool) -> bool:
+    def reach(self, layer: OffloadedLayer, *, again: bool) -> bool:
         """Note that a layer is reached; returns whether that is new."""
         if not again and self._seen and self._seen[-1]() is layer:
             return False
         self._seen.append(weakref.ref(layer))
         # If it does not come later, then a new pass has begun, of a part of the model say.
-        places = [*range(self._place, len(self._known)), *range(self._place)]
-        found = next((place for place in places if self._known[place]() is layer), None)
-        self._place = len(self._known) if found is None else found + 1
+        positions = [*range(self._position, len(self._known)), *range(self._position)]
+        found = next((index for index in positions if self._known[index]() is layer), None)
+        self._position = len(self._known) if found is None else found + 1
         return True
 
-    def next(self, count: int) -> list[Layer]:
+    def next(self, count: int) -> list[OffloadedLayer]:
         """Return what comes next, if the order is as it was."""
-        return _alive(self._known[self._place : self._place + count])
+        expected = self._known[self._position : self._position + count]
+        return [layer for reference in expected if (layer := reference()) is not None]
 
 
-def _alive(references: Iterable[weakref.ref[Layer]]) -> list[Layer]:
-    return [layer for reference in references if (layer := reference()) is not None]
-
-
-_State = tuple[int, int, torch.dtype]
-
-
-class _Fetched:
-    """One layer's parameters that are being copied."""
-
-    def __init__(self) -> None:
-        self._copies: dict[int, tuple[_State, Transfer[torch.Tensor]]] = {}
-        self.nbytes = 0
-
-    def add(self, parameter: nn.Parameter, dtype: torch.dtype, transfer: Transfer[torch.Tensor]) -> None:
-        self._copies[id(parameter)] = (_state(parameter, dtype), transfer)
-        self.nbytes += parameter.numel() * dtype.itemsize
-
-    def take(self, parameter: nn.Parameter, dtype: torch.dtype) -> Transfer[torch.Tensor] | None:
-        state, transfer = self._copies.pop(id(parameter), (None, None))
-        if transfer is None or state is None:
-            return None
-        self.nbytes -= parameter.numel() * state[2].itemsize
-        return transfer if state == _state(parameter, dtype) else None
-
-
-def _state(parameter: nn.Parameter, dtype: torch.dtype) -> _State:
+def _state(parameter: nn.Parameter, dtype: torch.dtype) -> _MasterState:
     """Return what changes when a copy would come out otherwise: in place, by other memory, or in another type."""
     return parameter._version, parameter.untyped_storage()._cdata, dtype
 
 
-def _copied(
-    copy: Callable[[torch.Tensor, torch.dtype], torch.Tensor], values: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def _copy(layer: OffloadedLayer, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     with torch.no_grad():  # which belongs to a thread
-        return copy(values, dtype)
-
-
-def _lane(parameter: nn.Parameter, device: torch.device) -> Lane:
-    if device.type != "cuda" or is_fake(parameter):
-        return Lane.CALLER
-    # From pages that are not locked a copy holds up the thread that starts it: that had better be a worker.
-    return Lane.STREAM if parameter.is_pinned() else Lane.WORKER
-
-
-def _after_backward(reference: weakref.ref[Prefetcher], task: int) -> None:
-    prefetcher = reference()
-    if prefetcher is not None:
-        prefetcher._end_backward(task)
+        return layer.copy_to_device(values, dtype)

@@ -51,7 +51,7 @@ from memscale.techniques.base import ModelSite
 from memscale.units import format_bytes
 
 if TYPE_CHECKING:
-    from memscale.offload.homes import Homes
+    from memscale.offload.placement import ModelPlacement
     from memscale.techniques.undo_log import UndoLog
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "OptimizerState", "PlacementSteps", "takes_all_state"]
@@ -75,12 +75,12 @@ class OptimizerState:
     """
 
     def attach(self, site: ModelSite, log: UndoLog) -> None:
-        states, wanted = site.homes.states, site.plan.optimizer
+        states, wanted = site.placement.states, site.plan.optimizer
         eight_bit = parameters_in_eight_bits(site.model) if wanted is not None and wanted.eight_bit else []
         tier: Tier = "device" if wanted is None else wanted.state
         if tier == "host" and site.device.type == "cpu":
             tier = "device"  # which is the host
-        on_disk, every = site.homes.on_disk, list(site.model.parameters())
+        on_disk, every = site.placement.on_disk, list(site.model.parameters())
         stored = on_disk
         if tier == "device":
             if wanted is not None and wanted.bucket_bytes:
@@ -93,10 +93,10 @@ class OptimizerState:
             return
         capacity = None if site.config is None else site.config.max_cpu_offload_bytes
         if capacity is not None:
-            capacity = max(0, capacity - site.homes.bytes_on_host)
+            capacity = max(0, capacity - site.placement.bytes_on_host)
         store = states.store
         if type(store) is not _STORES[tier] or store.capacity != capacity:
-            store = _STORES[tier](site.homes.store, capacity)
+            store = _STORES[tier](site.placement.store, capacity)
         bucket_bytes = (wanted.bucket_bytes if wanted else 0) or DEFAULT_BUCKET_BYTES
         states.attach(stored, store, bucket_bytes, eight_bit=eight_bit, logs=site.logs)
         log.add(states)  # which keeps state where it is until the next plan, or `restore`
@@ -114,7 +114,7 @@ class PlacementSteps(StepSubscriber):
     """Makes the optimizers of placed parameters follow them.
 
     Args:
-        homes: Where parameters are; it is not kept alive.
+        placement: Where parameters are; it is not kept alive.
 
     Attributes:
         optimizers: Those that have stepped the parameters.
@@ -122,8 +122,8 @@ class PlacementSteps(StepSubscriber):
 
     order = StepOrder.PLACEMENT
 
-    def __init__(self, homes: Homes) -> None:
-        self._homes = weakref.ref(homes)
+    def __init__(self, placement: ModelPlacement) -> None:
+        self._placement = weakref.ref(placement)
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def find_optimizers(self) -> None:
@@ -138,28 +138,32 @@ class PlacementSteps(StepSubscriber):
                 self.optimizers.add(each)
 
     def parameter_ids(self) -> Container[int]:
-        homes = self._homes()
-        return () if homes is None else homes.parameter_ids()
+        placement = self._placement()
+        return () if placement is None else placement.parameter_ids()
 
     def before_step(self, optimizer: Optimizer) -> None:
         self.optimizers.add(optimizer)
         self.follow(optimizer)
-        homes = self._homes()
-        if homes is not None and homes.device not in (None, _HOST) and homes.host_capacity is not None:
-            masters = homes.host_masters(with_disk_bound=False)
-            check_room(optimizer, masters, homes.host_capacity, homes.states)
+        placement = self._placement()
+        if (
+            placement is not None
+            and placement.device not in (None, _HOST)
+            and placement.host_capacity is not None
+        ):
+            masters = placement.host_masters(with_disk_bound=False)
+            check_room(optimizer, masters, placement.host_capacity, placement.states)
 
     def around_arithmetic(self, call: Callable[[], Any], optimizer: Optimizer) -> None:
-        homes = self._homes()
-        if homes is None or homes.device is None:
+        placement = self._placement()
+        if placement is None or placement.device is None:
             call()
             return
-        ids, calls = homes.parameter_ids(), defaultdict[tuple[str, bool], list[Member]](list)
+        ids, calls = placement.parameter_ids(), defaultdict[tuple[str, bool], list[Member]](list)
         for member in members_of(optimizer):
             parameter, kind = member.parameter, ("device", False)
-            if homes.device != _HOST and parameter.device == _HOST and id(parameter) in ids:
+            if placement.device != _HOST and parameter.device == _HOST and id(parameter) in ids:
                 group = optimizer.param_groups[member.group]
-                fused = homes.fused_host_step and _takes_fused(optimizer, group, parameter)
+                fused = placement.fused_host_step and _takes_fused(optimizer, group, parameter)
                 # Fused SGD takes momentum of all parameters, or of none.
                 is_new = optimizer.state.get(parameter, {}).get("momentum_buffer") is None
                 kind = ("fused", is_new) if fused else ("host", False)
@@ -168,7 +172,7 @@ class PlacementSteps(StepSubscriber):
             for kind, members in calls.items():
                 if len(calls) > 1:
                     split.show(members)
-                with _IMPLEMENTATIONS[kind[0]](optimizer, homes.device):
+                with _IMPLEMENTATIONS[kind[0]](optimizer, placement.device):
                     call()
 
     def follow(self, optimizer: Optimizer) -> None:
@@ -177,10 +181,10 @@ class PlacementSteps(StepSubscriber):
         As in `Optimizer.load_state_dict`, the counter of steps follows to an accelerator only where the implementation
         wants it there. It never stays on one that its parameter has left: ASGD, for example, makes it there.
         """
-        homes = self._homes()
-        if homes is None:
+        placement = self._placement()
+        if placement is None:
             return
-        ids = homes.parameter_ids()
+        ids = placement.parameter_ids()
         for member in members_of(optimizer):
             parameter, group = member.parameter, optimizer.param_groups[member.group]
             state = optimizer.state.get(parameter, {}) if id(parameter) in ids else {}
@@ -189,7 +193,7 @@ class PlacementSteps(StepSubscriber):
                     continue
                 counts_on_device = group.get("fused") or group.get("capturable")
                 stays = name == "step" and parameter.device != _HOST and not counts_on_device
-                if not stays and not homes.states.is_stored(value):
+                if not stays and not placement.states.is_stored(value):
                     state[name] = value.to(parameter.device)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from memscale.config import Config
 from memscale.executor.registry import LAYER_TECHNIQUES
 from memscale.hardware import Hardware
-from memscale.offload.cost import activation_seconds
+from memscale.offload.technique import activation_seconds
 from memscale.planner.frontier import Option, Row, Trade, trade_of
 from memscale.planner.options import (
     PLAIN,

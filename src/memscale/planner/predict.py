@@ -135,11 +135,11 @@ def _backward_without_hooks(model: nn.Module, executor: Executor) -> Callable[[t
     Gradients of parameters on disk are copied there one by one, as they would be if they were accumulated.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    on_disk = {id(parameter) for parameter in executor.homes.on_disk}
+    on_disk = {id(parameter) for parameter in executor.placement.on_disk}
 
     def copy_to_disk(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        home = executor.homes.store.copy_of(gradient)
-        executor.homes.mapped.rest([parameter])
+        home = executor.placement.store.copy_of(gradient)
+        executor.placement.release_pages(parameter)
         return home
 
     def backward(loss: torch.Tensor) -> None:
@@ -206,7 +206,7 @@ def _step(
     optimizer: OptimizerNeeds | None,
 ) -> Step:
     """See Note [The step that is predicted]."""
-    on_disk = {id(each) for each in executor.homes.on_disk} if executor is not None else set()
+    on_disk = {id(each) for each in executor.placement.on_disk} if executor is not None else set()
     with tracker.logging(device) as log:
         call = ModelCall(model, batch.args, batch.kwargs, device)
         output = model(*batch.args, **batch.kwargs)

@@ -120,7 +120,7 @@ class _RecoverStage(ForwardStage):
         executor = executor_of(module)
         if executor is None or not hooks_are_allowed() or cast(Any, torch.jit).is_tracing():
             return call_next(*args, **kwargs)
-        call = ModelCall(module, args, kwargs, executor.homes.device)
+        call = ModelCall(module, args, kwargs, executor.placement.device)
         output, failure = _attempt(lambda: call_next(*args, **kwargs))
         if failure is not None:
             output = _repeat_forward(executor, call, failure)
@@ -144,7 +144,7 @@ def _attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 def _use(executor: Executor, plan: Plan) -> None:
     executor.replan(plan)
-    executor.homes.settle_states()
+    executor.placement.store_states()
 
 
 def _planned_forward(executor: Executor, call: ModelCall) -> Any:

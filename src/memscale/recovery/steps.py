@@ -78,7 +78,7 @@ class StepRecovery(StepSubscriber):
         """Tell the model's placement of an optimizer."""
         executor = self._executor()
         if executor is not None:
-            executor.homes.note_optimizer(optimizer)
+            executor.placement.note_optimizer(optimizer)
 
     def around_step(self, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Explain an out-of-memory error in a step that cannot be repeated."""

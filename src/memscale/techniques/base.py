@@ -14,7 +14,7 @@ from memscale.execution_plan import LayerPlan, Plan
 from memscale.observe.counters import Meter
 
 if TYPE_CHECKING:
-    from memscale.offload.homes import Homes
+    from memscale.offload.placement import ModelPlacement
     from memscale.profiler.profile import BlockProfile
     from memscale.techniques.cost import BlockOption, CostTerms
     from memscale.techniques.undo_log import UndoLog
@@ -31,7 +31,7 @@ class ModelSite:
 
     Attributes:
         device: Where the model trains.
-        homes: Where the model's tensors are, and the disk tier.
+        placement: Where the model's tensors are, and the disk tier.
         meter: Counts what a technique does.
         state: What techniques keep from one plan of the model to the next, by names of their choice.
     """
@@ -40,7 +40,7 @@ class ModelSite:
     plan: Plan
     device: torch.device
     config: Config | None
-    homes: Homes
+    placement: ModelPlacement
     meter: Meter
     state: dict[str, Any]
 

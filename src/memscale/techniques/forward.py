@@ -69,9 +69,8 @@ class Stage(enum.IntEnum):
     TILE_HEAD = 3  # a head with lazy logits saves nothing and fetches its parameters itself
     OFFLOAD_ACTIVATIONS = 4  # around recomputation: what that keeps is what is offloaded
     RECOMPUTE = 5
-    MAP_PARAMETERS = 6  # hold mapped pages in memory, also while they are copied to the device
-    FETCH_PARAMETERS = 7
-    TILE = 8  # an MLP or attention in tiles
+    FETCH_PARAMETERS = 6
+    TILE = 7  # an MLP or attention in tiles
 
 
 class ForwardStage:

@@ -1,4 +1,4 @@
-"""Homes on disk on a CPU host: the same training to the bit, and pages that are in memory only while in use."""
+"""Parameters on disk on a CPU host: the same training to the bit, and pages that are in memory only while in use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 from memscale import Config
 from memscale.execution_plan import LayerPlan, Offloading, Plan
 from memscale.executor import Executor
-from memscale.offload.mapped import MappedParameters
+from memscale.offload.placement import ModelPlacement
 from memscale.testing import executing
 from memscale.tiers.disk import PAGE
 from support.disk import QUIET, adamw, assert_same, disk_plan, on_disk, resident_bytes, train
@@ -57,11 +57,11 @@ def test_trains_as_the_plain_model_does(name: str) -> None:
     expected = train(family, family.build())
     model = family.build()
     with on_disk(model) as executor:
-        homes = executor.homes
-        assert homes.on_disk
-        assert homes.store.bytes_used >= sum(parameter.nbytes for parameter in homes.on_disk)
+        placement = executor.placement
+        assert placement.on_disk
+        assert placement.store.bytes_used >= sum(parameter.nbytes for parameter in placement.on_disk)
         got = train(family, model)
-        moved = homes.states.bytes_moved
+        moved = placement.states.bytes_moved
     assert_same(got, expected)
     assert moved > 0 or name == "lora"  # whose adapters are smaller than a page
 
@@ -82,19 +82,19 @@ def test_all_parameters_of_a_page_or_more_go_and_the_others_stay() -> None:
     model = wide()
     assert any(parameter.nbytes < PAGE for parameter in model.parameters())
     with on_disk(model) as executor:
-        assert {id(each) for each in executor.homes.on_disk} == {id(each) for each in large(model)}
-        assert all(executor.homes.store.holds(parameter) for parameter in large(model))
+        assert {id(each) for each in executor.placement.on_disk} == {id(each) for each in large(model)}
+        assert all(executor.placement.store.holds(parameter) for parameter in large(model))
         expected = sum(-(-parameter.nbytes // PAGE) * PAGE for parameter in large(model))
-        assert executor.homes.store.bytes_used == expected
+        assert executor.placement.store.bytes_used == expected
 
 
-def test_a_tied_parameter_has_one_home() -> None:
+def test_a_tied_parameter_is_on_disk_once() -> None:
     family = family_of("gpt2")
     model = family.build()
     with on_disk(model) as executor:
         assert model.lm_head.weight is model.transformer.wte.weight
-        kept = {parameter.data_ptr() for parameter in executor.homes.on_disk}
-        assert len(kept) == len(executor.homes.on_disk)
+        kept = {parameter.data_ptr() for parameter in executor.placement.on_disk}
+        assert len(kept) == len(executor.placement.on_disk)
         assert model.lm_head.weight.data_ptr() == model.transformer.wte.weight.data_ptr()
 
 
@@ -102,9 +102,9 @@ def test_parameters_that_share_memory_stay_in_memory() -> None:
     model = wide(2)
     model.layers[1].up.weight.data = model.layers[0].up.weight.data
     with on_disk(model) as executor:
-        assert not executor.homes.store.holds(model.layers[0].up.weight)
+        assert not executor.placement.store.holds(model.layers[0].up.weight)
         assert model.layers[1].up.weight.data_ptr() == model.layers[0].up.weight.data_ptr()
-        assert executor.homes.store.holds(model.layers[0].down.weight)
+        assert executor.placement.store.holds(model.layers[0].down.weight)
 
 
 def test_dimensions_keep_their_order_in_memory() -> None:
@@ -113,7 +113,7 @@ def test_dimensions_keep_their_order_in_memory() -> None:
     strides = [parameter.stride() for parameter in model.parameters()]
     x = torch.randn(2, 16, 8, 8)
     with on_disk(model, checkpointing=False) as executor:
-        assert executor.homes.on_disk
+        assert executor.placement.on_disk
         assert [parameter.stride() for parameter in model.parameters()] == strides
         for each in (plain, model):
             each(x).square().mean().backward()
@@ -126,7 +126,7 @@ def test_dimensions_keep_their_order_in_memory() -> None:
 # ---------------------------------------------------------------------- pages
 
 
-class Watched(MappedParameters):
+class Watched(ModelPlacement):
     """Notes how much of a model's parameters and gradients is in memory when a layer begins or ends."""
 
     model: nn.Module
@@ -137,13 +137,14 @@ class Watched(MappedParameters):
         gradients = [each.grad for each in tensors if each.grad is not None and self.store.holds(each.grad)]
         self.most = max(self.most, resident_bytes(*tensors, *gradients))
 
-    def begin(self, parameters: Any) -> None:
-        super().begin(parameters)
+    def begin_use(self, parameters: Any) -> Any:
+        mapped = super().begin_use(parameters)
         self.look()
+        return mapped
 
-    def end(self, parameters: Any) -> None:
+    def end_use(self, mapped: Any) -> None:
         self.look()
-        super().end(parameters)
+        super().end_use(mapped)
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
@@ -155,49 +156,51 @@ def test_only_the_layer_that_computes_has_pages(checkpointing: bool, trained: st
         model.layers[3].requires_grad_(True)
     x = torch.randn(4, 128, requires_grad=True)  # so that backward goes through the frozen layers
     with on_disk(model, checkpointing=checkpointing, activations=False) as executor:
-        homes = executor.homes
-        homes.mapped.__class__, homes.mapped.model = Watched, model
-        for parameter in homes.on_disk:
-            homes.store.release_pages(parameter)
+        placement = executor.placement
+        placement.__class__, placement.model = Watched, model
+        for parameter in placement.on_disk:
+            placement.store.release_pages(parameter)
         model(x).sum().backward()
         a_layer = sum(each.nbytes for each in large(model.layers[0]))
-        assert 0 < homes.mapped.most <= 2 * a_layer + 16 * PAGE
-        gradients = [each.grad for each in homes.on_disk if each.grad is not None]
+        assert 0 < placement.most <= 2 * a_layer + 16 * PAGE
+        gradients = [each.grad for each in placement.on_disk if each.grad is not None]
         trained_here = model if trained == "all" else model.layers[3]
         assert len(gradients) == len(large(trained_here))
-        assert all(homes.store.holds(gradient) for gradient in gradients)
-        assert resident_bytes(*homes.on_disk, *gradients) <= STRAY
-        del homes.mapped.model
+        assert all(placement.store.holds(gradient) for gradient in gradients)
+        assert resident_bytes(*placement.on_disk, *gradients) <= STRAY
+        del placement.model
 
 
 def test_no_pages_are_left_after_evaluation_and_after_a_step() -> None:
     model = wide()
     optimizer = adamw(model)
     with on_disk(model) as executor:
-        homes = executor.homes
+        placement = executor.placement
         with torch.no_grad():
             model.eval()(torch.randn(2, 128))
-        assert resident_bytes(*homes.on_disk) <= STRAY
+        assert resident_bytes(*placement.on_disk) <= STRAY
         model.train()(torch.randn(2, 128)).sum().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        gradients = [parameter.grad for parameter in homes.on_disk]
+        gradients = [parameter.grad for parameter in placement.on_disk]
         assert resident_bytes(*gradients) > 0  # the user has looked at all of them
         optimizer.step()
-        state = [optimizer.state[each][name] for each in homes.on_disk for name in ("exp_avg", "exp_avg_sq")]
-        assert all(homes.states.is_stored(each) and homes.store.holds(each) for each in state)
-        assert resident_bytes(*homes.on_disk, *gradients, *state) <= STRAY
+        state = [
+            optimizer.state[each][name] for each in placement.on_disk for name in ("exp_avg", "exp_avg_sq")
+        ]
+        assert all(placement.states.is_stored(each) and placement.store.holds(each) for each in state)
+        assert resident_bytes(*placement.on_disk, *gradients, *state) <= STRAY
 
 
 def test_activations_wait_on_disk() -> None:
     model = wide()
     x = torch.randn(2 * 64, 128)  # 64 KiB
     with on_disk(model, activations=True) as executor:
-        store = executor.homes.store
+        store = executor.placement.store
         before = store.bytes_used
         output = model(x)
         assert store.bytes_used - before == 5 * x.nbytes  # the inputs of four layers and of the head
         output.sum().backward()
-        gradients = sum(each.grad.nbytes for each in executor.homes.on_disk)
+        gradients = sum(each.grad.nbytes for each in executor.placement.on_disk)
         assert store.bytes_used - before == gradients
         model.zero_grad()
         assert store.bytes_used == before
@@ -206,19 +209,19 @@ def test_activations_wait_on_disk() -> None:
 # ---------------------------------------------------------------------- gradients
 
 
-def test_micro_batches_add_to_the_gradient_at_home() -> None:
+def test_micro_batches_add_to_the_gradient_on_disk() -> None:
     plain, model = wide(), wide()
     batches = [torch.randn(2, 128) for _ in range(3)]
     model.zero_grad()
     with on_disk(model) as executor:
-        homes = []
+        placement = []
         for index, batch in enumerate(batches):
             for each in (plain, model):
                 torch.manual_seed(index)
                 each(batch).square().mean().backward()
-            homes.append([parameter.grad for parameter in executor.homes.on_disk])
-        assert all(a is b for a, b in zip(homes[0], homes[2], strict=True))
-        assert all(executor.homes.store.holds(gradient) for gradient in homes[0])
+            placement.append([parameter.grad for parameter in executor.placement.on_disk])
+        assert all(a is b for a, b in zip(placement[0], placement[2], strict=True))
+        assert all(executor.placement.store.holds(gradient) for gradient in placement[0])
         for a, b in zip(plain.parameters(), model.parameters(), strict=True):
             assert torch.equal(a.grad, b.grad)
         model.zero_grad(set_to_none=False)
@@ -233,7 +236,7 @@ def test_what_is_no_ordinary_gradient_stays_as_it_is() -> None:
         model(torch.arange(4)).sum().backward(create_graph=True)
         assert model[0].weight.grad.is_sparse
         assert model[1].weight.grad.requires_grad
-        assert not executor.homes.store.holds(model[1].weight.grad)
+        assert not executor.placement.store.holds(model[1].weight.grad)
 
 
 def test_an_optimizer_that_steps_in_backward() -> None:
@@ -298,19 +301,19 @@ def through_torch(model: nn.Module) -> nn.Module:
 def test_a_copy_is_in_ordinary_memory_and_trains(trained: Any, copied: Any) -> None:
     model, executor = trained
     twin = copied(model)
-    store = executor.homes.store
+    store = executor.placement.store
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     assert not any(store.holds(parameter) for parameter in twin.parameters())
     theirs = twin._memscale_executor
     assert theirs is not executor
-    assert theirs.homes.store is not store
+    assert theirs.placement.store is not store
     used = store.bytes_used
     optimizer = adamw(twin)
     twin(torch.randn(2, 128)).sum().backward()
     optimizer.step()
-    assert theirs.homes.states.bytes_moved > 0
+    assert theirs.placement.states.bytes_moved > 0
     theirs.detach()
-    assert all(not theirs.homes.store.holds(each["exp_avg"]) for each in optimizer.state.values())
+    assert all(not theirs.placement.store.holds(each["exp_avg"]) for each in optimizer.state.values())
     assert store.bytes_used == used
 
 
@@ -326,7 +329,7 @@ def test_state_dict_holds_true_values_and_loads(trained: Any) -> None:
     loaded = torch.load(buffer)
     assert all(torch.equal(value, loaded[name]) for name, value in saved.items())
     model.load_state_dict({name: torch.ones_like(value) for name, value in saved.items()})
-    assert all(executor.homes.store.holds(parameter) for parameter in large(model))
+    assert all(executor.placement.store.holds(parameter) for parameter in large(model))
     assert all(bool((parameter == 1).all()) for parameter in model.parameters())
 
 
@@ -369,7 +372,7 @@ def test_detach_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     for _ in range(3):
         with on_disk(model, config) as executor:
             model(torch.randn(2, 128)).sum().backward()
-        assert executor.homes.store.bytes_used == 0
+        assert executor.placement.store.bytes_used == 0
         assert all(parameter._post_accumulate_grad_hooks is None for parameter in model.parameters())
         assert all(parameter.grad is not None for parameter in model.parameters())
         model.zero_grad()
@@ -421,7 +424,7 @@ def test_a_model_that_is_dropped_leaves_nothing_behind(tmp_path: Path) -> None:
     optimizer = adamw(model)
     model(torch.randn(2, 128)).sum().backward()
     optimizer.step()
-    store = executor.homes.store
+    store = executor.placement.store
     assert store.bytes_used > 0
     file = store.file
     del executor, model, optimizer, store
@@ -437,16 +440,18 @@ def test_another_plan_brings_parameters_back(tmp_path: Path) -> None:
         model(torch.randn(2, 128)).sum().backward()
         optimizer.step()
         state = optimizer.state[model.layers[0].up.weight]["exp_avg"]
-        store = executor.homes.store
+        store = executor.placement.store
         part = executor.plan.layers[:1]
         executor.replan(Plan(part, optimizer=executor.plan.optimizer))
-        assert [id(each) for each in executor.homes.on_disk] == [id(each) for each in large(model.layers[0])]
+        assert [id(each) for each in executor.placement.on_disk] == [
+            id(each) for each in large(model.layers[0])
+        ]
         assert not store.holds(model.layers[1].up.weight)
         assert not store.holds(model.layers[1].up.weight.grad)
         assert optimizer.state[model.layers[0].up.weight]["exp_avg"] is state  # it has not moved
         del state
         executor.replan(Plan((LayerPlan("head", ("head",), (), "none", "none"),)))
-        assert executor.homes.on_disk == []
+        assert executor.placement.on_disk == []
         assert not store.holds(optimizer.state[model.layers[0].up.weight]["exp_avg"])
         assert store.bytes_used == 0
         executor.replan(disk_plan(model))
@@ -455,27 +460,27 @@ def test_another_plan_brings_parameters_back(tmp_path: Path) -> None:
         assert store.holds(optimizer.state[model.layers[0].up.weight]["exp_avg"])
 
 
-def test_state_stays_down_while_the_plan_is_suspended() -> None:
+def test_state_stays_on_disk_while_the_plan_is_suspended() -> None:
     model = wide()
     optimizer = adamw(model)
     with on_disk(model) as executor:
         model(torch.randn(2, 128)).sum().backward()
         optimizer.step()
-        used = executor.homes.store.bytes_used
+        used = executor.placement.store.bytes_used
         with executor.suspended() as plain:
             assert "_memscale_executor" not in vars(plain)
-            assert executor.homes.store.bytes_used in (0, used)
+            assert executor.placement.store.bytes_used in (0, used)
             plain(torch.randn(2, 128)).sum().backward()
-        assert executor.homes.store.bytes_used == used
+        assert executor.placement.store.bytes_used == used
         optimizer.step()
-        assert executor.homes.states.is_stored(optimizer.state[model.layers[0].up.weight]["exp_avg"])
+        assert executor.placement.states.is_stored(optimizer.state[model.layers[0].up.weight]["exp_avg"])
 
 
 # ---------------------------------------------------------------------- below an accelerator
 
 
 @pytest.mark.parametrize("name", ["gpt2", "tied"])
-def test_below_an_accelerator_the_home_is_on_disk_and_the_copy_on_the_device(name: str) -> None:
+def test_with_an_accelerator_the_master_is_on_disk_and_the_copy_on_the_device(name: str) -> None:
     family = family_of(name)
 
     def losses_of(model: nn.Module, device: Any) -> list[float]:
@@ -493,14 +498,14 @@ def test_below_an_accelerator_the_home_is_on_disk_and_the_copy_on_the_device(nam
     with executing() as gpu:
         model = family.build().to(gpu.device)
         with on_disk(model, activations=False) as executor:
-            homes = executor.homes
-            assert homes.on_disk
-            assert all(homes.store.holds(parameter) for parameter in homes.on_disk)
+            placement = executor.placement
+            assert placement.on_disk
+            assert all(placement.store.holds(parameter) for parameter in placement.on_disk)
             assert losses_of(model, gpu.device) == pytest.approx(expected, rel=1e-6)
-            gradients = [each.grad for each in homes.on_disk if each.grad is not None]
+            gradients = [each.grad for each in placement.on_disk if each.grad is not None]
             assert gradients
-            assert all(homes.store.holds(gradient) for gradient in gradients)
-            assert resident_bytes(*homes.on_disk, *gradients) <= STRAY
+            assert all(placement.store.holds(gradient) for gradient in gradients)
+            assert resident_bytes(*placement.on_disk, *gradients) <= STRAY
         assert {parameter.device.type for parameter in model.parameters()} == {gpu.device.type}
 
 
@@ -517,10 +522,10 @@ def test_a_layer_may_stay_in_memory_with_its_activations_on_disk() -> None:
     executor = Executor(model, Plan((layer,)), QUIET)
     executor.attach()
     output = model(torch.randn(128, 128))
-    assert executor.homes.on_disk == []
-    assert executor.homes.store.bytes_used > 0
+    assert executor.placement.on_disk == []
+    assert executor.placement.store.bytes_used > 0
     output.sum().backward()
-    assert executor.homes.store.bytes_used == 0
+    assert executor.placement.store.bytes_used == 0
     executor.detach()
 
 
@@ -539,10 +544,10 @@ def test_backward_may_come_after_detach(tmp_path: Path, checkpointing: bool) -> 
         assert torch.equal(a.grad, b.grad)
 
 
-def test_the_next_layer_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_layer_is_prefetched(monkeypatch: pytest.MonkeyPatch) -> None:
     model = wide(3)
     with on_disk(model, activations=False) as executor:
-        store = executor.homes.store
+        store = executor.placement.store
         x = torch.randn(2, 128)
         model(x).sum().backward()
         read: list[int] = []
@@ -554,4 +559,4 @@ def test_the_next_layer_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         read.clear()
         output.backward()
         order = [weights.index(each) for each in read if each in weights]
-        assert order == [2, 2, 1, 1, 0, 0]  # the first by the head
+        assert order == [2, 1, 1, 0, 0]

@@ -57,15 +57,15 @@ def wrapped_run(family: Family, capacity: int) -> tuple[int, list[float], list[t
         model = family.build().to(gpu.device)
         memscale.wrap(model, QUIET, sample_of(family, gpu.device))
         plan = model._memscale_executor.plan
-        homes = [
+        masters = [
             p.device.type
             for layer in plan.layers
             if "offloading" in layer.techniques
             for member in layer.members
             for p in model.get_submodule(member).parameters()
         ]
-        assert homes, "nothing was offloaded"
-        assert set(homes) == {"cpu"}
+        assert masters, "nothing was offloaded"
+        assert set(masters) == {"cpu"}
         gpu.tracker.reset_peak()
         losses, gradients = train(family, model, gpu.device)
         peak = gpu.peak_bytes
@@ -197,7 +197,7 @@ def test_with_too_little_host_memory_the_disk_holds_what_leaves_the_device() -> 
         model = memscale.wrap(family.build().to(gpu.device), config, batch)
         executor = model._memscale_executor
         assert (executor.plan.host_bytes > 0, executor.plan.disk_bytes > 0) == (False, True)
-        assert executor.homes.on_disk
+        assert executor.placement.on_disk
         got = train(family, model, gpu.device)
         assert got[0] == expected[0]
         assert all(map(torch.equal, got[1], expected[1]))

@@ -1,0 +1,420 @@
+"""One offloaded layer: its parameters are on the device while it computes, and their gradients return to the host.
+
+Note [Master and working copy]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The user's ``nn.Parameter`` is the master, on the host or on disk: it is what the optimizer steps, what ``state_dict``
+saves, what ``clip_grad_norm_`` sees. When its layer runs on an accelerator, a differentiable copy on the device stands
+in for it in the module; autograd copies the gradient of the copy back to the host, and accumulates it there. On a CPU
+the master itself is used; one on disk needs its pages while the layer computes (Note [Parameters on disk]).
+
+A copy must not outlive the layer's computation. Inside a recomputed region nothing is saved anyway: backward runs the
+layer again and fetches again. Elsewhere autograd would hold the copies that it saved (``nn.Linear`` saves its weight);
+there :class:`Refetch` is saved in their place, and backward fetches them again. All else that is saved goes through the
+hooks that surround the layer, if there are any (``activations.py``).
+
+Two sums are not in the order of the plain model, and may differ in the last bit: the gradient of a parameter that is
+used several times in a call (a recurrent weight, or any weight in a loss that has a gradient in it, by
+``create_graph=True``) by a layer that is called several times before one backward, which is added up by calls; and
+the norm of ``clip_grad_norm_``, which adds up the gradients of each device apart. Under autocast the plain model casts
+a parameter once for all of its uses and adds up their gradients in 16 bits; here that is so for the uses of a matrix
+in one call only, and all else is added up in the parameter's own type.
+
+Note [Gradients to the host]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The copy of a parameter is made by two autograd nodes. In backward the first, on the device, starts the copy of the
+gradient to the host, with an asynchronous engine on a stream of its own, and hands on the tensor that it will arrive
+in. The second, on the host, waits for it. Autograd runs each node in the thread of its device, so it is the host's
+thread that waits, and the device's goes on. The accumulation, and whatever hooks are on the parameter, are autograd's
+own. A graph of backward itself (``create_graph=True``) is made of plain copies.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.conv import _ConvNd
+
+from memscale._torch import (
+    OUTSIDE_BACKWARD,
+    graph_task_id,
+    hooks_are_allowed,
+    is_fake,
+    surrounding_hooks,
+    tree_map,
+)
+from memscale._util.trees import Tree
+from memscale.checkpointing.state import KeptTensor, mark_as_copy
+from memscale.observe.counters import Meter
+from memscale.offload.activations import Refetch
+from memscale.offload.placement import ModelPlacement
+from memscale.offload.prefetch import Prefetcher
+from memscale.techniques.forward import ForwardStage, Stage
+from memscale.tiers.engine import Engine, Lane, Transfer
+
+__all__ = ["GradientTransfer", "OffloadedLayer", "bring_inputs", "differentiable_copy"]
+
+_SYNCHRONOUS = Engine()
+
+
+class LayerState(enum.Enum):
+    """What a layer's modules have as their parameters."""
+
+    OFFLOADED = "the masters"
+    FETCHED = "working copies on the device, or masters with their pages in memory"
+
+
+class OffloadedLayer(ForwardStage):
+    """Fetches the parameters of a layer when it computes. See Note [Master and working copy].
+
+    Args:
+        module: The module that this goes on.
+        placement: Where the model's parameters are.
+        device: Where it computes.
+        meter: Counts what is moved.
+        recomputed: Whether it runs inside a recomputed region, which saves nothing.
+
+    Attributes:
+        prefetcher: Who fetches the parameters of the next layers while this one computes; None if nobody does.
+        state: Whether its parameters are fetched now.
+    """
+
+    order = Stage.FETCH_PARAMETERS
+    in_evaluation = True  # the parameters are offloaded then as well
+
+    def __init__(
+        self,
+        module: nn.Module,
+        placement: ModelPlacement,
+        device: torch.device,
+        meter: Meter,
+        *,
+        recomputed: bool,
+    ) -> None:
+        self._module = weakref.ref(module)
+        self._placement = placement
+        self.device = device
+        self.meter = meter
+        self.prefetcher: Prefetcher | None = None
+        self.state = LayerState.OFFLOADED
+        self._recomputed = recomputed
+        self._masters: list[tuple[nn.Module, str, nn.Parameter]] = []  # while modules have copies of them
+        self._copied: dict[int, nn.Parameter] = {}  # by the storage of the copy
+        # By the parameters' ids: the types that the last pass had them in, and those that backward asks for.
+        self._dtypes: dict[int, torch.dtype] = {}
+        self._refetched: dict[int, torch.dtype] = {}
+
+    def run(
+        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if self.state is LayerState.FETCHED:  # it calls itself
+            return call_next(*args, **kwargs)
+        args, kwargs = bring_inputs(args, kwargs, self.device)
+        # Not other weights that `torch.func.functional_call` has put there.
+        parameters = [each for each in module.parameters() if isinstance(each, nn.Parameter)]
+        mapped = self._placement.begin_use(parameters)
+        try:
+            self.pre_forward(module)
+            if self._recomputed or not torch.is_grad_enabled() or not self._copied:
+                self._refetched = self._dtypes
+                output = call_next(*args, **kwargs)
+            else:
+                self._refetched = {}
+                with saved_tensors_hooks(*self._saved_tensors_hooks()):
+                    output = call_next(*args, **kwargs)
+        except Exception:
+            if self.prefetcher is not None:
+                self.prefetcher.drop()
+            raise
+        finally:
+            self.post_forward()
+            self._placement.end_use(mapped)
+        in_training = torch.is_grad_enabled() and graph_task_id() == OUTSIDE_BACKWARD
+        if mapped and in_training and not self._recomputed:
+            self._register_pre_backward(output, parameters)
+        return output
+
+    def pre_forward(self, module: nn.Module) -> None:
+        """Exchange the layer's parameters for working copies, in 16 bits where autocast would cast them."""
+        self.state = LayerState.FETCHED
+        self._masters = masters = self._masters_of(module)
+        self._dtypes = dtypes = _working_dtypes(masters, self.device)
+        copies: dict[int, torch.Tensor] = {}  # a tied parameter has one
+        for inner, name, parameter in masters:
+            copy = copies.get(id(parameter))
+            if copy is None:
+                copy = copies[id(parameter)] = self._working_copy(parameter, dtypes[id(parameter)])
+                self._copied[copy.untyped_storage()._cdata] = parameter
+            inner._parameters[name] = copy  # type: ignore[assignment]
+        if self.prefetcher is not None:
+            self.prefetcher.reached(self, again=True)
+
+    def post_forward(self) -> None:
+        """Put the masters back."""
+        for inner, name, parameter in self._masters:
+            inner._parameters[name] = parameter
+        self._masters = []
+        self._copied.clear()
+        self.state = LayerState.OFFLOADED
+
+    def _register_pre_backward(self, output: object, parameters: Sequence[nn.Parameter]) -> None:
+        """Have the pages ready when backward gets to a layer that is not recomputed: nothing else tells of it."""
+        placement = self._placement
+
+        def pre_backward(gradient: torch.Tensor) -> None:
+            placement.begin_use(parameters)
+
+        for tensor in Tree.of(output).tensors():
+            tensor = getattr(
+                tensor, "hidden", tensor
+            )  # lazy logits of a tiled head get no gradient themselves
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(pre_backward)
+
+    def _saved_tensors_hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+        """Return hooks by which autograd saves of a copy only where its master is."""
+        outer_pack, outer_unpack = surrounding_hooks() or (KeptTensor, KeptTensor.get)
+        copied, refetched = self._copied, self._refetched
+
+        def pack(tensor: torch.Tensor) -> Any:
+            master = copied.get(tensor.untyped_storage()._cdata) if copied else None
+            if master is None:
+                return outer_pack(tensor)
+            refetched[id(master)] = tensor.dtype
+            return Refetch(master, tensor, self)
+
+        def unpack(saved: Any) -> torch.Tensor:
+            return saved.fetch() if isinstance(saved, Refetch) else outer_unpack(saved)
+
+        return pack, unpack
+
+    # ------------------------------------------------------------------ copies
+
+    def needs(self, *, in_backward: bool) -> list[tuple[nn.Parameter, torch.dtype]]:
+        """Return the parameters to prefetch, and in which type; none if the module is gone."""
+        module = self._module()
+        if module is None:
+            return []
+        masters = self._masters_of(module)
+        # As the last pass had them: autocast may be off where a pass begins.
+        dtypes = self._refetched if in_backward else self._dtypes
+        if not in_backward and not dtypes:
+            dtypes = _working_dtypes(masters, self.device)
+        wanted = {id(parameter): parameter for _, _, parameter in masters if id(parameter) in dtypes}
+        return [(parameter, dtypes[key]) for key, parameter in wanted.items()]
+
+    def copy_to_device(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a parameter's values on the device."""
+        copy = values.to(self.device, dtype, non_blocking=True)
+        self.meter.up("parameters", "host", copy.nbytes)
+        return copy
+
+    def refetch(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        """Return a parameter's values on the device once more, for backward."""
+        values = self._fetch(parameter, dtype)
+        if self.prefetcher is not None:
+            self.prefetcher.reached(self, again=False)
+        return values
+
+    def _fetch(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        with self.meter.timing("offloading"):
+            prefetched = None
+            if self.prefetcher is not None:
+                prefetched = self.prefetcher.take(self, parameter, dtype)
+            return self.copy_to_device(parameter.detach(), dtype) if prefetched is None else prefetched
+
+    def _working_copy(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        engine = _SYNCHRONOUS if self.prefetcher is None else self.prefetcher.engine
+        copy = differentiable_copy(parameter, self._fetch(parameter, dtype), engine, self.meter)
+        if parameter.requires_grad and not copy.requires_grad and dtype == parameter.dtype:
+            # Gradients are off. Still torch.matmul looks at this flag of a weight to choose between mm and bmm.
+            copy = copy.detach().requires_grad_()
+        mark_as_copy(copy, parameter)
+        return copy
+
+    def _masters_of(self, module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        return [
+            (inner, name, parameter)
+            for inner in module.modules()
+            for name, parameter in inner._parameters.items()
+            if parameter is not None and parameter.device != self.device
+        ]
+
+
+def bring_inputs(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> tuple[Any, Any]:
+    """Return the arguments of a call with the tensors that are still on the host copied to the device."""
+
+    def copied(leaf: Any) -> Any:
+        on_host = isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu"
+        if on_host and not isinstance(leaf, nn.Parameter):
+            return leaf.to(device, non_blocking=True)
+        return leaf
+
+    return tree_map(copied, (args, kwargs)) if device.type != "cpu" else (args, kwargs)
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+def differentiable_copy(
+    parameter: nn.Parameter, values: torch.Tensor, engine: Engine, meter: Meter | None = None
+) -> torch.Tensor:
+    """Return a parameter's values on the device as a differentiable copy of it. See Note [Gradients to the host].
+
+    Example:
+        >>> parameter = nn.Parameter(torch.ones(2))
+        >>> copy = differentiable_copy(parameter, parameter.detach().clone(), Engine())
+        >>> (3 * copy).sum().backward()
+        >>> parameter.grad
+        tensor([3., 3.])
+    """
+    if not (parameter.requires_grad and torch.is_grad_enabled()):
+        return values
+    if not hooks_are_allowed():  # under torch.func, which has rules of its own for such nodes
+        return parameter.to(values.device, values.dtype)
+    transfer = GradientTransfer(engine, parameter.device, meter or Meter())
+    on_host = _HostNode.apply(parameter, transfer, values.dtype)  # type: ignore[no-untyped-call]
+    copy: torch.Tensor = _DeviceNode.apply(on_host, transfer, [values])  # type: ignore[no-untyped-call]
+    return copy
+
+
+class GradientTransfer:
+    """Copies one gradient to the host.
+
+    Args:
+        engine: Who moves it.
+        host: Where to.
+        meter: Counts it.
+    """
+
+    def __init__(self, engine: Engine, host: torch.device, meter: Meter) -> None:
+        self._engine = engine
+        self._meter = meter
+        self.host = host
+        self._source: torch.Tensor | None = None
+        self._transfer: Transfer[torch.Tensor] | None = None
+        self._is_pinned = False
+
+    def start(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Start the copy; returns the tensor that it goes to, which may be read after :meth:`finish`."""
+        with self._meter.timing("offloading"):
+            if gradient.layout is torch.sparse_coo:  # of an embedding with `sparse=True`
+                indices, values = gradient._indices(), gradient._values()
+                self._meter.down("gradients", "host", indices.nbytes + values.nbytes)
+                return torch.sparse_coo_tensor(
+                    indices.to(self.host),
+                    values.to(self.host),
+                    gradient.shape,
+                    check_invariants=False,
+                    is_coalesced=gradient.is_coalesced(),
+                )
+            self._meter.down("gradients", "host", gradient.nbytes)
+            on_stream = self._engine.is_async and gradient.device.type == "cuda" and not is_fake(gradient)
+            pinned = self._pinned(gradient) if on_stream else None
+            target = torch.empty_like(gradient, device=self.host) if pinned is None else pinned
+            self._source = gradient  # its memory must not be used again before it was read
+            self._transfer = self._engine.run(
+                lambda: target.copy_(gradient, non_blocking=on_stream),
+                Lane.STREAM if on_stream else Lane.CALLER,
+                gradient.device,
+                outward=True,
+            )
+            return target
+
+    def finish(self, target: torch.Tensor) -> torch.Tensor:
+        """Wait until the gradient is there, and return it."""
+        transfer, self._transfer = self._transfer, None
+        if transfer is None:
+            return target
+        transfer.finish()
+        self._source = None
+        # Page-locked memory is for what is being copied.
+        return target.clone() if self._is_pinned else target
+
+    def _pinned(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return page-locked memory of the same geometry, if there is any: only to that a copy is asynchronous."""
+        strides = torch.empty_like(gradient, device="meta").stride()
+        memory = self._engine.gradients.allocate(gradient.nbytes) if gradient.numel() else None
+        if memory is None:
+            return None
+        self._is_pinned = True
+        return memory.view(gradient.dtype).as_strided(gradient.shape, strides)
+
+
+class _HostNode(torch.autograd.Function):
+    """The node on the host: in backward it waits for the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, parameter: torch.Tensor, transfer: GradientTransfer, dtype: torch.dtype
+    ) -> torch.Tensor:
+        ctx.transfer = transfer
+        ctx.set_materialize_grads(False)
+        # Only its shape and type matter: of another type, autograd would convert the gradient before it is there.
+        return torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        return None if gradient is None else ctx.transfer.finish(gradient), None, None
+
+
+class _DeviceNode(torch.autograd.Function):
+    """The node on the device: in backward it starts the copy of the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, on_host: torch.Tensor, transfer: GradientTransfer, values: list[torch.Tensor]
+    ) -> torch.Tensor:
+        ctx.transfer = transfer
+        ctx.set_materialize_grads(False)
+        return values.pop()  # in a list: a tensor that goes through as an input comes out as a view of it
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        transfer: GradientTransfer = ctx.transfer
+        if gradient is None:  # an output that the loss does not use: no gradient, rather than zeros
+            return None, None, None
+        if torch.is_grad_enabled():
+            return gradient.to(transfer.host), None, None
+        return transfer.start(gradient), None, None
+
+
+# ---------------------------------------------------------------------- autocast
+
+
+def _working_dtypes(
+    masters: Iterable[tuple[nn.Module, str, nn.Parameter]], device: torch.device
+) -> dict[int, torch.dtype]:
+    """Return the type of each working copy, by the parameter's id.
+
+    Autocast makes 16-bit copies of parameters that are used in products of matrices only, so their working copies are
+    16-bit from the start. Other parameters (norms, embeddings, positions that are added) are used in 32 bits, or in a
+    way that can't be known from here; and a parameter that an embedding has too is the embedding's.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     [*_working_dtypes([(layer, "weight", layer.weight)], torch.device("cpu")).values()]
+        [torch.bfloat16]
+    """
+    kind = device.type
+    autocast = None
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        autocast = torch.get_autocast_dtype(kind)
+    dtypes: dict[int, torch.dtype] = {}
+    kept: set[int] = set()
+    for module, name, parameter in masters:
+        if isinstance(module, nn.MultiheadAttention):
+            multiplies = name.endswith("proj_weight")
+        else:  # transformers' GPT-2 has a linear layer of its own, by the name of Conv1D
+            is_linear = isinstance(module, (nn.Linear, _ConvNd)) or type(module).__name__ == "Conv1D"
+            multiplies = is_linear and name == "weight"
+        if autocast is None or not multiplies or parameter.dim() < 2 or parameter.dtype is not torch.float32:
+            kept.add(id(parameter))
+        dtypes[id(parameter)] = parameter.dtype if id(parameter) in kept or autocast is None else autocast
+    return dtypes

@@ -1,0 +1,502 @@
+"""Where the parameters of a model are while it is wrapped: on the device, on the host or on disk; and back again.
+
+Parameters keep their identity when they move, so that optimizers, schedulers and the user's own references go on
+as before. An optimizer's state follows its parameter, before a step and when everything moves back, unless the plan
+has a tier of its own for it (``optimizer/bucketed_steps.py``).
+
+Note [Parameters on disk]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+A parameter on disk is the user's own ``nn.Parameter``; its ``.data`` is a mapped tensor (Note [Mapped tensors] in
+``tiers/disk.py``). Whoever touches it, a kernel, the optimizer, ``state_dict``, finds the values. What has to be done
+is to release its pages when a layer has used them: after its forward pass; in backward, when the gradient of a
+parameter was accumulated; and, for the sake of frozen parameters, when the next layer begins, and when backward ends.
+To release pages too early costs a page fault, and never a value, so nothing here has to be exact. What the page cache
+has not kept is prefetched, a layer at a time, while the layer before it computes.
+
+*Gradients.* Autograd makes a gradient in memory. When it has been accumulated, it is exchanged for a mapped copy,
+to which the next micro-batch adds in place, as autograd adds to any gradient that is there. What is no ordinary
+gradient stays as it is: a sparse one, a view of a bucket, one with a graph of its own (``create_graph=True``).
+
+*Small ones* stay in memory: below a page there is nothing to release.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from memscale._torch import (
+    OUTSIDE_BACKWARD,
+    FakeTensor,
+    allows_shallow_copy,
+    at_end_of_backward,
+    graph_task_id,
+    is_fake,
+)
+from memscale._util.interrupts import raise_pending_interrupt
+from memscale.execution_plan import Tier
+from memscale.memory.tracker import ResidentPages
+from memscale.observe.counters import Meter
+from memscale.offload.freed_memory import freed_memory_returns
+from memscale.offload.materialise import Materialised, materialise, swap_keeping_hooks
+from memscale.optimizer.bucketed_steps import BucketedSteps
+from memscale.optimizer.placement import PlacementSteps
+from memscale.simulator.simulate import PLAIN_KINDS
+from memscale.tiers.disk import PAGE, DiskStore
+
+__all__ = ["HOST", "ModelPlacement", "PlacedParameter", "exchange_data", "training_device"]
+
+HOST = torch.device("cpu")
+
+
+def training_device(model: nn.Module) -> torch.device:
+    """Return where a model trains: on the accelerator that any of its tensors is on, else on the CPU."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type not in ("cpu", "meta"):
+            return tensor.device
+    return HOST
+
+
+class PlacedParameter:
+    """A parameter with its gradient: where they are, and where they were.
+
+    Args:
+        parameter: The parameter.
+        origin: Where it was before, and will be again.
+        store: The disk.
+        meter: Counts what is moved.
+
+    Attributes:
+        tier: Where it is between the calls of its layer.
+        disk_bound: Whether the plan has it on disk; one that is smaller than a page stays on the host all the same.
+    """
+
+    def __init__(self, parameter: nn.Parameter, origin: torch.device, store: DiskStore, meter: Meter) -> None:
+        self.parameter = parameter
+        self.origin = origin
+        self.tier: Tier = "device"
+        self.disk_bound = False
+        self._store = store
+        self._meter = meter
+        self._gradient_hook: RemovableHandle | None = None
+        self._pages: ResidentPages | None = None  # what trackers are told of
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether it is on disk, and the user has not given it other memory since."""
+        return self.tier == "disk" and self._store.holds(self.parameter)
+
+    def move(self, tier: Tier, device: torch.device) -> None:
+        """Move the parameter and its gradient to a tier.
+
+        Raises:
+            TierFullError: The cap on the disk would be exceeded, or it is full; the parameter is in memory.
+            TierError: The directory for it can't be used.
+        """
+        if self.tier == "disk" and tier != "disk":
+            self.bring_to_memory()
+        relocate(self.parameter, device if tier == "device" else HOST)
+        self.tier = tier if tier != "disk" or self._move_to_disk() else "host"
+
+    def _move_to_disk(self) -> bool:
+        """Exchange its memory for mapped memory; returns False for one that is better left in memory."""
+        parameter = self.parameter
+        if not self._store.holds(parameter):
+            if not can_be_mapped(parameter):
+                return False
+            mapped, gradient = self._store.copy_of(parameter), parameter.grad
+            parameter.grad = None
+            exchange_data(parameter, mapped)
+            parameter.grad = gradient
+        self.watch_gradient()
+        self._map_gradient()
+        return True
+
+    def bring_to_memory(self) -> None:
+        """Make it an ordinary parameter in host memory again, with an ordinary gradient."""
+        self.tier = "host"
+        parameter, handle = self.parameter, self._gradient_hook
+        if handle is not None:
+            handle.remove()
+            self._gradient_hook = None
+            if not parameter._post_accumulate_grad_hooks:
+                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # as it was
+        with torch.no_grad():
+            gradient, parameter.grad = parameter.grad, None
+            if self._store.holds(parameter):
+                exchange_data(parameter, parameter.detach().clone())
+            if gradient is not None and self._store.holds(gradient):
+                gradient = gradient.clone()
+            parameter.grad = gradient
+
+    def watch_gradient(self) -> None:
+        """Have its gradient go to disk, if it gets one: it may have been frozen until now."""
+        parameter = self.parameter
+        if self._gradient_hook is None and parameter.requires_grad and parameter.is_leaf:
+            hook = _GradientHook(self)
+            self._gradient_hook = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def gradient_arrived(self) -> None:
+        """Move the gradient to disk: it was accumulated."""
+        if not self._store.holds(self.parameter):
+            return
+        with self._meter.timing("offloading"):
+            self._map_gradient()
+            self.release_pages()
+        if self.parameter.grad is not None and self._store.holds(self.parameter.grad):
+            self._meter.down("gradients", "disk", self.parameter.grad.nbytes)
+
+    def _map_gradient(self) -> None:
+        gradient = self.parameter.grad
+        if gradient is not None and not self._store.holds(gradient) and can_be_mapped(gradient):
+            self.parameter.grad = self._store.copy_of(gradient)
+
+    def count_pages(self) -> None:
+        """Tell trackers that its pages are in memory."""
+        if self._pages is None:
+            self._pages = ResidentPages(self.parameter.nbytes, simulated=is_fake(self.parameter))
+
+    def release_pages(self) -> None:
+        """Release its pages, and those of its gradient."""
+        self._store.release_pages(self.parameter)
+        if self.parameter.grad is not None:
+            self._store.release_pages(self.parameter.grad)
+        if self._pages is not None:
+            self._pages.release()
+            self._pages = None
+
+
+class _GradientHook:
+    """Moves a parameter's gradient to disk when it was accumulated."""
+
+    changes_parameter = False  # unlike an optimizer that steps here: see `ModuleFlags.check_parameters`
+
+    def __init__(self, placed: PlacedParameter) -> None:
+        self._placed = weakref.ref(placed)  # or a parameter of a dropped model would be in a cycle
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        placed = self._placed()
+        if placed is not None and placed.parameter is parameter:
+            placed.gradient_arrived()
+
+
+class ModelPlacement:
+    """Where one model's tensors are while it is wrapped, and where they were before.
+
+    Args:
+        store: The disk tier of the model; one with default settings if it is not given.
+        meter: Counts what is moved, if anyone asks.
+
+    Attributes:
+        device: Where the model computes; None while nothing is placed.
+        host_capacity: The most host memory for parameters that are on the host instead of on an accelerator, with their
+            gradients and optimizer state; None for no other limit than the host's own.
+        fused_host_step: Whether those are stepped by torch's fused implementation, where there is one.
+        store: The disk.
+        states: Where optimizer state is kept between steps, and what of it is in 8 bits.
+
+    Example:
+        >>> layer = nn.Linear(64, 64)
+        >>> placement = ModelPlacement(DiskStore(capacity=2**20))
+        >>> placement.place_parameters(layer, [], [layer.weight], HOST)
+        >>> layer(torch.ones(1, 64)).sum().backward()
+        >>> placement.store.bytes_used == 2 * layer.weight.nbytes  # its gradient, too
+        True
+        >>> placement.restore()
+        >>> placement.store.bytes_used
+        0
+    """
+
+    def __init__(self, store: DiskStore | None = None, meter: Meter | None = None) -> None:
+        self.device: torch.device | None = None
+        self.host_capacity: int | None = None
+        self.fused_host_step = True
+        self.store = store or DiskStore()
+        self.states = BucketedSteps(self.store, meter)
+        self._meter = meter or Meter()
+        self._placed: dict[int, PlacedParameter] = {}  # by the parameter's id
+        self._buffers: list[tuple[nn.Module, str, torch.device]] = []
+        self._steps = PlacementSteps(self)
+        self._used_in_backward: list[PlacedParameter] = []
+        self._task = OUTSIDE_BACKWARD
+        self._latest: tuple[bool, int] | None = None
+        self._followers: dict[tuple[bool, int], Sequence[PlacedParameter]] = {}  # by direction and layer
+
+    @property
+    def bytes_offloaded(self) -> int:
+        """Bytes of the parameters that are on the host or on disk now instead of on the device."""
+        moved = (each for each in self._placed.values() if each.origin != each.parameter.device)
+        return sum(each.parameter.nbytes for each in moved)
+
+    @property
+    def bytes_on_host(self) -> int:
+        """Bytes of the parameters that are in host memory now instead of on the device."""
+        on_disk = sum(parameter.nbytes for parameter in self.on_disk)
+        return self.bytes_offloaded - on_disk if self.device != HOST else 0
+
+    @property
+    def on_disk(self) -> list[nn.Parameter]:
+        """The parameters that are on disk."""
+        return [each.parameter for each in self._placed.values() if each.tier == "disk"]
+
+    def parameter_ids(self) -> Container[int]:
+        """Return the ids of the model's parameters."""
+        return self._placed
+
+    def host_masters(self, *, with_disk_bound: bool = True) -> list[nn.Parameter]:
+        """Return the parameters that are in host memory instead of on the device."""
+        if self.device in (None, HOST):
+            return []
+        return [
+            each.parameter
+            for each in self._placed.values()
+            if each.parameter.device == HOST
+            and each.tier != "disk"
+            and (with_disk_bound or not each.disk_bound)
+        ]
+
+    # ------------------------------------------------------------------ moving
+
+    def place_parameters(
+        self,
+        model: nn.Module,
+        on_host: Iterable[nn.Parameter],
+        on_disk: Iterable[nn.Parameter],
+        device: torch.device,
+    ) -> None:
+        """Move parameters to the host or to disk, and all others to the device.
+
+        Raises:
+            TierFullError: The cap on the disk would be exceeded, or it is full. What was not moved is as it was.
+            TierError: The directory for it can't be used.
+        """
+        self.device = device
+        tiers: dict[int, Tier] = {id(parameter): "host" for parameter in on_host}
+        tiers |= {id(parameter): "disk" for parameter in on_disk}
+        shared = _shared_storages(model)
+        for parameter in model.parameters():
+            raise_pending_interrupt()
+            placed = self._placed.get(id(parameter)) or self._add(parameter, parameter.device)
+            # Moved one by one, parameters that share memory would share it no more: they stay.
+            tier = "device" if _memory_of(parameter) in shared else tiers.get(id(parameter), "device")
+            placed.disk_bound = tiers.get(id(parameter)) == "disk"
+            placed.move(tier, device)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    self._buffers.append((module, name, buffer.device))
+                    module._buffers[name] = buffer.to(device)
+        if device != HOST:  # where nothing leaves the device, optimizers have nothing to follow
+            self._steps.subscribe()
+
+    def materialise(
+        self,
+        model: nn.Module,
+        on_host: Iterable[nn.Parameter],
+        on_disk: Iterable[nn.Parameter],
+        device: torch.device,
+    ) -> Materialised:
+        """Give what is on the meta device memory where :meth:`place_parameters` would move it, and values.
+
+        Raises:
+            As :meth:`place_parameters` and :func:`memscale.offload.materialise.materialise`.
+        """
+        disk = {id(parameter) for parameter in on_disk}
+        host = {id(parameter) for parameter in on_host} | disk
+        before = training_device(model)  # where `restore` leaves all of it, with what has been somewhere
+
+        def allocate(tensor: torch.Tensor) -> torch.Tensor:
+            raise_pending_interrupt()
+            if not isinstance(tensor, nn.Parameter):
+                return torch.empty_like(tensor, device=before)
+            where = HOST if id(tensor) in host else device
+            memory = torch.empty_like(tensor, device=where, requires_grad=False)
+            mapped = id(tensor) in disk and can_be_mapped(memory)  # memory is not used until it is touched
+            return self.store.empty_like(tensor) if mapped else memory
+
+        with freed_memory_returns():
+            made = materialise(model, allocate, self.store.fill, self.store.release_pages)
+        for parameter in made.parameters:
+            if id(parameter) not in self._placed:
+                self._add(parameter, before)
+        return made
+
+    def _add(self, parameter: nn.Parameter, origin: torch.device) -> PlacedParameter:
+        placed = self._placed[id(parameter)] = PlacedParameter(parameter, origin, self.store, self._meter)
+        return placed
+
+    def restore(self) -> None:
+        """Move everything where it was before the first :meth:`place_parameters`."""
+        self._steps.unsubscribe()
+        self.states.restore()
+        for placed in self._placed.values():
+            if placed.tier == "disk":
+                placed.bring_to_memory()
+        if any(placed.parameter.device != placed.origin for placed in self._placed.values()):
+            self._steps.find_optimizers()
+        for placed in self._placed.values():
+            relocate(placed.parameter, placed.origin)
+        for module, name, device in self._buffers:
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+        for optimizer in list(self._steps.optimizers):
+            self._steps.follow(optimizer)
+        self._steps.optimizers.clear()
+        self._placed.clear()
+        self._buffers.clear()
+        self.store.close()
+        self.device = None
+
+    def origins(self, model: nn.Module) -> dict[str, torch.device]:
+        """Return where parameters and buffers were before, by their names."""
+        if self.device is None:
+            return {}
+        found = {name: self._placed[id(each)].origin for name, each in model.named_parameters()}
+        moved = {id(module._buffers.get(name)): device for module, name, device in self._buffers}
+        return found | {name: moved.get(id(each), each.device) for name, each in model.named_buffers()}
+
+    def set_origins(self, model: nn.Module, origins: dict[str, torch.device]) -> None:
+        """Have parameters and buffers go elsewhere on :meth:`restore` than where they were before."""
+        for path, origin in origins.items():
+            module_path, _, name = path.rpartition(".")
+            module = model.get_submodule(module_path)
+            if name in module._parameters:
+                self._placed[id(module._parameters[name])].origin = origin
+            elif (buffer := module._buffers[name]) is not None and buffer.device != origin:
+                self._buffers.append((module, name, origin))
+
+    # ------------------------------------------------------------------ optimizer state
+
+    def note_optimizer(self, optimizer: Optimizer) -> None:
+        """Note an optimizer that steps the model's parameters, whose state follows them."""
+        self._steps.optimizers.add(optimizer)
+
+    def store_states(self) -> None:
+        """Move optimizer state to its tier now, instead of before the next step: the device may be short of memory."""
+        for optimizer in list(self._steps.optimizers):
+            self._steps.follow(optimizer)
+            self.states.store_state(optimizer)
+
+    # ------------------------------------------------------------------ pages of parameters on disk
+
+    def begin_use(self, parameters: Iterable[torch.Tensor]) -> Sequence[PlacedParameter]:
+        """Prefetch and count the pages of a layer that is about to compute; returns what of it is on disk."""
+        found = (self._placed.get(id(each)) for each in parameters)
+        mapped = [each for each in found if each is not None and each.is_mapped]
+        if not mapped:
+            return mapped
+        task = graph_task_id()
+        in_backward = task != OUTSIDE_BACKWARD
+        with self._meter.timing("offloading"):
+            # This layer, and the one that came after it last time.
+            key = (in_backward, id(mapped[0]))
+            if self._latest is not None and self._latest[0] == in_backward and self._latest != key:
+                self._followers[self._latest] = mapped
+            self._latest = key
+            for each in (*mapped, *self._followers.get(key, ())):
+                self.store.prefetch_pages(each.parameter)
+            if in_backward:
+                if task != self._task:
+                    self._task = task
+                    at_end_of_backward(self.release_pages_of_backward)
+                self.release_pages_of_backward()
+                self._used_in_backward += mapped
+        self._meter.up("parameters", "disk", sum(each.parameter.nbytes for each in mapped))
+        for each in mapped:
+            each.watch_gradient()
+            each.count_pages()
+        return mapped
+
+    def end_use(self, mapped: Sequence[PlacedParameter]) -> None:
+        """Release the pages of a layer whose forward is over, unless it was run by backward, which needs them."""
+        if mapped and graph_task_id() == OUTSIDE_BACKWARD:
+            with self._meter.timing("offloading"):
+                for each in mapped:
+                    each.release_pages()
+
+    def release_pages(self, parameter: nn.Parameter) -> None:
+        """Release the pages of one parameter and of its gradient."""
+        self._placed[id(parameter)].release_pages()
+
+    def release_pages_of_backward(self) -> None:
+        """Release the pages of the layers that backward has used so far."""
+        while self._used_in_backward:
+            self._used_in_backward.pop().release_pages()
+
+
+# ---------------------------------------------------------------------- a parameter's memory
+
+
+def can_be_mapped(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is an ordinary one in the CPU's memory, all of a storage that is its own."""
+    if not is_fake(tensor) and type(tensor) not in (torch.Tensor, nn.Parameter):
+        return False
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.nbytes < PAGE:
+        return False
+    if tensor.grad_fn is not None or (tensor.requires_grad and not isinstance(tensor, nn.Parameter)):
+        return False
+    storage = tensor.untyped_storage()
+    shared = not is_fake(tensor) and storage.is_shared()
+    # Its elements lie side by side in some order of its dimensions, none of them twice.
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return storage.nbytes() == tensor.nbytes and not shared
+
+
+def exchange_data(parameter: nn.Parameter, new: torch.Tensor) -> None:
+    """Give a parameter the memory of another tensor. Its gradient must be None, or fit that.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> weight = layer.weight
+        >>> exchange_data(weight, torch.zeros(2, 2))
+        >>> layer.weight is weight, float(weight.sum())
+        (True, 0.0)
+    """
+    # Whether `.data =` can do it, as `Module.to` decides it; fake and wrapped tensors are swapped.
+    plain = type(new) is torch.Tensor and not isinstance(parameter, FakeTensor)
+    with torch.no_grad():
+        if plain and type(parameter.data) is torch.Tensor and allows_shallow_copy(parameter, new):
+            parameter.data = new
+            return
+        old = nn.Parameter(new, parameter.requires_grad)
+        swap_keeping_hooks(parameter, old)
+        if not isinstance(old, FakeTensor):
+            # The graph of the last loss, which a loop holds though it is through with it, refers to `old`.
+            old.data = old.data.new_empty(0)
+
+
+def relocate(parameter: nn.Parameter, device: torch.device) -> None:
+    """Move a parameter and its gradient; it stays the same object."""
+    if parameter.device == device or parameter.is_meta:
+        return
+    gradient = parameter.grad
+    parameter.grad = None
+    with torch.no_grad():
+        exchange_data(parameter, parameter.detach().to(device))
+        if gradient is not None:
+            parameter.grad = gradient.to(device)
+
+
+def _memory_of(tensor: torch.Tensor) -> int | None:
+    if tensor.layout is not torch.strided or type(tensor) not in PLAIN_KINDS or tensor.is_meta:
+        return None
+    storage = tensor.untyped_storage()
+    return storage._cdata if is_fake(tensor) else storage.data_ptr()
+
+
+def _shared_storages(model: nn.Module) -> set[int]:
+    """Return the memory that more than one parameter or buffer is a view of; a tied parameter is one."""
+    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    counts = Counter(map(_memory_of, tensors.values()))
+    return {memory for memory, count in counts.items() if count > 1 and memory is not None}
