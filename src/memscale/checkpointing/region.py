@@ -28,11 +28,10 @@ state (random generators, buffers, flags), so one recomputation runs at a time, 
 
 Note [Chained regions]
 ~~~~~~~~~~~~~~~~~~~~~~
-Of two blocks in a row, each a region, the tensor between them is kept as the second one's input. If the second is
-called with `chain=True` it is not: the second region refers to the first (`Link`), and when it must be recomputed has
-the first recomputed before it, to its end, and takes its output. This fills the first region's holders as well,
-which its own backward needs next: nothing is computed more often, and nothing more is kept, than if both blocks were
-one checkpointed function.
+Of two blocks in a row, each a region, the tensor between them is kept as the second one's input. With `chain=True` it
+is not: the second region refers to the first (`Link`), and when it must be recomputed has the first recomputed before
+it, to its end, and takes its output. This fills the first region's holders as well, which its own backward needs next:
+nothing is computed more often, and nothing more is kept, than if both blocks were one checkpointed function.
 
 *Which tensor comes from which region* is in `_origins`, weakly by the tensor. If the region is gone, or the tensor
 was changed in place, the second region keeps its input.
@@ -384,7 +383,7 @@ class Link:
         self._requires_grad = requires_grad
         region.successors.append(weakref.ref(self))
 
-    def fetch(self, task: int) -> torch.Tensor:
+    def __call__(self, task: int) -> torch.Tensor:
         return self.region.take_output(task, self).requires_grad_(self._requires_grad)
 
 

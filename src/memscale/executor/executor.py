@@ -46,14 +46,7 @@ if TYPE_CHECKING:
     from memscale.optimizer.needs import OptimizerNeeds
     from memscale.report.exporters import Metrics
 
-__all__ = [
-    "EXECUTOR",
-    "Executor",
-    "RecoveryGuard",
-    "TrainingBatch",
-    "executor_of",
-    "refuse_nested",
-]
+__all__ = ["EXECUTOR", "Executor", "executor_of", "refuse_nested"]
 
 logger = logging.getLogger("memscale")
 
@@ -185,6 +178,7 @@ class Executor:
         )
         self.placement = ModelPlacement(store, self.meter)
         self.placement.host_capacity = None if config is None else config.max_cpu_offload_bytes
+        self.placement.fused_host_step = config is None or config.fused_host_step
         self.technique_state: dict[str, Any] = {}
         self.batches = PlannedBatches()
         self.optimizer: OptimizerNeeds | None = None
