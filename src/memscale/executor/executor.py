@@ -177,6 +177,7 @@ class Executor:
         )
         self.placement = ModelPlacement(store, self.meter)
         self.placement.host_capacity = None if config is None else config.max_cpu_offload_bytes
+        self.placement.fused_host_step = config is None or config.fused_host_step
         self.technique_state: dict[str, Any] = {}
         self.batches = PlannedBatches()
         self.optimizer: OptimizerNeeds | None = None

@@ -197,6 +197,7 @@ class ModelPlacement:
         device: Where the model computes; None while nothing is placed.
         host_capacity: The most host memory for parameters that are on the host instead of on an accelerator, with their
             gradients and optimizer state; None for no other limit than the host's own.
+        fused_host_step: Whether those are stepped by torch's fused implementation, where there is one.
         store: The disk.
         states: Where optimizer state is kept between steps, and what of it is in 8 bits.
 
@@ -215,6 +216,7 @@ class ModelPlacement:
     def __init__(self, store: DiskStore | None = None, meter: Meter | None = None) -> None:
         self.device: torch.device | None = None
         self.host_capacity: int | None = None
+        self.fused_host_step = True
         self.store = store or DiskStore()
         self.states = BucketedSteps(self.store, meter)
         self._meter = meter or Meter()
