@@ -435,24 +435,6 @@ class Executor:
         if errors:
             raise errors[0]
 
-    def call_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Call `on_training_batch`, unless that is what called the model."""
-        if self.on_training_batch is None or self._is_calling_back:
-            return
-        self.meter.forward_pass()
-        self._is_calling_back = True
-        try:
-            self.on_training_batch(self, args, kwargs)
-        finally:
-            self._is_calling_back = False
-
-    def plain_attributes(self, module: nn.Module) -> dict[str, Any]:
-        """Return what a module's `__dict__` would be without the plan."""
-        attributes = {name: value for name, value in vars(module).items() if name != EXECUTOR}
-        for log in (self._techniques, self._hooks):
-            log.undo_in(module, attributes)
-        return attributes
-
     def settings(self) -> Settings:
         """Return what the executor of a copy of the model begins with. See Note [Copies]."""
         callback = self.on_training_batch
@@ -534,8 +516,16 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         return
     if not model.training and not any(each.requires_grad for each in model.parameters()):
         return
+    callback = executor.on_training_batch
+    if callback is None or executor._is_calling_back:
+        return
     called = override_of(model)
-    executor.call_back(args, kwargs)
+    executor.meter.forward_pass()
+    executor._is_calling_back = True
+    try:
+        callback(executor, args, kwargs)
+    finally:
+        executor._is_calling_back = False
     if called is not None:
         called.redirect_next_call(override_of(model))
 
@@ -597,7 +587,10 @@ def _plain(
     assert wrapped is not None
     assert attached is not None
     plain = object.__new__(type(wrapped))
-    vars(plain).update(attached.plain_attributes(wrapped))
+    attributes = {name: value for name, value in vars(wrapped).items() if name != EXECUTOR}
+    for log in (attached._techniques, attached._hooks):
+        log.undo_in(wrapped, attributes)
+    vars(plain).update(attributes)
     return plain, attached.settings() if wrapped is attached.model else None
 
 
