@@ -489,11 +489,9 @@ def _patch_storage_resize(
 
 
 class ResidentPages:
-    """Bytes of memory-mapped tensors that are in memory until `release` is called, for all active trackers.
+    """Bytes of memory-mapped tensors that are in memory until `release` is called.
 
-    Args:
-        nbytes: how many.
-        simulated: they are in a simulation, and only its tracker counts them.
+    All active trackers count them; if they are `simulated`, only that of the simulation.
 
     Example:
         >>> with MemoryTracker() as tracker:
