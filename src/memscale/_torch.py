@@ -284,6 +284,21 @@ def running_sequence_number() -> int | None:
 # -- functions of torch that are replaced for a while
 
 
+@contextlib.contextmanager
+def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set `owner.name` to `value` inside the block."""
+    inherited = name not in vars(owner)
+    before = None if inherited else vars(owner)[name]  # not by getattr: a staticmethod stays one
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
 class PatchedFunction:
     """A public function of torch that is replaced, while it has subscribers, by one that calls them around it.
 
@@ -535,15 +550,10 @@ def wrapped_engine(wrapper: Callable[..., Any]) -> Iterator[None]:
     """Call `wrapper(run_backward, *args, **kwargs)` instead of autograd's engine inside the block."""
     from torch.autograd import graph
 
-    run_backward: Any = graph._engine_run_backward
-    owners: list[Any] = [owner for owner in (graph, torch.autograd) if hasattr(owner, "_engine_run_backward")]
-    for owner in owners:
-        owner._engine_run_backward = functools.partial(wrapper, run_backward)
-    try:
+    name = "_engine_run_backward"
+    run_backward = functools.partial(wrapper, getattr(graph, name))
+    with attribute(graph, name, run_backward), attribute(torch.autograd, name, run_backward):
         yield
-    finally:
-        for owner in owners:
-            owner._engine_run_backward = run_backward
 
 
 def map_location_in_use() -> Any:
