@@ -192,6 +192,19 @@ def running_node_name() -> str | None:
     return None if node is None else str(node.name())
 
 
+def graph_nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Yield the nodes of the graph behind some tensors, each once."""
+    pending: list[Any] = list({each.grad_fn: None for each in tensors if each.grad_fn is not None})
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+
+
 def release_saved_tensors(tensors: Sequence[torch.Tensor], error: str) -> None:
     """Free what the graph behind some tensors has saved for backward, as a backward pass does when it is through.
 
@@ -208,19 +221,13 @@ def release_saved_tensors(tensors: Sequence[torch.Tensor], error: str) -> None:
     def refuse(_: None) -> torch.Tensor:
         raise RuntimeError(error)
 
-    pending: list[Any] = [each.grad_fn for each in tensors if each.grad_fn is not None]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
+    for node in graph_nodes(tensors):
         for saved in _saved_tensors(node):
             try:
                 saved.register_hooks(lambda _: None, refuse)  # what the first hook returns is kept instead
             except RuntimeError:  # it is empty, or has hooks
                 _release(getattr(saved, "data", None))
         _release(node)
-        following = {each for each, _ in node.next_functions if each is not None} - seen
-        seen |= following
-        pending += following
 
 
 def _release(holder: object) -> None:
@@ -403,25 +410,10 @@ def leaves_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         >>> leaves_of([(weight * 2).sum()])[0] is weight
         True
     """
-    found: dict[int, torch.Tensor] = {}
-    pending: list[Any] = []
-    for tensor in tensors:
-        if tensor.grad_fn is not None:
-            pending.append(tensor.grad_fn)
-        elif tensor.requires_grad:
-            found[id(tensor)] = tensor
-    seen = set(pending)
-    while pending:
-        for node, _ in pending.pop().next_functions:
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            leaf = getattr(node, "variable", None)
-            if leaf is None:
-                pending.append(node)
-            else:
-                found[id(leaf)] = leaf
-    return list(found.values())
+    tensors = list(tensors)
+    leaves = [each for each in tensors if each.grad_fn is None and each.requires_grad]
+    leaves += [node.variable for node in graph_nodes(tensors) if hasattr(node, "variable")]
+    return list({id(leaf): leaf for leaf in leaves}.values())
 
 
 def forget_global_forward_hook(hook_id: int) -> None:

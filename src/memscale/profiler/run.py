@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from memscale._torch import graph_nodes
 from memscale._util.snapshots import Attributes, RngState
 from memscale.errors import ProfileError
 from memscale.hardware import DeviceSpec, find_gpu
@@ -273,17 +274,7 @@ def gradients_of(model: nn.Module) -> Callable[[torch.Tensor], object]:
 
 def is_reentrant(loss: torch.Tensor) -> bool:
     """Return whether the graph of a loss has reentrant checkpoints, which `torch.autograd.grad` refuses."""
-    waiting = [loss.grad_fn]
-    seen: set[object] = {None}
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if type(node).__name__ == "CheckpointFunctionBackward":
-            return True
-        seen.add(node)
-        waiting.extend(each for each, _ in node.next_functions)
-    return False
+    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph_nodes([loss]))
 
 
 def profile_model(
