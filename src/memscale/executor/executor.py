@@ -28,6 +28,7 @@ from memscale.checkpointing.technique import no_cache_hooks
 from memscale.config import Config
 from memscale.errors import WrapError
 from memscale.execution_plan import LayerPlan, Offloading, Plan, Tier
+from memscale.executor.moves import Moves, without_techniques
 from memscale.executor.registry import LAYER_TECHNIQUES, MODEL_TECHNIQUES
 from memscale.observe.counters import Meter
 from memscale.observe.report import Report
@@ -326,7 +327,26 @@ class Executor:
                 self.placement = placement
                 self.attach()
 
+    @contextlib.contextmanager
+    def moving_to(self, device: torch.device) -> Iterator[None]:
+        """Run a block that moves the model to another device, for which the next training batch makes a new plan."""
+        model = self.model
+        with interrupts_deferred():
+            self._techniques.undo()
+            if self.placement.device is not None:
+                names = (name for name, _ in (*model.named_parameters(), *model.named_buffers()))
+                self.placement.set_origins(model, dict.fromkeys(names, device))
+                self.placement.restore()
+            try:
+                yield
+            finally:
+                self._device, self.batches = None, PlannedBatches()
+                self.plan = without_techniques(self.plan, f"the model moved to {device}")
+                self._attach_techniques(model, self.plan)
+                self.meter.begin(self.device)
+
     def _apply(self, model: nn.Module) -> None:
+        self._hooks.set_attribute(model, "_apply", Moves(self))
         copied = _CopiedAsPlain(model)
         self._hooks.add(copied)
         copied.make(self)
