@@ -28,11 +28,10 @@ state (random generators, buffers, flags), so one recomputation runs at a time, 
 
 Note [Chained regions]
 ~~~~~~~~~~~~~~~~~~~~~~
-Of two blocks in a row, each a region, the tensor between them is kept as the second one's input. If the second is
-called with `chain=True` it is not: the second region refers to the first (`Link`), and when it must be recomputed has
-the first recomputed before it, to its end, and takes its output. This fills the first region's holders as well,
-which its own backward needs next: nothing is computed more often, and nothing more is kept, than if both blocks were
-one checkpointed function.
+Of two blocks in a row, each a region, the tensor between them is kept as the second one's input. With `chain=True` it
+is not: the second region refers to the first (`Link`), and when it must be recomputed has the first recomputed before
+it, to its end, and takes its output. This fills the first region's holders as well, which its own backward needs next:
+nothing is computed more often, and nothing more is kept, than if both blocks were one checkpointed function.
 
 *Which tensor comes from which region* is in `_origins`, weakly by the tensor. If the region is gone, or the tensor
 was changed in place, the second region keeps its input.
@@ -76,7 +75,7 @@ from memscale._torch import (
     surrounding_hooks,
 )
 from memscale._util.trees import Tree
-from memscale.checkpointing.keep import KeepMode, Kept, ReplayMode
+from memscale.checkpointing.keep import KeepMode, Kept
 from memscale.checkpointing.state import (
     FREED,
     Buffers,
@@ -384,7 +383,7 @@ class Link:
         self._requires_grad = requires_grad
         region.successors.append(weakref.ref(self))
 
-    def fetch(self, task: int) -> torch.Tensor:
+    def __call__(self, task: int) -> torch.Tensor:
         return self.region.take_output(task, self).requires_grad_(self._requires_grad)
 
 
@@ -542,7 +541,7 @@ class _Rerun:
             if kept is not None:
                 stack.callback(setattr, kept, "recording", kept.recording)
                 kept.recording = False  # forward may still be running: Note [Regions], early stop
-                stack.enter_context(ReplayMode(kept))
+                stack.enter_context(KeepMode(kept, replays=True))
             stack.enter_context(saved_tensors_hooks(self._pack, _as_it_is))
             try:
                 output = region.function(*args, **kwargs)
