@@ -59,8 +59,7 @@ from memscale.errors import RecomputeError, TierFullError, TransferError
 from memscale.observe.counters import Below, Meter
 from memscale.techniques.forward import ForwardStage, Stage
 from memscale.tiers.disk import DiskStore
-from memscale.tiers.engine import Engine, Lane, Transfer
-from memscale.tiers.host import HostMemory
+from memscale.tiers.engine import Engine, HostMemory, Lane, Transfer
 from memscale.units import format_bytes
 
 __all__ = ["LEAST_BYTES", "Activations", "OffloadActivationsStage", "OffloadedStorage", "Refetch", "unpack"]
@@ -121,7 +120,7 @@ class Activations:
         self.tier: Below = "host" if store is None else "disk"
         self.bytes_sent = 0
         self._device = device
-        self._memory = store or HostMemory(capacity, engine.pinned_bytes)
+        self._memory = store or HostMemory(capacity, engine.pinned)
         self._logs = logs
         self._known: weakref.WeakValueDictionary[tuple[object, ...], OffloadedStorage] = (
             weakref.WeakValueDictionary()
