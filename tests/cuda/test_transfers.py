@@ -1,4 +1,4 @@
-"""Masters and gradients of offloaded layers are in page-locked memory, which no copy reads when the host may change it."""
+"""Masters and gradients of offloaded layers are page-locked, and no copy reads a master when a pass is over."""
 
 from __future__ import annotations
 
