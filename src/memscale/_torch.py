@@ -429,12 +429,6 @@ def largest_magnitudes(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, .
     return tuple(cast(Any, torch)._foreach_norm(tensors, float("inf")))
 
 
-def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
-    """Return the device and the dtype that the arguments of `Tensor.to` name, as `nn.Module.to` reads them."""
-    device, dtype, *_ = _C._nn._parse_to(*args, **kwargs)
-    return device, dtype
-
-
 def without_torch_function(*, of_modes: bool = False) -> contextlib.AbstractContextManager[None]:
     """Return a block in which `__torch_function__` of subclasses (and, if asked for, of modes) is not called."""
     guard: Any = _C.DisableTorchFunction if of_modes else _C.DisableTorchFunctionSubclass
@@ -522,11 +516,11 @@ FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 Generator = _C.Generator
 PRIVATE_DEVICE_TYPE = _autograd.DeviceType.PrivateUse1
 private_device_name = _C._get_privateuse1_backend_name
-set_up_private_device: Any = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
+set_up_private_device: Any = cast(Any, backend_registration)._setup_privateuseone_for_python_backend
 if TYPE_CHECKING:
     PrivateDeviceGuard = object
     PrivateDeviceHooks = object
-else:  # without them (torch before 2.10) there is no second device on a machine without an accelerator
+else:
     PrivateDeviceGuard = _C._acc.DeviceGuard
     PrivateDeviceHooks = _C._acc.PrivateUse1Hooks
 

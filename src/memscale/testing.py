@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -351,7 +352,7 @@ def _remember_random_state() -> int:
     return _next_state
 
 
-def _like_cuda(func: Any, *args: Any, **kwargs: Any) -> Any:
+def _like_cuda(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Return the operation's outputs with CUDA's shapes and strides, uninitialised."""
     meta = [each.to("meta") if isinstance(each, torch.Tensor) else each for each in args]
     shapes = func(*meta, **kwargs)
@@ -363,163 +364,61 @@ def _like_cuda(func: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _attend(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
+def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an attention operation by name, with key and value repeated for each head."""
+    arguments = func._schema.arguments
+    given = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    given |= dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
+    groups = given["query"].size(1) // given["key"].size(1)
+    for name in ("key", "value"):
+        if groups > 1:
+            given[name] = given[name].repeat_interleave(groups, 1)
+    return given
+
+
+def _attend(given: dict[str, Any], *inputs: torch.Tensor | None) -> torch.Tensor:
     # The CPU's own attention, for the numbers of a CPU run, whichever kernels the user allows on the device.
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-        return functional.scaled_dot_product_attention(query, key, value, bias, dropout, causal, scale=scale)
+        attend: Any = functional.scaled_dot_product_attention
+        out: torch.Tensor = attend(*inputs, given["dropout_p"], given["is_causal"], scale=given["scale"])
+    return out
 
 
-def _attention_gradients(
-    gradient: torch.Tensor,
-    inputs: tuple[torch.Tensor | None, ...],
-    wanted: tuple[bool, ...],
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-    state: int,
-) -> list[torch.Tensor | None]:
+def _attention(func: Any, seed_output: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Compute one of CUDA's attention kernels; `seed_output` is the position of the random seed in its results."""
+    given = _named(func, args, kwargs)
+    outputs = _like_cuda(func, *args, **kwargs)
+    state = _remember_random_state() if given["dropout_p"] > 0 else 0
+    outputs[0].copy_(_attend(given, given["query"], given["key"], given["value"], given.get("attn_bias")))
+    outputs[seed_output].fill_(state)
+    return outputs
+
+
+def _attention_backward(func: Any, gradient: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Compute the backward of one of CUDA's attention kernels by recomputing its forward."""
+    given = _named(func, (gradient, *args), kwargs)
+    outputs = _like_cuda(func, gradient, *args, **kwargs)
+    bias = given.get("attn_bias")
+    inputs = [given["query"], given["key"], given["value"], bias]
+    wanted = [True, True, True, bias is not None and given["grad_input_mask"][3]]
     now = torch.get_rng_state()
-    if dropout > 0:
-        torch.set_rng_state(_random_states[state])
+    if given["dropout_p"] > 0:
+        torch.set_rng_state(_random_states[int(given["philox_seed"].flatten()[0])])
     try:
         with torch.enable_grad(), with_autograd_below_dispatch():
             leaves = [
                 None if each is None else each.detach().requires_grad_(want)
                 for each, want in zip(inputs, wanted, strict=True)
             ]
-            query, key, value, bias = leaves
-            out = _attend(query, key, value, bias, dropout, causal, scale)
-            asked = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want and leaf is not None]
-            found = iter(torch.autograd.grad(out, asked, gradient))
-        return [
-            next(found) if want and leaf is not None else None
-            for leaf, want in zip(leaves, wanted, strict=True)
-        ]
+            asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+            found = torch.autograd.grad(_attend(given, *leaves), asked, gradient)
     finally:
         torch.set_rng_state(now)
-
-
-def _fill(targets: tuple[Any, ...], values: list[torch.Tensor | None]) -> None:
-    for target, value in zip(targets, values, strict=False):
-        if isinstance(target, torch.Tensor) and value is not None and target.numel():
-            target.copy_(value)
-
-
-def _efficient_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    compute_log_sumexp: bool,
-    dropout: float = 0.0,
-    causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    func = aten._scaled_dot_product_efficient_attention.default
-    shapes = _like_cuda(func, query, key, value, bias, compute_log_sumexp, dropout, causal, scale=scale)
-    state = _remember_random_state() if dropout > 0 else 0
-    shapes[0].copy_(_attend(query, key, value, bias, dropout, causal, scale))
-    shapes[2].fill_(state)
-    return tuple(shapes)
-
-
-def _efficient_attention_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    seed: torch.Tensor,
-    offset: torch.Tensor,
-    dropout: float,
-    wanted: list[bool],
-    causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    func = aten._scaled_dot_product_efficient_attention_backward.default
-    args = (gradient, query, key, value, bias, out, logsumexp, seed, offset, dropout, wanted, causal)
-    shapes = _like_cuda(func, *args, scale=scale)
-    want_bias = bool(wanted[3]) and bias is not None
-    gradients = _attention_gradients(
-        gradient, (query, key, value, bias), (True, True, True, want_bias), dropout, causal, scale, int(seed)
-    )
-    _fill(shapes, gradients)
-    return tuple(shapes)
-
-
-def _flash_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout: float = 0.0,
-    causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    func = aten._scaled_dot_product_flash_attention.default
-    shapes = _like_cuda(func, query, key, value, dropout, causal, return_debug_mask, scale=scale)
-    state = _remember_random_state() if dropout > 0 else 0
-    key, value = _ungroup(query, key, value)
-    shapes[0].copy_(_attend(query, key, value, None, dropout, causal, scale))
-    shapes[6].fill_(state)
-    return tuple(shapes)
-
-
-def _flash_attention_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    cum_seq_q: Any,
-    cum_seq_k: Any,
-    max_q: Any,
-    max_k: Any,
-    dropout: float,
-    causal: bool,
-    seed: torch.Tensor,
-    offset: torch.Tensor,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    func = aten._scaled_dot_product_flash_attention_backward.default
-    args = (gradient, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k)
-    shapes = _like_cuda(func, *args, dropout, causal, seed, offset, scale=scale)
-    full = _ungroup(query, key, value)
-    wanted = (True, True, True, False)
-    state = int(seed.flatten()[0])
-    gradients = _attention_gradients(gradient, (query, *full, None), wanted, dropout, causal, scale, state)
-    for index, original in ((1, key), (2, value)):
-        whole = gradients[index]
-        if whole is not None and whole.shape != original.shape:
-            heads = original.size(1)
-            grouped = whole.reshape(whole.size(0), heads, -1, *whole.shape[2:])
-            gradients[index] = grouped.sum(2)
-    _fill(shapes, gradients)
-    return tuple(shapes)
-
-
-def _ungroup(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    groups = query.size(1) // key.size(1)
-    if groups == 1:
-        return key, value
-    return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    for output, value in zip(outputs, found, strict=False):
+        if value.shape != output.shape:  # key and value were repeated
+            value = value.reshape(*output.shape[:2], -1, *output.shape[2:]).sum(2)
+        output.copy_(value)
+    return outputs
 
 
 def _lstm_cell(
@@ -586,10 +485,20 @@ def _rms_norm_backward(
 
 
 CPU_KERNELS: dict[Any, Callable[..., Any]] = {
-    aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
-    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_attention_backward,
-    aten._scaled_dot_product_flash_attention.default: _flash_attention,
-    aten._scaled_dot_product_flash_attention_backward.default: _flash_attention_backward,
+    **{
+        func: partial(_attention, func, seed_output)
+        for func, seed_output in (
+            (aten._scaled_dot_product_efficient_attention.default, 2),
+            (aten._scaled_dot_product_flash_attention.default, 6),
+        )
+    },
+    **{
+        func: partial(_attention_backward, func)
+        for func in (
+            aten._scaled_dot_product_efficient_attention_backward.default,
+            aten._scaled_dot_product_flash_attention_backward.default,
+        )
+    },
     aten._thnn_fused_lstm_cell.default: _lstm_cell,
     aten._thnn_fused_lstm_cell_backward_impl.default: _lstm_cell_backward,
     aten._thnn_fused_gru_cell.default: gru_cell,

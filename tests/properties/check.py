@@ -26,6 +26,7 @@ from properties.generator import Case, Piece, Stack
 from properties.loops import Seen, Training
 
 CAPACITY = "1GiB"
+ROUNDING = 1e-6  # of the largest value: the loss is in single precision
 LOSSLESS = {"use_mixed_precision": False, "use_8bit_optimizer": False, "enable_tiling": False}
 
 
@@ -76,7 +77,7 @@ def check(case: Case) -> Outcome:
         finally:
             _detach_quietly(wrapping)
         left = sorted(os.listdir(directory))
-    differences = compare(plain, got)
+    differences = compare(plain, got, exact=case.exact)
     if differences:
         return Outcome("wrong", differences[0], "\n".join(differences), wrapping.techniques)
     if left:
@@ -173,25 +174,31 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:160]}"
 
 
-def compare(expected: Seen, got: Seen) -> list[str]:
-    """Return the differences, in the order in which they came about."""
+def compare(expected: Seen, got: Seen, *, exact: bool = True) -> list[str]:
+    """Return the differences, in the order in which they came about; up to rounding, if not `exact`."""
     found = []
     for (name, one), (other_name, other) in zip(expected, got, strict=False):
         if name != other_name:
             return [*found, f"{name!r} in the plain run, {other_name!r} in the other"]
-        if not _same(one, other):
+        if not _same(one, other, exact):
             found.append(f"{name}: {_difference(one, other)}")
     if len(expected) != len(got):
         found.append(f"{len(expected)} values in the plain run, {len(got)} in the other")
     return found
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: Any, other: Any, exact: bool) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return type(one) is type(other) and bool(one == other)
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+    if exact or not one.is_floating_point():
+        return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+    return torch.allclose(one, other, rtol=0.0, atol=ROUNDING * max(1.0, _largest(one)), equal_nan=True)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return tensor.abs().nan_to_num().max().item() if tensor.numel() else 0.0
 
 
 def _difference(one: Any, other: Any) -> str:

@@ -91,6 +91,7 @@ class Training:
             x = torch.randint(0, WORDS, size, generator=source)
         else:
             x = torch.randn(*size, FEATURES, generator=source)
+            x = x if self.case.exact else x.double()
         labels = torch.randint(0, WORDS, size, generator=source)
         return x.to(self.device), labels.to(self.device)
 
@@ -293,7 +294,8 @@ class Training:
         elif what == "replace head":
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(number)
-                self.model.head = nn.Linear(self.case.model.width, WORDS).to(self.device)
+                head = nn.Linear(self.case.model.width, WORDS).to(self.device)
+            self.model.head = head if self.case.exact else head.double()
             self._make_optimizer()
         elif what == "assign":
             weights = {name: value.detach().clone() for name, value in self._state().items()}

@@ -101,11 +101,10 @@ class Kept:
                     self._outputs[call].watched.append((alias_below_autograd(tensor), version_of(tensor)))
         self._calls_by_storage.clear()
 
-    def drop_written(self, written: Iterable[torch.Tensor]) -> None:
-        """Drop the outputs whose memory an operation has written to."""
-        for tensor in written:
-            for call in self._calls_of(tensor):
-                self._outputs.pop(call, None)
+    def drop_in_memory_of(self, tensor: torch.Tensor) -> None:
+        """Drop the outputs in the memory of a tensor that was written to."""
+        for call in self._calls_of(tensor):
+            self._outputs.pop(call, None)
 
     def _calls_of(self, tensor: torch.Tensor) -> Sequence[tuple[str, int]]:
         return self._calls_by_storage.get(storage_key(tensor), ())
@@ -176,7 +175,8 @@ class KeepMode(_CountingMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self.kept.drop_written(written_tensors(func, args, kwargs))
+        for tensor in written_tensors(func, args, kwargs):
+            self.kept.drop_in_memory_of(tensor)
         if self.kept.recording:
             call = self.call_of(func)
             if call is not None:

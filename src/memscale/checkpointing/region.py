@@ -28,11 +28,10 @@ state (random generators, buffers, flags), so one recomputation runs at a time, 
 
 Note [Chained regions]
 ~~~~~~~~~~~~~~~~~~~~~~
-Of two blocks in a row, each a region, the tensor between them is kept as the second one's input. If the second is
-called with `chain=True` it is not: the second region refers to the first (`Link`), and when it must be recomputed has
-the first recomputed before it, to its end, and takes its output. This fills the first region's holders as well,
-which its own backward needs next: nothing is computed more often, and nothing more is kept, than if both blocks were
-one checkpointed function.
+Of two blocks in a row, each a region, the tensor between them is kept as the second one's input. With `chain=True` it
+is not: the second region refers to the first (`Link`), and when it must be recomputed has the first recomputed before
+it, to its end, and takes its output. This fills the first region's holders as well, which its own backward needs next:
+nothing is computed more often, and nothing more is kept, than if both blocks were one checkpointed function.
 
 *Which tensor comes from which region* is in `_origins`, weakly by the tensor. If the region is gone, or the tensor
 was changed in place, the second region keeps its input.
@@ -200,7 +199,7 @@ class Region:
         owner = _Outermost if hooks is None else getattr(hooks[0], "__self__", hooks[0])
         self._outer: Callable[[], object] = weakref.ref(owner)
         self._segment = object()
-        self._successors: list[weakref.ref[Link]] = []
+        self.successors: list[weakref.ref[Link]] = []
         self.function = function
         self.inputs = Inputs(tree, hooks, self._links_to(tensors) if chain else {})
         self.conditions = Conditions(flags, types)
@@ -323,7 +322,7 @@ class Region:
         outputs = _Rerun(self, task, fill=fill, to_the_end=True).run()
         if fill:
             self._mark_filled(task)
-        for successor in self._successors:
+        for successor in self.successors:
             link = successor()
             if link is None:
                 continue
@@ -336,9 +335,6 @@ class Region:
             if key not in self._outputs:
                 self._outputs[key] = _ChainedOutput(outputs[link.index].detach(), set())
             self._outputs[key].waiting.add(id(link))
-
-    def add_successor(self, link: Link) -> None:
-        self._successors.append(weakref.ref(link))
 
     def take_output(self, task: int, link: Link) -> torch.Tensor:
         """Return an output for a region chained to this one; it is dropped when all that wait for it have it."""
@@ -385,9 +381,9 @@ class Link:
         self.region = region
         self.index = index
         self._requires_grad = requires_grad
-        region.add_successor(self)
+        region.successors.append(weakref.ref(self))
 
-    def fetch(self, task: int) -> torch.Tensor:
+    def __call__(self, task: int) -> torch.Tensor:
         return self.region.take_output(task, self).requires_grad_(self._requires_grad)
 
 

@@ -29,7 +29,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -106,11 +106,8 @@ class KeptTensor:
 # ---------------------------------------------------------------------- inputs
 
 
-class Slot(Protocol):
-    """One input tensor, kept in some way."""
-
-    def fetch(self, task: int) -> torch.Tensor:
-        """Return the tensor for a recomputation in this backward pass."""
+Slot = Callable[[int], torch.Tensor]
+"""One input tensor, kept in some way: returns it for a recomputation in a backward pass."""
 
 
 class Inputs:
@@ -148,7 +145,7 @@ class Inputs:
         Raises:
             RecomputeError: An input was changed in place since the first call.
         """
-        tensors = [slot.fetch(task) for slot in self.slots]
+        tensors = [slot(task) for slot in self.slots]
         args, kwargs = self._tree.map(_Index, lambda index: tensors[index]).build()
         return args, kwargs
 
@@ -164,50 +161,30 @@ def _keep(tensor: torch.Tensor, position: int, hooks: Hooks | None) -> Slot:
     # saved-tensor hooks that surround it. If those are another region's, the input is not kept at all and the
     # outer region recomputes it first. If they move tensors to the host (`torch.autograd.graph.save_on_cpu`),
     # the inputs go there.
-    if hooks is None or isinstance(tensor, nn.Parameter):
-        return _HeldInput(tensor, position)
-    pack, unpack = hooks
-    with torch.no_grad():
-        return _PackedInput(pack(tensor), unpack, tensor.requires_grad)
+    requires_grad = tensor.requires_grad
+    if hooks is not None and not isinstance(tensor, nn.Parameter):
+        pack, unpack = hooks
+        with torch.no_grad():
+            packed = pack(tensor)
+        return lambda task: unpack(packed).detach().requires_grad_(requires_grad)
+    needs_leaf = not tensor.is_leaf
+    held = (
+        tensor.detach() if needs_leaf else tensor
+    )  # with its history it would keep the graph before the region alive
+    version = version_of(tensor)
 
-
-class _HeldInput:
-    """An input kept as it is."""
-
-    __slots__ = ("_needs_leaf", "_position", "_tensor", "_version")
-
-    def __init__(self, tensor: torch.Tensor, position: int) -> None:
-        # With its history it would keep the graph before the region alive.
-        self._needs_leaf = not tensor.is_leaf
-        self._tensor = tensor.detach() if self._needs_leaf else tensor
-        self._version = version_of(tensor)
-        self._position = position
-
-    def fetch(self, task: int) -> torch.Tensor:
-        tensor = self._tensor
-        if version_of(tensor) != self._version:
+    def fetch(task: int) -> torch.Tensor:
+        if version_of(held) != version:
             raise RecomputeError(
-                f"Input tensor {self._position} of a checkpointed region (shape {tuple(tensor.shape)}, "
-                f"{tensor.dtype}, {tensor.device}) was changed in place after the region's forward pass: "
-                f"version {self._version} then, {version_of(tensor)} now. The region is recomputed from its "
+                f"Input tensor {position} of a checkpointed region (shape {tuple(held.shape)}, "
+                f"{held.dtype}, {held.device}) was changed in place after the region's forward pass: "
+                f"version {version} then, {version_of(held)} now. The region is recomputed from its "
                 "inputs, so they must stay as they are until backward. Use the out-of-place form of the "
                 "operation that changes it (x = x + y, not x += y), or give the region a clone."
             )
-        return tensor.detach().requires_grad_() if self._needs_leaf else tensor
+        return held.detach().requires_grad_() if needs_leaf else held
 
-
-class _PackedInput:
-    """An input kept by the hooks around the region. See Note [Inputs go through the surrounding hooks]."""
-
-    __slots__ = ("_packed", "_requires_grad", "_unpack")
-
-    def __init__(self, packed: object, unpack: Callable[[Any], torch.Tensor], requires_grad: bool) -> None:
-        self._packed = packed
-        self._unpack = unpack
-        self._requires_grad = requires_grad
-
-    def fetch(self, task: int) -> torch.Tensor:
-        return self._unpack(self._packed).detach().requires_grad_(self._requires_grad)
+    return fetch
 
 
 # ---------------------------------------------------------------------- modules and global state

@@ -2,20 +2,6 @@
 
 from __future__ import annotations
 
-from memscale.executor.executor import (
-    EXECUTOR,
-    Executor,
-    RecoveryGuard,
-    TrainingBatch,
-    executor_of,
-    refuse_nested,
-)
+from memscale.executor.executor import EXECUTOR, Executor, executor_of, refuse_nested
 
-__all__ = [
-    "EXECUTOR",
-    "Executor",
-    "RecoveryGuard",
-    "TrainingBatch",
-    "executor_of",
-    "refuse_nested",
-]
+__all__ = ["EXECUTOR", "Executor", "executor_of", "refuse_nested"]

@@ -46,14 +46,7 @@ if TYPE_CHECKING:
     from memscale.optimizer.needs import OptimizerNeeds
     from memscale.report.exporters import Metrics
 
-__all__ = [
-    "EXECUTOR",
-    "Executor",
-    "RecoveryGuard",
-    "TrainingBatch",
-    "executor_of",
-    "refuse_nested",
-]
+__all__ = ["EXECUTOR", "Executor", "executor_of", "refuse_nested"]
 
 logger = logging.getLogger("memscale")
 

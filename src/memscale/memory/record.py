@@ -60,37 +60,23 @@ class Phase(str, enum.Enum):
         return self.value
 
 
+@dataclass(slots=True, eq=False)
 class Allocation:
-    """One allocation from birth to death; times are ticks of the ledger's clock.
+    """One allocation; times are ticks of the ledger's clock.
 
     `category` is set once it is known (a tensor is known to be a gradient only when it has become one), at death at the
     latest, and then holds for the whole life of the allocation. Without an `op` it existed before the tracker.
     """
 
-    __slots__ = ("born", "category", "device", "died", "dtype", "module", "nbytes", "op", "phase", "shape")
-
-    def __init__(
-        self,
-        nbytes: int,
-        device: str,
-        born: int,
-        phase: Phase,
-        op: object,
-        module: str,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        category: Category | None = None,
-    ) -> None:
-        self.nbytes = nbytes
-        self.device = device
-        self.born = born
-        self.died: int | None = None
-        self.phase = phase
-        self.op = op
-        self.module = module
-        self.shape = shape
-        self.dtype = dtype
-        self.category = category
+    nbytes: int
+    device: str
+    born: int
+    phase: Phase
+    op: object
+    module: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    category: Category | None = None
 
     def current_category(self) -> Category:
         """Return the category as far as it is known: what forward allocated may yet become an activation."""
@@ -327,7 +313,6 @@ class Ledger:
 
     def _end(self, allocation: Allocation, block: Block | None, memory: DeviceMemory) -> None:
         self.clock += 1
-        allocation.died = self.clock
         if allocation.category is None:
             # Allocated in forward and alive when the next phase began: saved for backward.
             kept = allocation.phase is Phase.FORWARD and self._phase_began > allocation.born

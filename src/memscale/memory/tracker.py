@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -256,13 +256,11 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
         if kwargs:
             self._count_operands(kwargs.values())
         result = self._run(func, args, kwargs or {})
-        kind = type(result)
-        if kind in self._plain and result.layout is torch.strided:
-            self._count_storage(result, func)  # nearly all results
-        elif kind is tuple or kind is list:
-            self._count_results(result, func)
-        elif isinstance(result, torch.Tensor):
-            self._count_result(result, func)
+        if type(result) in self._plain and result.layout is torch.strided:
+            self._count_result(result, func)  # nearly all results
+        else:
+            for part in self._strided(result):
+                self._count_result(part, func)
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -272,38 +270,34 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
         """Count operands that were not seen before: what existed before the block."""
         live, plain = self._live, self._plain
         for value in values:
-            kind = type(value)
-            if kind in plain and value.layout is torch.strided:
+            if type(value) in plain and value.layout is torch.strided:
                 if value.untyped_storage()._cdata not in live:
                     self._claim(value, Category.INPUTS)
-            elif kind is list or kind is tuple:
-                self._count_operands(value)
-            elif isinstance(value, torch.Tensor):
-                if self._has_parts(value):
-                    self._count_operands(parts_of(value))
-                elif value.untyped_storage()._cdata not in live:
-                    self._claim(value, Category.INPUTS)
-
-    def _count_results(self, results: Iterable[Any], func: Any) -> None:
-        for result in results:
-            if isinstance(result, torch.Tensor):
-                self._count_result(result, func)
-            elif isinstance(result, (tuple, list)):
-                self._count_results(result, func)
+            else:
+                for part in self._strided(value):
+                    if part.untyped_storage()._cdata not in live:
+                        self._claim(part, Category.INPUTS)
 
     def _count_result(self, tensor: torch.Tensor, func: Any) -> None:
-        if self._has_parts(tensor):
-            self._count_results(parts_of(tensor), func)
-        else:
-            self._count_storage(tensor, func)
-
-    def _count_storage(self, tensor: torch.Tensor, func: Any) -> None:
         storage = tensor.untyped_storage()
         entry = self._live.get(storage._cdata)
         if entry is None:
             self._add(storage, tensor, func)
         elif entry.size != storage.nbytes():  # by resize_, set_ or an out= argument
             self._on_resize(storage, storage.nbytes())()
+
+    def _strided(self, value: Any) -> Iterator[torch.Tensor]:
+        """Yield tensors of one storage each: a tensor itself or its parts, and those of lists and tuples."""
+        if isinstance(value, torch.Tensor):
+            plain = type(value) in self._plain or not is_traceable_wrapper_subclass(value)
+            if plain and value.layout is torch.strided:
+                yield value
+            else:
+                for part in parts_of(value):
+                    yield from self._strided(part)
+        elif isinstance(value, (list, tuple)):
+            for each in value:
+                yield from self._strided(each)
 
     def _add(self, storage: torch.UntypedStorage, tensor: torch.Tensor, op: object | None) -> Entry | None:
         device = self._device_of(tensor, storage)
@@ -321,11 +315,6 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
             return None if tensor.is_meta else tensor.device
         return None if storage.device.type == "meta" else tensor.device
 
-    def _has_parts(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) in self._plain:
-            return tensor.layout is not torch.strided
-        return tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor)
-
     def _on_resize(self, storage: torch.UntypedStorage, size: int) -> Callable[[], None]:
         """Prepare for the resizing of a storage; return what to do afterwards."""
         entry = self._live.get(storage._cdata)
@@ -341,19 +330,13 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
     # ------------------------------------------------------------------ categories
 
     def _claim(self, tensor: torch.Tensor, category: Category, module: str = "") -> None:
-        if self._has_parts(tensor):
-            for part in parts_of(tensor):
-                self._claim(part, category, module)
-            return
-        storage = tensor.untyped_storage()
-        entry = self._live.get(storage._cdata) or self._add(storage, tensor, None)
-        if entry is None:
-            return
-        allocation = entry.allocation
-        # An input may turn out to be a weight or a buffer; other categories are final.
-        if allocation.category is None or allocation.category is Category.INPUTS:
-            allocation.category = category
-            allocation.module = allocation.module or module
+        for part in self._strided(tensor):
+            storage = part.untyped_storage()
+            entry = self._live.get(storage._cdata) or self._add(storage, part, None)
+            # An input may turn out to be a weight or a buffer; other categories are final.
+            if entry is not None and entry.allocation.category in (None, Category.INPUTS):
+                entry.allocation.category = category
+                entry.allocation.module = entry.allocation.module or module
 
     def _claim_module(self, root: nn.Module) -> None:
         for module in root.modules():
@@ -398,9 +381,8 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
 
     def _module_of(self, tensor: Any) -> str:
         """Return the module that a tensor's memory belongs to; empty if unknown."""
-        if not isinstance(tensor, torch.Tensor) or self._has_parts(tensor):
-            return ""
-        entry = self._live.get(tensor.untyped_storage()._cdata)
+        part = next(self._strided(tensor), None)
+        entry = None if part is None else self._live.get(part.untyped_storage()._cdata)
         return entry.allocation.module if entry else ""
 
     # ------------------------------------------------------------------ phases

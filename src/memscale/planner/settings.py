@@ -13,16 +13,11 @@ from memscale.errors import ConfigError, shown
 from memscale.execution_plan import LayerPlan, LossTiling, Offloading, Plan, Precision, Tier, Tiling
 from memscale.hardware import DeviceSpec, Hardware
 from memscale.profiler import Block
-from memscale.units import format_bytes
+from memscale.tiling.technique import rows_of_layers, tiled_loss
 
 __all__ = ["NOTHING", "BatchSize", "Setting", "choose_precision", "settings_for"]
 
-TILE_BYTES = 32 * 2**20  # of logits: 128 tokens of GPT-2. Smaller tiles are slower, larger ones hardly faster
-TILE_BUDGET_SHARE = 1 / 32  # of a memory budget, for one tile of logits
-FEWEST_ROWS = 16  # tokens of a tile of logits
 LARGE_LOGITS = 64 * 2**20  # bytes: smaller logits are left whole unless tiling is asked for
-LONG_SEQUENCE = 4096  # positions from which on a layer's MLP is computed in tiles
-MLP_ROWS = 1024  # positions of a tile of an MLP
 EIGHT_BIT_SHARE = 2.1 / 8  # of Adam's state, with its scales; embeddings and small tensors stay in 32 bits
 
 
@@ -109,28 +104,17 @@ def settings_for(hardware: Hardware, config: Config, batch: BatchSize) -> tuple[
         precision=precision,
         eight_bit=config.use_8bit_optimizer,
         notes=notes,
-        mlp_rows=MLP_ROWS if config.enable_tiling and batch.positions >= LONG_SEQUENCE else None,
+        mlp_rows=rows_of_layers(batch.positions) if config.enable_tiling else None,
     )
     if not batch.logits_bytes:
         return (asked,)
-    tiled = replace(asked, loss=_loss_tiling(config, batch))
+    tiled = replace(asked, loss=tiled_loss(batch.tokens, batch.vocabulary, config.memory_budget_bytes))
     if config.enable_tiling:
         return (tiled,)
     may = "enable_tiling" not in config.explicit_fields and config.enable_offloading
     if hardware.device.kind == "cpu" and may and batch.logits_bytes >= LARGE_LOGITS:
         return asked, tiled
     return (asked,)
-
-
-def _loss_tiling(config: Config, batch: BatchSize) -> LossTiling:
-    room = TILE_BYTES
-    if config.memory_budget_bytes is not None:
-        room = min(room, int(config.memory_budget_bytes * TILE_BUDGET_SHARE))
-    rows = FEWEST_ROWS
-    while 2 * rows * batch.vocabulary * 4 <= room and rows < batch.tokens:
-        rows *= 2
-    whole, tile = format_bytes(batch.logits_bytes), format_bytes(4 * rows * batch.vocabulary)
-    return LossTiling(rows, "logits-in-tiles", f"logits of {whole} are never whole, but {tile} at a time")
 
 
 # Precision -------------------------------------------------------------------------------------------

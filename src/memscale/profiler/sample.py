@@ -81,12 +81,9 @@ class Sample:
         """
         tensors = [tensor for tensor in self.tensors() if tensor.dim() >= 1]
         words = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.dim() == 2]
-        if words:
-            longest = max(words, key=lambda tensor: tensor.numel())
-            return longest.shape[1], longest.numel()
         features = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() == 3]
-        if features:
-            longest = max(features, key=lambda tensor: tensor.numel())
+        if words or features:
+            longest = max(words or features, key=lambda tensor: tensor.numel())
             return longest.shape[1], longest.shape[0] * longest.shape[1]
         return 1, max((tensor.shape[0] for tensor in tensors), default=1)
 
@@ -103,16 +100,31 @@ def sample_of(sample_input: Any, model: nn.Module | None = None) -> Sample:
     if isinstance(sample_input, torch.Tensor):
         return Sample((sample_input,), {})
     if isinstance(sample_input, Mapping):
-        return Sample((), _keywords(dict(sample_input)))
+        wrong = [key for key in sample_input if not isinstance(key, str)]
+        if wrong:
+            raise ProfileError(
+                f"sample_input is a dict with the key {wrong[0]!r}; keys are the names of the model's arguments."
+            )
+        return Sample((), dict(sample_input))
     if hasattr(sample_input, "_asdict"):
         return Sample(tuple(sample_input), {})
     if isinstance(sample_input, (tuple, list)):
-        room = _room(model)
         args = tuple(sample_input)
-        return Sample(args[:room], {}, () if room is None else args[room:])
-    attributes = _attributes(sample_input)
-    if attributes:
-        return Sample((), attributes)
+        if model is None:
+            return Sample(args, {})
+        kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+        if inspect.Parameter.VAR_POSITIONAL in kinds:
+            return Sample(args, {})
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        accepted = sum(kind in positional for kind in kinds)
+        return Sample(args[:accepted], {}, args[accepted:])
+    if is_dataclass(sample_input) and not isinstance(sample_input, type):
+        values = {field.name: getattr(sample_input, field.name) for field in fields(sample_input)}
+    else:
+        attributes = getattr(sample_input, "__dict__", {})
+        values = {name: value for name, value in attributes.items() if name[:1] != "_"}
+    if any(map(_has_tensor, values.values())):
+        return Sample((), values)
     raise ProfileError(
         f"sample_input is a {type(sample_input).__name__} without tensors. Pass what you pass to the model: "
         "a tensor, a tuple of positional arguments, a dict of keyword arguments, or the batch object itself."
@@ -132,8 +144,9 @@ def hinted_sample(model: nn.Module) -> Sample | None:
         length = min(HINT_LENGTH, int(getattr(text, "max_position_embeddings", HINT_LENGTH) or HINT_LENGTH))
         ids = torch.zeros(HINT_BATCH, length, dtype=torch.long, device="meta")
         kwargs["input_ids"] = ids
-        if "labels" in accepted and _predicts_tokens(model):
-            kwargs["labels"] = ids  # other models may have labels of another shape
+        head = getattr(model, "get_output_embeddings", None)
+        if "labels" in accepted and callable(head) and head() is not None:
+            kwargs["labels"] = ids  # without a head over the vocabulary, labels may have another shape
         if "labels" not in accepted and getattr(config, "is_encoder_decoder", False):
             kwargs["decoder_input_ids"] = ids
     elif main_input == "pixel_values" and hasattr(config, "image_size"):
@@ -146,40 +159,6 @@ def hinted_sample(model: nn.Module) -> Sample | None:
     return Sample((), kwargs)
 
 
-def _predicts_tokens(model: nn.Module) -> bool:
-    """Return whether a Hugging Face model has a head over its vocabulary, and so a label for each token."""
-    embeddings = getattr(model, "get_output_embeddings", None)
-    return callable(embeddings) and embeddings() is not None
-
-
-def _room(model: nn.Module | None) -> int | None:
-    """Return how many positional arguments the model's forward accepts; None if any number."""
-    if model is None:
-        return None
-    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        return None
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(kind in positional for kind in kinds)
-
-
-def _keywords(values: dict[Any, Any]) -> dict[str, Any]:
-    wrong = [key for key in values if not isinstance(key, str)]
-    if wrong:
-        raise ProfileError(
-            f"sample_input is a dict with the key {wrong[0]!r}; keys are the names of the model's arguments."
-        )
-    return values
-
-
-def _attributes(batch: Any) -> dict[str, Any]:
-    if is_dataclass(batch) and not isinstance(batch, type):
-        values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    else:
-        values = {name: value for name, value in getattr(batch, "__dict__", {}).items() if name[:1] != "_"}
-    return values if any(_has_tensor(value) for value in values.values()) else {}
-
-
 def _has_tensor(value: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
 
@@ -190,8 +169,7 @@ def _shape(value: Any) -> str:
     return texts[0] if len(texts) == 1 else "(" + ", ".join(texts) + ")" if texts else ""
 
 
-Shape: TypeAlias = tuple[int, ...]
-Shapes: TypeAlias = dict[str, Shape]
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
 """Shapes of a call's tensors, by path."""
 
 MOST_KEYS = 4096
@@ -318,7 +296,7 @@ def _is_within(shapes: Shapes, planned: Shapes) -> bool:
     )
 
 
-def _sizes(shape: Shape) -> tuple[int, int]:
+def _sizes(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the elements of a tensor, and those times its longest dimension, as attention grows."""
     elements = math.prod(shape)
     return elements, elements * max(shape[1:], default=1)

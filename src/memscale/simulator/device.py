@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -302,23 +303,16 @@ class _Hooks(PrivateDeviceHooks):
         return True
 
 
-_module: _DeviceModule | None = None
-
-
+@functools.cache
 def register() -> None:
     """Register the device name with torch, once per process."""
-    global _module
-    if _module is not None:
-        return
-    module = _DeviceModule()
     try:
-        set_up_private_device(NAME, module, hook=_Hooks(), device_guard=Guard())
+        set_up_private_device(NAME, _DeviceModule(), hook=_Hooks(), device_guard=Guard())
     except RuntimeError as error:
         raise SimulationError(
             f"torch's one slot for a device of our own (PrivateUse1) is taken by another package: {error}. "
             "Simulate in a process that does not load it."
         ) from error
-    _module = module
 
 
 def virtual_device() -> torch.device:

@@ -16,7 +16,7 @@ import contextlib
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -45,8 +45,9 @@ class Simulation(backend.VirtualDevice):
         Storage shared by several tensors (views, ties by `.data`) stays shared.
         """
         storages: dict[int, torch.Tensor] = {}
-        memo: dict[int, Any] = {id(module): nn.Module() for module in without}
-        for tensor in _tensors_of(model, memo.keys()):
+        left_out = set(without)
+        memo: dict[int, Any] = {id(module): nn.Module() for module in left_out}
+        for tensor in _tensors_of(model, left_out):
             memo[id(tensor)] = _fake_twin(tensor, self.device, storages)
         twin = copy.deepcopy(model, memo)
         if type(twin) is not type(model):
@@ -142,10 +143,10 @@ _CONTAINERS = {dict, OrderedDict, list, tuple, set}
 PLAIN_KINDS: set[type] = {torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor}
 
 
-def _tensors_of(model: nn.Module, without: Collection[int]) -> list[torch.Tensor]:
+def _tensors_of(model: nn.Module, without: set[nn.Module]) -> list[torch.Tensor]:
     """Return the parameters, buffers and tensors in plain attributes of all modules but those in `without`."""
     found: dict[int, torch.Tensor] = {}
-    for module in _modules_of(model, without):
+    for _, module in model.named_modules(memo=without):
         if isinstance(module, torch.jit.ScriptModule):
             raise SimulationError("A scripted module can't be simulated; profile with a real run instead.")
         for value in (*module._parameters.values(), *module._buffers.values()):
@@ -159,17 +160,6 @@ def _tensors_of(model: nn.Module, without: Collection[int]) -> list[torch.Tensor
                 if isinstance(leaf, torch.Tensor):
                     found[id(leaf)] = leaf
     return list(found.values())
-
-
-def _modules_of(model: nn.Module, without: Collection[int]) -> list[nn.Module]:
-    found: dict[nn.Module, None] = {}
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        if module not in found and id(module) not in without:
-            found[module] = None
-            waiting.extend(child for child in reversed(module._modules.values()) if child is not None)
-    return list(found)
 
 
 def _fake_twin(tensor: torch.Tensor, device: torch.device, storages: dict[int, torch.Tensor]) -> torch.Tensor:

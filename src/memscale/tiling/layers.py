@@ -412,8 +412,13 @@ def show_position_wise(
             raise NotPositionWise(f"it returns a {type(result).__name__}")
         if not tracer.is_of_positions(result) or tuple(result.shape[:-1]) != (P, Q):
             raise NotPositionWise("what it returns is not one vector for each position")
-        uses = tuple(name for name, child in module.named_children() if tracer.may_have_run(child))
-        return PositionWise(uses, max(width, result.shape[-1]), tracer.widest())
+        uses = []
+        for name, child in module.named_children():
+            parameters = [each for one in submodules([child]) for each in one._parameters.values()]
+            if not parameters or any(id(each) in tracer.seen for each in parameters):
+                uses.append(name)
+        widest = max(each.numel() // (P * Q) for each in tracer.of_positions.values())
+        return PositionWise(tuple(uses), max(width, result.shape[-1]), widest)
 
 
 @contextlib.contextmanager
@@ -445,24 +450,17 @@ class _Tracer(LightDispatchMode):
 
     def __init__(self, x: torch.Tensor) -> None:
         super().__init__()
-        self._of_positions = {id(x): x}  # with the tensors, so that no other gets their ids
+        self.of_positions = {id(x): x}  # with the tensors, so that no other gets their ids
         self._input = x.untyped_storage()._cdata
-        self._seen: dict[int, torch.Tensor] = {}
+        self.seen: dict[int, torch.Tensor] = {}
 
     def is_of_positions(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._of_positions
-
-    def may_have_run(self, module: nn.Module) -> bool:
-        parameters = [each for one in submodules([module]) for each in one._parameters.values()]
-        return not parameters or any(id(each) in self._seen for each in parameters)
-
-    def widest(self) -> int:
-        return max(each.numel() // (P * Q) for each in self._of_positions.values())
+        return id(tensor) in self.of_positions
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        self._seen.update((id(each), each) for each in tensors)
+        self.seen.update((id(each), each) for each in tensors)
         rows = [each for each in tensors if self.is_of_positions(each)]
         if rows:
             self._check(
@@ -476,7 +474,7 @@ class _Tracer(LightDispatchMode):
                 if isinstance(each, torch.Tensor):
                     if not _leading(each):
                         raise NotPositionWise(f"{func} mixes positions with other dimensions")
-                    self._of_positions[id(each)] = each
+                    self.of_positions[id(each)] = each
         return result
 
     def _check(

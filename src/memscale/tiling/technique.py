@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memscale._torch import hooks_are_allowed
 from memscale.checkpointing.state import parameter_behind
-from memscale.execution_plan import Tiling
+from memscale.execution_plan import LossTiling, Tiling
 from memscale.offload.placement import ModelPlacement
 from memscale.profiler.blocks import find_head
 from memscale.profiler.profile import BlockProfile
@@ -36,15 +36,40 @@ from memscale.techniques.forward import ForwardOverride, ForwardStage, Stage
 from memscale.tiling.head import Head
 from memscale.tiling.layers import TiledMethod, find_wide_layers, run_in_tiles
 from memscale.tiling.lazy import LazyLogits, lazy_logits
+from memscale.units import format_bytes
 
 if TYPE_CHECKING:
     from memscale.techniques.undo_log import UndoLog
 
-__all__ = ["ActivationTiling", "SdpaAttention", "TiledLoss"]
+__all__ = ["ActivationTiling", "SdpaAttention", "TiledLoss", "rows_of_layers", "tiled_loss"]
 
 logger = logging.getLogger("memscale")
 
-DEFAULT_ROWS = 1024
+LAYER_ROWS = 1024  # positions of a tile of a wide layer
+LONG_SEQUENCE = 4096  # positions from which on wide layers are computed in tiles
+LOGITS_TILE_BYTES = 32 * 2**20  # 128 tokens of GPT-2. Smaller tiles are slower, larger ones hardly faster
+LOGITS_BUDGET_SHARE = 1 / 32  # of a memory budget, for one tile of logits
+FEWEST_LOGITS_ROWS = 16
+
+
+# What a plan may have, for the planner -----------------------------------------------------------------
+
+
+def rows_of_layers(positions: int) -> int | None:
+    """Return the positions of a tile of a wide layer; None for sequences that are too short for tiles."""
+    return LAYER_ROWS if positions >= LONG_SEQUENCE else None
+
+
+def tiled_loss(tokens: int, vocabulary: int, memory_budget: int | None) -> LossTiling:
+    """Return tiles of logits that are fast, and small in comparison with the budget."""
+    room = LOGITS_TILE_BYTES
+    if memory_budget is not None:
+        room = min(room, int(memory_budget * LOGITS_BUDGET_SHARE))
+    rows = FEWEST_LOGITS_ROWS
+    while 2 * rows * vocabulary * 4 <= room and rows < tokens:
+        rows *= 2
+    whole, tile = format_bytes(4 * tokens * vocabulary), format_bytes(4 * rows * vocabulary)
+    return LossTiling(rows, "logits-in-tiles", f"logits of {whole} are never whole, but {tile} at a time")
 
 
 # Wide layers -----------------------------------------------------------------------------------------
@@ -56,7 +81,7 @@ class ActivationTiling:
     name = "tiling"
 
     def options(self, block: BlockProfile, terms: CostTerms) -> Iterable[BlockOption]:
-        return ()  # the planner chooses it for the model as a whole, as a `Setting`
+        return ()  # it is chosen for the model as a whole: see `rows_of_layers`
 
     def unsupported_reason(self, site: LayerSite) -> str | None:
         if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):
@@ -66,7 +91,7 @@ class ActivationTiling:
         return None
 
     def attach(self, site: LayerSite, log: UndoLog) -> None:
-        rows = (site.layer.tiling or Tiling(DEFAULT_ROWS)).rows
+        rows = (site.layer.tiling or Tiling(LAYER_ROWS)).rows
         for member, module in zip(site.layer.members, site.modules, strict=True):
             for tiled in find_wide_layers(module):
                 name = ".".join(filter(None, (member, tiled.name)))
@@ -168,23 +193,18 @@ class TiledLoss:
         if settings is None:
             return
         name, head, reason = find_head(site.model)
-        foreign = None if head is None else _foreign_forward(head)
+        foreign = None if head is None else vars(head).get("forward")
+        if isinstance(foreign, ForwardOverride):  # a tiled head does without its other stages
+            foreign = foreign.inner
         if foreign is not None:
-            head, reason = None, f"{name} has a forward of its own ({foreign}), put there by others"
+            kind = type(foreign).__name__
+            head, reason = None, f"{name} has a forward of its own ({kind}), put there by others"
         if head is None:
             if site.logs:
                 logger.warning("Head and loss are not tiled: %s.", reason)
             return
         device = site.device if site.placement.device is not None else None
         log.add_stage(head, TileHeadStage(settings.rows, device, site.placement, logs=site.logs), name=name)
-
-
-def _foreign_forward(head: nn.Module) -> str | None:
-    """Return the class of a forward that others have put on the head; None if there is none."""
-    forward = vars(head).get("forward")
-    if isinstance(forward, ForwardOverride):  # a tiled head does without its other stages
-        forward = forward.inner
-    return None if forward is None else type(forward).__name__
 
 
 class TileHeadStage(ForwardStage):
