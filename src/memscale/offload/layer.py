@@ -198,7 +198,7 @@ class OffloadedLayer(ForwardStage):
             return Refetch(master, tensor, self)
 
         def unpack(saved: Any) -> torch.Tensor:
-            return saved.fetch() if isinstance(saved, Refetch) else outer_unpack(saved)
+            return saved.get() if isinstance(saved, Refetch) else outer_unpack(saved)
 
         return pack, unpack
 
@@ -234,10 +234,9 @@ class OffloadedLayer(ForwardStage):
 
     def _fetch(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         with self.meter.timing("offloading"):
-            prefetched = None
-            if self.prefetcher is not None:
-                prefetched = self.prefetcher.take(self, parameter, dtype)
-            return self.copy_to_device(parameter.detach(), dtype) if prefetched is None else prefetched
+            if self.prefetcher is None:
+                return self.copy_to_device(parameter.detach(), dtype)
+            return self.prefetcher.fetch(self, parameter, dtype)
 
     def _working_copy(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         values = self._fetch(parameter, dtype)

@@ -20,7 +20,6 @@ which copy at once, hold them as long.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections import deque
@@ -146,6 +145,15 @@ class Prefetcher:
 
     # ------------------------------------------------------------------ layers
 
+    def fetch(self, layer: OffloadedLayer, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values of a parameter on the device, prefetched or not.
+
+        Raises:
+            TransferError: They could not be fetched; its cause is chained.
+        """
+        values = self.take(layer, parameter, dtype)
+        return self._copy(layer, parameter, dtype).wait() if values is None else values
+
     def take(self, layer: OffloadedLayer, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the values of a parameter on the device, if they were prefetched and are still right.
 
@@ -202,14 +210,24 @@ class Prefetcher:
     def _start(self, layer: OffloadedLayer, in_backward: bool) -> _Fetched:
         fetched: _Fetched = {}
         for parameter, dtype in layer.needs(in_backward=in_backward):
-            # From pages that are not locked a copy holds up the thread that starts it: that had better be a worker.
-            lane = Lane.CALLER
-            if self._device.type == "cuda" and not is_fake(parameter):
-                lane = Lane.STREAM if parameter.is_pinned() else Lane.WORKER
-            work = functools.partial(_copy, layer, parameter.detach(), dtype)
-            transfer = self.engine.run(work, lane, self._device)
+            transfer = self._copy(layer, parameter, dtype)
             fetched[id(parameter)] = _state(parameter, dtype), transfer, parameter.numel() * dtype.itemsize
         return fetched
+
+    def _copy(
+        self, layer: OffloadedLayer, parameter: nn.Parameter, dtype: torch.dtype
+    ) -> Transfer[torch.Tensor]:
+        values = parameter.detach()
+        # From pages that are not locked a copy holds up the thread that starts it: that had better be a worker.
+        lane = Lane.CALLER
+        if self._device.type == "cuda" and not is_fake(parameter):
+            lane = Lane.STREAM if parameter.is_pinned() else Lane.WORKER
+
+        def copy() -> torch.Tensor:
+            with torch.no_grad():  # which belongs to a thread
+                return layer.copy_to_device(values, dtype)
+
+        return self.engine.run(copy, lane, self._device)
 
 
 class _Route:
@@ -249,8 +267,3 @@ class _Route:
 def _state(parameter: nn.Parameter, dtype: torch.dtype) -> _MasterState:
     """Return what changes when a copy would come out otherwise: in place, by other memory, or in another type."""
     return parameter._version, parameter.untyped_storage()._cdata, dtype
-
-
-def _copy(layer: OffloadedLayer, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    with torch.no_grad():  # which belongs to a thread
-        return layer.copy_to_device(values, dtype)
