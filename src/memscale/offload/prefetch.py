@@ -186,6 +186,7 @@ class Prefetcher:
     def hold_gradient(self, layer: OffloadedLayer, transfer: Transfer[None], gradient: torch.Tensor) -> None:
         """Hold a gradient that is being copied to the host; of two layers at most."""
         with self._lock:
+            self._enter(graph_task_id())  # at whose end it is dropped
             if not self._in_flight or self._in_flight[-1][0] is not layer:
                 self._in_flight.append((layer, []))
             self._in_flight[-1][1].append((transfer, gradient))
