@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -210,6 +210,7 @@ class ModelPlacement:
         device: Where the model computes; None while nothing is placed.
         host_capacity: The most host memory for parameters that are on the host instead of on an accelerator, with their
             gradients and optimizer state; None for no other limit than the host's own.
+        fused_host_step: Whether those are stepped by torch's fused implementation, where there is one.
         store: The disk.
         states: Where optimizer state is kept between steps, and what of it is in 8 bits.
 
@@ -233,6 +234,7 @@ class ModelPlacement:
     ) -> None:
         self.device: torch.device | None = None
         self.host_capacity: int | None = None
+        self.fused_host_step = True
         self.store = store or DiskStore()
         self.pinned = pinned or PinnedMemory()
         self.states = BucketedSteps(self.store, meter)
@@ -376,6 +378,26 @@ class ModelPlacement:
         self.store.close()
         self.pinned.trim()
         self.device = None
+
+    def convert_masters(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """Change the type of offloaded parameters as a function does that may also move them; they stay on their tier.
+
+        Returns:
+            Whether any has another type now.
+        """
+        changed = False
+        for placed in self._placed.values():
+            parameter, tier = placed.parameter, placed.tier
+            if tier == "device" or convert(torch.empty(0, dtype=parameter.dtype)).dtype == parameter.dtype:
+                continue
+            changed = True
+            placed.bring_to_memory()
+            gradient, parameter.grad = parameter.grad, None
+            with torch.no_grad():
+                exchange_data(parameter, convert(parameter.detach()).to(HOST))
+                parameter.grad = None if gradient is None else convert(gradient).to(HOST)
+            placed.move(tier, HOST)
+        return changed
 
     def origins(self, model: nn.Module) -> dict[str, torch.device]:
         """Return where parameters and buffers were before, by their names."""

@@ -389,14 +389,19 @@ class HostMemory:
         self._pinned = pinned or PinnedMemory()
         self._lock: LateLock[int] = LateLock(self._release)
 
-    def empty_like(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return host memory for a flat tensor: page-locked if that is on a CUDA device, and where pages can be locked.
+    def empty_like(self, flat: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
+        """Return host memory for a flat tensor: page-locked where CUDA copies to it, and where pages can be locked.
+
+        Args:
+            flat: A tensor as large.
+            source: A tensor on the device that is copied from; `flat` itself if it is not given.
 
         Raises:
             TierFullError: The cap would be exceeded.
         """
         memory, size = None, flat.nbytes
-        if flat.device.type == "cuda" and not is_fake(flat):
+        source = flat if source is None else source
+        if source.device.type == "cuda" and not is_fake(source):
             size = PinnedMemory.size_of(flat.nbytes)
             memory = self._pinned.allocate(flat.nbytes) if self.bytes_used + size <= self.capacity else None
             size = size if memory is not None else flat.nbytes
