@@ -4,8 +4,8 @@ Note [Page-locked memory]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 Only between page-locked (pinned) host memory and a CUDA device are copies asynchronous, and as fast as the link. One
 `PinnedMemory` per model hands it out, within `AsyncOffloadConfig.pinned_pool_gb` (by default half of the host's RAM):
-first to the masters of offloaded parameters, then to their gradients, which stay in the memory that they arrived in,
-and to activations. What does not fit is in ordinary memory.
+first to the masters of offloaded parameters, then to gradients, which stay in the memory that they arrived in, to
+optimizer state and to activations. What does not fit is in ordinary memory.
 
 Note [Copy streams]
 ~~~~~~~~~~~~~~~~~~~
