@@ -65,6 +65,7 @@ def test_defaults():
         "memory_budget": None,
         "offload_dir": None,
         "max_disk_offload_gb": None,
+        "fused_host_step": True,
     }
     assert config.explicit_fields == frozenset()
 

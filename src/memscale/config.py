@@ -208,7 +208,8 @@ class AsyncOffloadConfig:
     Attributes:
         prefetch_depth: How many layers ahead of the one that computes are fetched. More hides slower links,
             and holds that many more layers on the device.
-        pinned_pool_gb: Page-locked host memory for transfers, in GB (10⁹ bytes); None sizes it from the plan.
+        pinned_pool_gb: The most page-locked host memory, for offloaded parameters, gradients and activations, in GB
+            (10⁹ bytes); None for half of the host's RAM.
         workers: Threads that move tensors.
 
     Raises:
@@ -281,6 +282,7 @@ class ConfigFields(TypedDict, total=False):
     memory_budget: int | str | None
     offload_dir: str | os.PathLike[str] | None
     max_disk_offload_gb: float | None
+    fused_host_step: bool
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -320,6 +322,10 @@ class Config:
         offload_dir: Where the disk tier keeps its files.
         max_disk_offload_gb: The most disk to offload to, in GB (10⁹ bytes). 0: none; None: what is free. Below an
             accelerator the disk is used where nothing fits with the host memory that there is, or that is allowed.
+        fused_host_step: Step parameters that are kept on the host of an accelerator by torch's fused CPU
+            implementation, where the optimizer has one and was given neither `foreach` nor `fused`. It is several
+            times as fast as torch's loop; a step differs from the plain model's in the last bits. False: to the bit
+            as the plain model.
 
     Raises:
         ConfigError: A value is out of range, or asks for what is not implemented yet.
@@ -355,6 +361,7 @@ class Config:
     memory_budget: int | str | None = _setting(None, _optional(_memory_budget))
     offload_dir: str | None = _setting(None, _optional(_path))
     max_disk_offload_gb: float | None = _setting(None, _offload_limit)
+    fused_host_step: bool = _setting(True, _boolean)
 
     # `dataclasses.replace` calls the class with every field, so that it would set them all. It passes init-only
     # variables as well, by which such a call is known.

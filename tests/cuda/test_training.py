@@ -16,7 +16,13 @@ from memscale import Config
 from support.families import FAMILIES, Family
 
 STEPS = 3
-EXACT = Config(force_optimize=True, enable_logging=False, use_mixed_precision=False, use_8bit_optimizer=False)
+EXACT = Config(
+    force_optimize=True,
+    enable_logging=False,
+    use_mixed_precision=False,
+    use_8bit_optimizer=False,
+    fused_host_step=False,
+)
 Computing = Callable[[], AbstractContextManager[None]]
 
 

@@ -20,7 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 aten = torch.ops.aten
-_MOVES = (aten._to_copy.default, aten.copy_.default, aten._pin_memory.default, aten.is_pinned.default)
+_MOVES = (
+    aten.record_stream.default,
+    aten._to_copy.default,
+    aten.copy_.default,
+    aten._pin_memory.default,
+    aten.is_pinned.default,
+)
 
 
 def library() -> ctypes.CDLL:

@@ -12,7 +12,7 @@ from memscale.executor import Executor
 from memscale.testing import executing
 from support.wrapping import Layer
 
-QUIET = Config(enable_logging=False)
+QUIET = Config(enable_logging=False, fused_host_step=False)
 
 
 def train(to: str | None, *, moved: bool = False) -> tuple[list[torch.Tensor], list[str]]:

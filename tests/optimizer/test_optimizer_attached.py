@@ -144,12 +144,12 @@ def test_host_memory_is_counted_while_it_is_used() -> None:
     from memscale.tiers.disk import DiskStore
 
     with executing() as gpu:
-        store = HostStateStore(DiskStore(), capacity=10_000)
-        first = store.allocate(torch.ones(1000, device=gpu.device))
-        second = store.allocate(torch.empty(1000, device="meta"))
+        store, parameter = HostStateStore(DiskStore(), capacity=10_000), torch.ones(1, device=gpu.device)
+        first = store.allocate(torch.ones(1000), parameter)
+        second = store.allocate(torch.empty(1000, device="meta"), parameter)
         assert store.bytes_used == 8000
         with pytest.raises(TierFullError):
-            store.allocate(torch.ones(1000, device=gpu.device))
+            store.allocate(torch.ones(1000), parameter)
         del first
         assert store.bytes_used == 4000
         del second
@@ -233,3 +233,44 @@ def test_optimizers_that_are_left_alone_are_named(caplog: pytest.LogCaptureFixtu
         assert "LBFGS stays" in caplog.text
         gradients = [each.grad for each in executor.placement.on_disk]
         assert resident_bytes(*executor.placement.on_disk, *gradients) <= 64 * 4096
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_on_the_device_are_stepped_in_buckets(kind: str) -> None:
+    """The temporaries of a step are those of one bucket, a slice of the largest parameter included; same bits."""
+    bucket = 2**16
+
+    def run(plan: Plan) -> tuple[list[float], list[torch.Tensor], int, int]:
+        with executing() as gpu:
+            torch.manual_seed(0)
+            model = Stack(3, 128).to(gpu.device).train()
+            executor = Executor(model, plan, QUIET)
+            executor.attach()
+            optimizer = KINDS[kind](model)
+            losses, above = [], 0
+            for step in range(3):
+                torch.manual_seed(step)
+                loss = model(torch.randn(4, 128).to(gpu.device)).square().mean()
+                loss.backward()
+                gpu.tracker.reset_peak()
+                before = gpu.tracker.live_bytes(gpu.device)
+                optimizer.step()
+                if step:  # in the first one, state is made
+                    above = max(above, gpu.peak_bytes - before)
+                optimizer.zero_grad()
+                losses.append(float(loss.detach()))
+            states = executor.placement.states
+            assert states.bytes_moved == 0
+            devices = {v.device for s in optimizer.state.values() for v in s.values() if v.dim()}
+            assert devices <= {gpu.device}
+            executor.detach()
+            return losses, [each.detach().cpu() for each in model.parameters()], above, states.buckets_run
+
+    losses, weights, above, _ = run(Plan(()))
+    ours, our_weights, our_above, calls = run(state_plan("device", bucket))
+    assert ours == losses
+    assert all(map(torch.equal, weights, our_weights))
+    assert calls > 3
+    if kind != "Adafactor":  # it needs a parameter whole
+        assert our_above <= bucket
+        assert above == 0 or our_above < above / 4

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn, optim
 
+from memscale.optimizer.state_stores import HostStateStore
 from memscale.simulator import simulate
 from memscale.testing import executing
+from memscale.tiers.disk import DiskStore
 from support.optimizers import Elsewhere, assert_equal, give_gradients, leaves, parameters, streamed
 
 KIB = 1024
@@ -61,6 +63,38 @@ def test_state_on_the_device_is_one_bucket(bucket, most):
             assert steps.bytes_moved == 5 * total
         assert not on_host(optimizer)
         assert gpu.tracker.live_bytes(gpu.device) == 3 * total
+
+
+@pytest.mark.parametrize(
+    ("bucket", "most"),
+    [
+        (48 * KIB, 28 * KIB),  # 12 and 16, 16 and 12
+        (1, 24 * KIB),  # each alone: 8 and 16
+        (10**9, TOTAL),
+    ],
+)
+def test_two_buckets_of_state_on_the_host_are_in_flight(bucket, most):
+    """One is copied back while the next one comes: no more, and no less, or a copy would wait for the other."""
+    with executing("64MiB") as gpu:
+        tensors = parameters(SHAPES, device=gpu.device)
+        with streamed(tensors, HostStateStore(DiskStore()), bucket, least_bytes=1) as steps:
+            optimizer = momentum(tensors)
+            for step in range(3):
+                give_gradients(tensors, step)
+                before = gpu.tracker.live_bytes(gpu.device)
+                gpu.tracker.reset_peak()
+                optimizer.step()
+                assert on_host(optimizer)
+                assert gpu.tracker.live_bytes(gpu.device) == before
+                assert gpu.peak_bytes - before == most
+            assert steps.bytes_moved == 5 * TOTAL
+            assert steps.store.bytes_used == TOTAL
+        plain = parameters(SHAPES)
+        expected = momentum(plain)
+        for step in range(3):
+            give_gradients(plain, step)
+            expected.step()
+        assert_equal((tensors, optimizer.state_dict()), (plain, expected.state_dict()))
 
 
 def test_without_streaming_all_state_is_there():

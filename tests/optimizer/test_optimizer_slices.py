@@ -119,7 +119,7 @@ def test_rows_and_columns_are_not_cut(make, calls):
 
 def test_an_error_in_a_slice_leaves_the_groups_whole():
     class Full(Elsewhere):
-        def allocate(self, like):
+        def allocate(self, like, parameter):
             raise RuntimeError("full")
 
     ours = tensors()

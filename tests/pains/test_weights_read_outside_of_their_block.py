@@ -156,7 +156,7 @@ def test_a_layer_that_checkpoints_inside_of_itself_stays_on_the_device_and_all_o
 
 @pytest.mark.parametrize("kind", ["the embedding", "the last layer's scale", "one layer, not reentrant"])
 def test_with_precision_and_tiling_too_such_a_model_trains_as_without_offloading(kind: str) -> None:
-    config = Config(mode="aggressive", enable_logging=False, use_8bit_optimizer=False)
+    config = Config(mode="aggressive", enable_logging=False, use_8bit_optimizer=False, fused_host_step=False)
     with executing() as gpu:
         ids = batch(gpu.device)
         stays = memscale.wrap(build(kind, gpu.device), config.replace(enable_offloading=False), ids)

@@ -19,7 +19,7 @@ from memscale.profiler import Sample
 from memscale.profiler.sample import PlannedBatches, call_key, resized, roundings
 from memscale.testing import executing
 
-QUIET = Config(enable_logging=False)
+QUIET = Config(enable_logging=False, fused_host_step=False)
 WIDTH, SHORTER, LONGEST = 48, 800, 1024
 
 

@@ -27,7 +27,12 @@ from properties.loops import Seen, Training
 
 CAPACITY = "1GiB"
 ROUNDING = 1e-6  # of the largest value: the loss is in single precision
-LOSSLESS = {"use_mixed_precision": False, "use_8bit_optimizer": False, "enable_tiling": False}
+LOSSLESS = {
+    "use_mixed_precision": False,
+    "use_8bit_optimizer": False,
+    "enable_tiling": False,
+    "fused_host_step": False,
+}
 
 
 @dataclass

@@ -16,7 +16,7 @@ from memscale.executor import Executor
 from memscale.profiler.blocks import find_blocks
 from support.families import Family
 
-QUIET = Config(enable_logging=False)
+QUIET = Config(enable_logging=False, fused_host_step=False)  # to the bit
 
 
 def disk_plan(

@@ -88,7 +88,9 @@ BF16 = Plan(PLANS["checkpointing"].layers, precision=Precision("bfloat16"))
 @contextmanager
 def on(model: nn.Module, plan: Plan, *, asynchronous: bool = False) -> Iterator[Executor]:
     """Put a plan on a model for the length of a block."""
-    executor = Executor(model, plan, Config(enable_logging=False, async_offload=asynchronous))
+    executor = Executor(
+        model, plan, Config(enable_logging=False, async_offload=asynchronous, fused_host_step=False)
+    )
     executor.attach()
     try:
         yield executor

@@ -9,18 +9,19 @@ import torch
 from torch import nn, optim
 
 from memscale.optimizer.bucketed_steps import BucketedSteps
+from memscale.optimizer.state_stores import StateStore
 from memscale.tiers.disk import DiskStore
 
 SHAPES = ((16, 8), (8,), (32, 16), (4, 3, 2, 2), (), (24, 16), (16,), (5, 7))
 
 
-class Elsewhere:
+class Elsewhere(StateStore):
     """Host memory: state is copied there, and back to the parameter's device for a step."""
 
     tier = "host"
-    capacity = None
 
     def __init__(self):
+        super().__init__(DiskStore())
         self.allocations = self.loads = 0
         self.released = []  # their ids: a store holds on to nothing
         self.most_loaded = 0  # bytes of the copies that were alive at once
@@ -29,12 +30,9 @@ class Elsewhere:
     def takes(self, parameter):
         return True
 
-    def allocate(self, like):
+    def allocate(self, like, parameter):
         self.allocations += 1
         return torch.empty_like(like, device="cpu")
-
-    def fill(self, stored, values):
-        stored.copy_(values)
 
     def load(self, tensor, parameter):
         self.loads += 1
@@ -55,7 +53,7 @@ class Mapped(Elsewhere):
         super().__init__()
         self._folder = folder
 
-    def allocate(self, like):
+    def allocate(self, like, parameter):
         self.allocations += 1
         path = self._folder / f"{self.allocations}.bin"
         return torch.from_file(str(path), shared=True, size=like.numel(), dtype=like.dtype).view(like.shape)

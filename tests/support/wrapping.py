@@ -16,14 +16,14 @@ from memscale import Config, MemoryTracker
 from memscale.profiler.recorder import backward_targets
 from support.families import Batch, Family
 
-QUIET = Config(enable_logging=False)
+QUIET = Config(enable_logging=False, fused_host_step=False)  # to the bit
 aten = torch.ops.aten
 
 
 def lossless(mode: str, **fields: Any) -> Config:
     """A mode without the techniques that change numbers, and without a log."""
     off = {"use_mixed_precision": False, "use_8bit_optimizer": False, "enable_tiling": False}
-    return Config(mode=mode, enable_logging=False, **{**off, **fields})
+    return Config(mode=mode, enable_logging=False, **{**off, "fused_host_step": False, **fields})
 
 
 def call(model: nn.Module, batch: Batch) -> Any:

@@ -80,7 +80,7 @@ def train(names: frozenset[str], dropout: float) -> list[float]:
         torch.manual_seed(1)
         model = gpt2(dropout).to(gpu.device)
         before = {name: looks_of(module) for name, module in model.named_modules()}
-        executor = Executor(model, plan_of(names), Config(enable_logging=False))
+        executor = Executor(model, plan_of(names), Config(enable_logging=False, fused_host_step=False))
         executor.attach()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         gpu.manual_seed(5)

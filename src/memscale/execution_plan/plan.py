@@ -78,9 +78,13 @@ class OptimizerPlan:
     """How optimizer state is kept.
 
     Attributes:
-        state: the tier it is on between steps; ``"device"`` is beside its parameters.
-        bucket_bytes: the most that is copied to the device at once while the optimizer steps.
-        eight_bit: Adam's moments are kept in 8 bits.
+        state: the tier it is on between steps. ``"device"``: with its parameters; ``"host"``: in host memory, that of
+            parameters on an accelerator, which are stepped on it; ``"disk"``: memory-mapped, on an accelerator's host
+            only that of parameters on disk.
+        bucket_bytes: the most that parameters, gradients and loaded state of one call of the optimizer's arithmetic
+            take; with it torch's temporaries, about as much again at most, are those of a bucket. 0: with
+            ``state="device"`` the parameters on the device are stepped all at once, else a default.
+        eight_bit: Adam's moments are kept in 8 bits between steps.
         rule: the planner's rule that decided.
         reason: that rule in words and numbers.
     """

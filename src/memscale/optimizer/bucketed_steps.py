@@ -28,7 +28,7 @@ import functools
 import logging
 import weakref
 from collections import ChainMap, defaultdict, deque
-from collections.abc import Callable, Container, Iterable, MutableMapping
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -317,40 +317,61 @@ class BucketedSteps(StepSubscriber):
         # No gradient now, but maybe state: loaded from a checkpoint, or from before.
         idle = [member for member in others if id(member.parameter) in self._parameters]
         try:
-            sizes = self._reserve(optimizer, (*bucketed, *idle))
-            with SplitStep(optimizer) as split:
-                while bucketed or others:
-                    bucket: list[Member] = []
-                    needed = 0
-                    while bucketed and (not bucket or needed + sizes[bucketed[0]] <= self._bucket_bytes):
-                        bucket.append(bucketed.popleft())
-                        needed += sizes[bucket[-1]]
-                    length = self._slice_length(optimizer, bucket, needed)
-                    if length is not None:
-                        self._run_slices(optimizer, bucket.pop(), length, split, call)
-                    # Whatever is not bucketed is stepped once, too: with the last bucket.
-                    last, others = (others, []) if not bucketed else ([], others)
-                    if bucket or last:
-                        split.show([*bucket, *last])
-                        self._run_bucket(optimizer, [self._stepped(optimizer, each) for each in bucket], call)
+            needs = self._reserve(optimizer, (*bucketed, *idle))
+            buckets = self._buckets(optimizer, bucketed, others, needs)
+            with SplitStep(optimizer) as split, contextlib.closing(buckets):
+                for bucket in buckets:
+                    # See Note [Two buckets]: the state of the bucket before is being saved.
+                    with torch.no_grad(), self._meter.timing("optimizer state"):
+                        for each in bucket.stepped:
+                            each.mover.prefetch(optimizer.state.get(each.parameter), each.parameter)
+                    split.show(bucket.shown)
+                    self._run_bucket(optimizer, bucket.stepped, call)
             for member in idle:
                 self._save(optimizer, self._stepped(optimizer, member))
         finally:
-            self._mover.end_reservation()
+            self._mover.end_step()
+
+    def _buckets(
+        self,
+        optimizer: Optimizer,
+        bucketed: deque[Member],
+        others: list[Member],
+        needs: dict[Member, tuple[int, dict[str, Tensor]]],
+    ) -> Generator[_Bucket]:
+        """Yield the buckets of one step; what is to be done after one is done when the next is asked for."""
+        while bucketed:
+            bucket = [bucketed.popleft()]
+            needed = needs[bucket[0]][0]
+            while bucketed and needed + needs[bucketed[0]][0] <= self._bucket_bytes:
+                bucket.append(bucketed.popleft())
+                needed += needs[bucket[-1]][0]
+            length = self._slice_length(optimizer, bucket[0].parameter, needed)
+            if length is not None:
+                yield from self._slices(optimizer, bucket[0], needs[bucket[0]][1], length)
+            else:
+                # Whatever is not bucketed is stepped once, too: with the last bucket.
+                shown = bucket if bucketed else [*bucket, *others]
+                yield _Bucket([self._stepped(optimizer, each) for each in bucket], shown)
+                others = others if bucketed else []
+        if others:
+            yield _Bucket([], others)
 
     def _stepped(self, optimizer: Optimizer, member: Member) -> _Stepped:
         parameter = member.parameter
         mover = self._mover if id(parameter) in self._parameters else self._unmoved
         return _Stepped(parameter, mover, self.quantizes(optimizer, parameter), {})
 
-    def _reserve(self, optimizer: Optimizer, members: Iterable[Member]) -> dict[Member, int]:
+    def _reserve(
+        self, optimizer: Optimizer, members: Iterable[Member]
+    ) -> dict[Member, tuple[int, dict[str, Tensor]]]:
         """Allocate room for all state that the step will store, before a parameter is changed.
 
         Returns:
-            The bytes of each parameter with its gradient and its loaded state.
+            The bytes of each parameter with its gradient and its loaded state, and the state that the step will make.
         """
         new_state = NewState(optimizer)
-        sizes = {}
+        needs = {}
         try:
             for member in members:
                 parameter, mover, quantized, _ = self._stepped(optimizer, member)
@@ -359,22 +380,17 @@ class BucketedSteps(StepSubscriber):
                 new = {} if gradient is None else new_state.of(group, parameter)
                 mover.reserve(state, new, parameter, quantized=quantized)
                 is_loaded = mover.store.takes(parameter)
-                sizes[member] = (
-                    parameter.nbytes
-                    + bytes_of_gradient(gradient)
-                    + mover.loaded_bytes(state, parameter, quantized=quantized)
-                    + sum(
-                        like.nbytes
-                        for name, like in new.items()
-                        if is_loaded or (quantized and name in MOMENTS)
-                    )
-                )
+                size = parameter.nbytes + bytes_of_gradient(gradient)
+                size += mover.loaded_bytes(state, parameter, quantized=quantized)
+                for name, like in new.items():
+                    size += like.nbytes if is_loaded or (quantized and name in MOMENTS) else 0
+                needs[member] = size, new
         except TierFullError as error:
             raise TierFullError(
                 f"This step of {type(optimizer).__name__} was not made, and no parameter was changed: its state "
                 f"does not fit where the plan has it. {error}"
             ) from error
-        return sizes
+        return needs
 
     def _run_bucket(self, optimizer: Optimizer, bucket: list[_Stepped], call: Callable[[], Any]) -> None:
         """Run the arithmetic of one bucket, with its state loaded for that long."""
@@ -394,6 +410,7 @@ class BucketedSteps(StepSubscriber):
             raise
         for each in bucket:
             self._count_step(each.parameter)
+        self._mover.finish_writing()  # of the bucket before
         self._save_bucket(optimizer, bucket)
         self.buckets_run += 1
 
@@ -428,11 +445,11 @@ class BucketedSteps(StepSubscriber):
 
     # ------------------------------------------------------------------ slices
 
-    def _slice_length(self, optimizer: Optimizer, bucket: list[Member], needed: int) -> int | None:
+    def _slice_length(self, optimizer: Optimizer, parameter: Tensor, needed: int) -> int | None:
         """Return the elements of a slice that needs no more than the limit; None for what is stepped whole."""
         if needed <= self._bucket_bytes or arithmetic_of(type(optimizer)) not in ELEMENTWISE:
             return None
-        parameter, failed = bucket[0].parameter, self._eight_bit is not None and self._eight_bit.has_failed
+        failed = self._eight_bit is not None and self._eight_bit.has_failed
         if not _is_flat(parameter) or parameter.grad is None or not _is_flat(parameter.grad) or failed:
             return None
         for name, value in optimizer.state.get(parameter, {}).items():
@@ -444,20 +461,18 @@ class BucketedSteps(StepSubscriber):
         length = max(LEAST_SLICE_BYTES, share) // parameter.element_size()
         return length if length < parameter.numel() else None
 
-    def _run_slices(
-        self, optimizer: Optimizer, member: Member, length: int, split: SplitStep, call: Callable[[], Any]
-    ) -> None:
-        """Step one parameter slice by slice. See Note [Slices]."""
+    def _slices(
+        self, optimizer: Optimizer, member: Member, new: dict[str, Tensor], length: int
+    ) -> Iterator[_Bucket]:
+        """Yield the slices of one parameter, each a bucket. See Note [Slices]."""
         stepped, parameter, states = self._stepped(optimizer, member), member.parameter, optimizer.state
         mover, gradient = stepped.mover, parameter.grad
         assert gradient is not None, "a parameter without a gradient is not stepped"
         self._save(optimizer, stepped)  # state from before, or from a checkpoint
-        split.show([member])
         before: dict[str, Any] = dict(states.get(parameter, {}))
-        wanted = NewState(optimizer).of(optimizer.param_groups[0], parameter)
         if stepped.quantized:
-            wanted |= {name: value for name, value in before.items() if is_moment(name, value, parameter)}
-        made = {name: _allocate(name, like, stepped) for name, like in wanted.items()}
+            new = new | {name: value for name, value in before.items() if is_moment(name, value, parameter)}
+        made = {name: _allocate(name, like, stepped) for name, like in new.items()}
         counters: dict[str, Any] = {}
         for start in range(0, parameter.numel(), length):
             part = slice(start, min(start + length, parameter.numel()))
@@ -468,9 +483,9 @@ class BucketedSteps(StepSubscriber):
             origins = {path: tensor for path, _, tensor in tensors_in({**values, **targets})}
             if values:
                 states[piece] = values
-            split.show([member._replace(parameter=piece)])
             try:
-                self._run_bucket(optimizer, [stepped._replace(parameter=piece, origins=origins)], call)
+                stepped_piece = stepped._replace(parameter=piece, origins=origins)
+                yield _Bucket([stepped_piece], [member._replace(parameter=piece)])
                 kept = states.get(piece, {})
                 counters = {name: value for name, value in kept.items() if name not in STATE_NAMES}
             finally:
@@ -485,6 +500,18 @@ class BucketedSteps(StepSubscriber):
             states[parameter] = values
         with torch.no_grad():
             parameter.view(-1)[:0].zero_()  # counts as a change in place, which it was
+
+
+class _Bucket(NamedTuple):
+    """What one call of the arithmetic steps.
+
+    Attributes:
+        stepped: The parameters whose state is loaded for it.
+        shown: All that the optimizer's groups hold in it.
+    """
+
+    stepped: list[_Stepped]
+    shown: list[Member]
 
 
 class _Stepped(NamedTuple):

@@ -184,7 +184,7 @@ class EightBitState:
                 state[name] = numbers.as_strided(value.shape, value.stride).to(device or parameter.device)
 
     def _quantized(self, tensor: Tensor, *, signed: bool) -> Moment:
-        if not _is_dense(tensor):
+        if not is_dense(tensor):
             tensor = tensor.contiguous()
         # In the order of memory, whatever the layout is (channels last, say).
         codes, scales = self._quantizer.quantize(tensor.as_strided((tensor.numel(),), (1,)), signed=signed)
@@ -195,7 +195,7 @@ def _items(state: Any) -> list[tuple[Any, Any]]:
     return list(state.items()) if isinstance(state, dict) else []
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill their memory without gaps, from its beginning, in whatever order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,12 +26,6 @@ from torch.optim import Optimizer
 from memscale._torch import disable_current_modes
 
 __all__ = [
-    "ELEMENTWISE",
-    "FOREACH_DIFFERS",
-    "FOREACH_DIFFERS_IN_16_BITS",
-    "MOMENTS",
-    "ONE_BY_ONE",
-    "STATE_NAMES",
     "NewState",
     "arithmetic_of",
     "has_moments",
@@ -54,6 +48,9 @@ ONE_BY_ONE: tuple[type[Optimizer], ...] = tuple(
     if hasattr(optim, name)  # Muon is new
 )
 """All classes of torch.optim but LBFGS, whose direction and step length come from all parameters together."""
+
+FUSED_ON_CPU = frozenset({optim.Adam, optim.SGD, optim.Adagrad})
+"""Those that have a fused implementation for parameters on a CPU; AdamW's arithmetic is Adam's."""
 
 FOREACH_DIFFERS = frozenset({optim.ASGD, optim.NAdam, optim.RAdam})
 """Those whose ``foreach`` implementation rounds differently from the loop over parameters."""
@@ -124,10 +121,9 @@ def why_whole(optimizer: Optimizer) -> str | None:
 
 def has_moments(optimizer: Optimizer) -> bool:
     """Return whether an optimizer keeps moments at all: SGD without momentum has no state."""
-    is_plain = "SGD" in _class_names(optimizer) and not any(
+    return "SGD" not in _class_names(optimizer) or any(
         group.get("momentum") for group in optimizer.param_groups
     )
-    return not is_plain
 
 
 def why_32_bits(optimizer: Optimizer) -> str | None:
@@ -180,53 +176,49 @@ class NewState:
         state = self._optimizer.state.get(parameter)
         if state and all(value is not None for value in state.values()):
             return {}
-        shapes = tuple(min(size, length) for size, length in zip(parameter.shape, _LENGTHS, strict=False))
-        if len(shapes) < parameter.dim():
-            raise ValueError(f"a parameter of {parameter.dim()} dimensions, more than {len(_LENGTHS)}")
+        # Of more than 8 dimensions, the others stay as they are.
+        small = (*map(min, parameter.shape, _LENGTHS), *parameter.shape[len(_LENGTHS) :])
         sparse = parameter.grad is not None and parameter.grad.layout is torch.sparse_coo
-        key = (id(group), shapes, parameter.dtype, sparse)
+        key = (id(group), small, parameter.dtype, sparse)
         if key not in self._known:
-            small = torch.ones(shapes, dtype=parameter.dtype, device="cpu")
-            gradient = small.to_sparse(1) if sparse else small.clone()
-            self._known[key] = dict(self._tried(group, small, gradient))
-        return {
-            name: _scaled(parameter, whole, dtype)
-            for name, (whole, dtype) in self._known[key].items()
-            if not state or state.get(name) is None
-        }
+            self._known[key] = self._state_of_small(group, torch.ones(small, dtype=parameter.dtype), sparse)
+        layout = {}
+        for name, (kept, dtype) in self._known[key].items():
+            if state and state.get(name) is not None:
+                continue
+            if all(kept):
+                layout[name] = torch.empty_like(parameter, dtype=dtype, device="meta")
+            else:  # Adafactor's rows and columns
+                shape = [size if is_kept else 1 for size, is_kept in zip(parameter.shape, kept, strict=True)]
+                layout[name] = torch.empty(shape, dtype=dtype, device="meta")
+        return layout
 
-    def _tried(
-        self, group: dict[str, Any], small: Tensor, gradient: Tensor
-    ) -> Iterator[tuple[str, tuple[tuple[bool, ...], torch.dtype]]]:
+    def _state_of_small(
+        self, group: dict[str, Any], small: Tensor, sparse: bool
+    ) -> dict[str, tuple[tuple[bool, ...], torch.dtype]]:
         """Step a small parameter; for each state tensor, which of the parameter's dimensions it has."""
-        owner = arithmetic_of(type(self._optimizer))
-        assert owner is not None, "the arithmetic is not torch's"
         parameter = nn.Parameter(small)
-        parameter.grad = gradient
+        parameter.grad = small.to_sparse(1) if sparse else small.clone()
         settings = {**group, **{name: value for name, value in _IMPLEMENTATION.items() if name in group}}
         with disable_current_modes():
-            state = step_alone(owner, self._optimizer, settings, [parameter])
-        for name, value in state[parameter].items():
-            if isinstance(value, Tensor) and value.dim():
-                if value.dim() != small.dim() or any(
-                    size not in (1, own) for size, own in zip(value.shape, small.shape, strict=True)
-                ):
-                    raise ValueError(f"state {name!r} of {tuple(value.shape)} for {tuple(small.shape)}")
-                yield name, (tuple(map(int.__eq__, value.shape, small.shape)), value.dtype)
+            state = step_alone(self._optimizer, settings, [parameter])
+        return {
+            name: (tuple(map(int.__eq__, value.shape, small.shape)), value.dtype)
+            for name, value in state[parameter].items()
+            if isinstance(value, Tensor) and value.dim()
+        }
 
 
 def step_alone(
-    owner: type[Optimizer],
     optimizer: Optimizer,
     group: Mapping[str, Any],
     parameters: Sequence[nn.Parameter],
     state: dict[Any, Any] | None = None,
 ) -> dict[Any, Any]:
-    """Step other parameters by an optimizer's arithmetic, with one of its groups' settings; nobody hears of it.
+    """Step other parameters by an optimizer's arithmetic, with one of its groups' settings, and no hooks.
 
     Args:
-        owner: The class of torch.optim whose arithmetic it is.
-        optimizer: The optimizer, which is not changed.
+        optimizer: The optimizer, which is not changed; its arithmetic is torch.optim's.
         group: The group.
         parameters: What to step.
         state: What an earlier call has returned for them.
@@ -234,6 +226,8 @@ def step_alone(
     Returns:
         Their state.
     """
+    owner = arithmetic_of(type(optimizer))
+    assert owner is not None, "the arithmetic is not torch's"
     # Not by its __init__, by which torch wraps the step of the class: hooks of a subclass would run twice.
     other = owner.__new__(owner)
     settings = {name: 0.01 if isinstance(value, Tensor) else value for name, value in group.items()}
@@ -242,21 +236,11 @@ def step_alone(
         state=defaultdict(dict) if state is None else state,
         param_groups=[{**settings, "params": list(parameters)}],
     )
-    if owner is torch.optim.Adagrad and state is None:
-        for parameter in parameters:  # made when the optimizer is
-            counter = torch.tensor(0.0)
-            other.state[parameter] = {
-                "step": counter,
-                "sum": torch.zeros_like(parameter, requires_grad=False),
-            }
+    if owner is torch.optim.Adagrad and state is None:  # whose state is made when the optimizer is
+        for parameter in parameters:
+            new = torch.zeros_like(parameter, requires_grad=False)
+            other.state[parameter] = {"step": torch.tensor(0.0), "sum": new}
     with torch.no_grad():
         inspect.unwrap(owner.step)(other)
     made: dict[Any, Any] = other.state
     return made
-
-
-def _scaled(parameter: Tensor, whole: tuple[bool, ...], dtype: torch.dtype) -> Tensor:
-    if all(whole):
-        return torch.empty_like(parameter, dtype=dtype, device="meta")
-    shape = [size if has else 1 for size, has in zip(parameter.shape, whole, strict=True)]
-    return torch.empty(shape, dtype=dtype, device="meta")

@@ -97,9 +97,10 @@ def needs_of(optimizer: Optimizer, model: nn.Module, place: Place) -> OptimizerN
         )
     if guessed:
         notes.append(f"what state {kind} keeps is not known before its first step: planned as for AdamW")
-    temporaries = None if whole else _simulated_temporaries(optimizer, place)
-    if temporaries is None:
+    if whole:
         temporaries = (0.0, 2.0) if place.kind == "cpu" else (1.0, 0.0)  # as for AdamW
+    else:
+        temporaries = _simulated_temporaries(optimizer, place)
     eight_bit = why_32_bits(optimizer) is None
     return OptimizerNeeds(kind, state, temporaries, whole is None, eight_bit, tuple(notes))
 
@@ -138,27 +139,23 @@ def _tensors_of(state: object) -> dict[str, Tensor]:
 
 def _simulated_temporaries(optimizer: Optimizer, place: Place) -> tuple[float, float]:
     """Step one to three matrices on fake tensors; see `OptimizerNeeds.temporaries`."""
+    if arithmetic_of(type(optimizer)) is torch.optim.SparseAdam:
+        return 0.0, 0.0  # what it makes is as large as the rows that a batch has
     group = max(optimizer.param_groups, key=lambda group: sum(each.nbytes for each in group["params"]))
-    owner = arithmetic_of(type(optimizer))
-    assert owner is not None, "the arithmetic is not torch's"
-    one, two, three = (_temporaries_of(owner, optimizer, group, count, place) for count in (1, 2, 3))
+    one, two, three = (_temporaries_of(optimizer, group, count, place) for count in (1, 2, 3))
     of_all = max(0.0, three - two)  # a loop may have one of its last parameter's from the second on
     return of_all, max(0.0, one - of_all)
 
 
-def _temporaries_of(
-    owner: type[Optimizer], optimizer: Optimizer, group: dict[str, object], count: int, place: Place
-) -> float:
+def _temporaries_of(optimizer: Optimizer, group: dict[str, object], count: int, place: Place) -> float:
     with place.simulate() as simulation:
         device = simulation.device
         parameters = [nn.Parameter(torch.empty(_SIDE, _SIDE, device=device)) for _ in range(count)]
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
-            if owner is torch.optim.SparseAdam:
-                return 0.0  # what it makes is as large as the rows that a batch has
-        state = step_alone(owner, optimizer, group, parameters)
+        state = step_alone(optimizer, group, parameters)
         simulation.tracker.reset_peak()
         before = simulation.tracker.live_bytes(device)
-        step_alone(owner, optimizer, group, parameters, state)
+        step_alone(optimizer, group, parameters, state)
         above = simulation.tracker.peak_bytes(device) - before
         return round(_PARTS * above / parameters[0].nbytes) / _PARTS

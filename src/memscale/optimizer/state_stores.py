@@ -8,12 +8,20 @@ memory-mapped tensor), else a copy on the parameter's device. After the arithmet
 copy is dropped. ``optimizer.state`` always holds every tensor, stored or loaded: it is complete at any moment, also
 after an error.
 
+Note [Two buckets]
+~~~~~~~~~~~~~~~~~~
+State on the host goes to the device and back in both directions at once: when the arithmetic of a bucket was launched,
+its state is copied back on one stream, and on another that of the next bucket comes. Before these copies begin, those
+of the bucket before must be over, and what they read is released: the state of two buckets is in flight at most, also
+on devices without streams, where a copy is over when the call returns. When ``step()`` returns, all copies are.
+
 Moved are the tensors that torch's own arithmetic keeps (:data:`STATE_NAMES`), of a page or more. Step counters and
 whatever a subclass adds to the state stay where they are, and so do tensors made of several (``DTensor``).
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -22,12 +30,12 @@ import torch
 from torch import Tensor
 
 from memscale._torch import is_traceable_wrapper_subclass
-from memscale.errors import TierFullError
+from memscale.config import AsyncOffloadConfig
 from memscale.observe.counters import Below, Meter
-from memscale.optimizer.eight_bit import BLOCK, EightBitState, Moment, is_moment, stored_layout
+from memscale.optimizer.eight_bit import BLOCK, EightBitState, Moment, is_dense, is_moment, stored_layout
 from memscale.optimizer.kinds import STATE_NAMES
 from memscale.tiers.disk import DiskStore
-from memscale.units import format_bytes
+from memscale.tiers.engine import Engine, HostMemory, Lane, PinnedMemory, Transfer
 
 __all__ = ["PAGE", "DiskStateStore", "HostStateStore", "Origins", "StateMover", "StateStore", "tensors_in"]
 
@@ -47,11 +55,14 @@ class StateStore:
     Args:
         disk: The disk, which parameters and gradients may be on.
         capacity: The most host memory to take, a hard cap (`max_cpu_offload_gb`); None for no cap.
+        pinned: The model's page-locked memory.
     """
 
     tier: Below | None = None
 
-    def __init__(self, disk: DiskStore, capacity: int | None = None) -> None:
+    def __init__(
+        self, disk: DiskStore, capacity: int | None = None, pinned: PinnedMemory | None = None
+    ) -> None:
         self.disk = disk
         self.capacity = capacity
 
@@ -59,21 +70,26 @@ class StateStore:
         """Return whether state of a parameter is kept here rather than beside it."""
         return False
 
-    def allocate(self, like: Tensor) -> Tensor:
-        """Return an uninitialised tensor of the store, as large as this one.
+    def allocate(self, like: Tensor, parameter: Tensor) -> Tensor:
+        """Return an uninitialised tensor of the store for state of a parameter, as large as `like`.
 
         Raises:
             TierFullError: There is no room for it.
         """
         raise NotImplementedError
 
-    def fill(self, stored: Tensor, values: Tensor) -> None:
-        """Copy values to a tensor of the store."""
-        stored.copy_(values)
-
     def load(self, stored: Tensor, parameter: Tensor) -> Tensor:
         """Return a tensor for the parameter's step: the stored one if it can be used, else a copy on its device."""
         return stored.to(parameter.device)
+
+    def prefetch(self, stored: Tensor, parameter: Tensor) -> Transfer[Tensor] | None:
+        """Begin to load a stored tensor; None if that can't be done beside a step."""
+        return None
+
+    def write(self, stored: Tensor, values: Tensor) -> Transfer[None] | None:
+        """Copy values to a stored tensor; return the transfer if it may go on, and needs the values so long."""
+        stored.copy_(values)
+        return None
 
     def release_pages(self, tensor: Tensor) -> None:
         """Release the pages of a tensor on disk that is not used for now: state, a parameter, a gradient, a slice."""
@@ -88,10 +104,10 @@ class DiskStateStore(StateStore):
     def takes(self, parameter: Tensor) -> bool:
         return True
 
-    def allocate(self, like: Tensor) -> Tensor:
+    def allocate(self, like: Tensor, parameter: Tensor) -> Tensor:
         return self.disk.empty_like(like)
 
-    def fill(self, stored: Tensor, values: Tensor) -> None:
+    def write(self, stored: Tensor, values: Tensor) -> None:
         self.disk.fill(stored, values)
 
     def load(self, stored: Tensor, parameter: Tensor) -> Tensor:
@@ -102,31 +118,45 @@ class DiskStateStore(StateStore):
 
 
 class HostStateStore(StateStore):
-    """Keeps state of parameters on an accelerator in host memory."""
+    """Keeps state of parameters on an accelerator in host memory, page-locked below CUDA. See Note [Two buckets]."""
 
     tier = "host"
 
-    def __init__(self, disk: DiskStore, capacity: int | None = None) -> None:
-        super().__init__(disk, capacity)
-        self.bytes_used = 0
+    def __init__(
+        self, disk: DiskStore, capacity: int | None = None, pinned: PinnedMemory | None = None
+    ) -> None:
+        super().__init__(disk, capacity, pinned)
+        self._memory = HostMemory(sys.maxsize if capacity is None else capacity, pinned)
+        self._engine = Engine(AsyncOffloadConfig())
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of the state that is alive."""
+        return self._memory.bytes_used
 
     def takes(self, parameter: Tensor) -> bool:
         return parameter.device != _HOST
 
-    def allocate(self, like: Tensor) -> Tensor:
-        if self.capacity is not None and self.bytes_used + like.nbytes > self.capacity:
-            raise TierFullError(
-                f"{format_bytes(like.nbytes)} more of optimizer state would exceed the cap on host memory of "
-                f"{format_bytes(self.capacity)}, of which {format_bytes(self.bytes_used)} is used. Raise "
-                "Config(max_cpu_offload_gb=...)."
-            )
-        stored = torch.empty_like(like, device=_HOST)
-        self.bytes_used += like.nbytes
-        weakref.finalize(stored, self._release, like.nbytes).atexit = False
-        return stored
+    def allocate(self, like: Tensor, parameter: Tensor) -> Tensor:
+        flat = torch.empty(like.numel(), dtype=like.dtype, device="meta")
+        memory = self._memory.empty_like(flat, source=parameter)
+        return memory.as_strided(like.shape, like.stride()) if is_dense(like) else memory.view(like.shape)
 
-    def _release(self, nbytes: int) -> None:
-        self.bytes_used -= nbytes
+    def prefetch(self, stored: Tensor, parameter: Tensor) -> Transfer[Tensor]:
+        device = parameter.device
+        return self._engine.run(lambda: stored.to(device, non_blocking=True), _lane(device), device)
+
+    def write(self, stored: Tensor, values: Tensor) -> Transfer[None]:
+        device = values.device
+
+        def copy() -> None:
+            stored.copy_(values, non_blocking=True)
+
+        return self._engine.run(copy, _lane(device), device, outward=True)
+
+
+def _lane(device: torch.device) -> Lane:
+    return Lane.STREAM if device.type == "cuda" else Lane.CALLER
 
 
 class StateMover:
@@ -144,6 +174,8 @@ class StateMover:
         self._least_bytes = least_bytes
         self._meter = meter
         self._reserved: dict[tuple[int, Path], Tensor] = {}  # by parameter, for the step that runs
+        self._loading: dict[int, Transfer[Tensor]] = {}  # by stored tensor
+        self._writing: list[tuple[Tensor, Transfer[None]]] = []  # with what is copied
         # By id: tensors can't be members of a WeakSet, which compares them by value.
         self._stored: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
@@ -184,10 +216,12 @@ class StateMover:
             wanted += stored_layout(name, like, quantized=quantized)
         for path, like in wanted:
             if like.nbytes >= self._least_bytes and like.dim():
-                self._reserved[id(parameter), path] = self.store.allocate(like)
+                self._reserved[id(parameter), path] = self.store.allocate(like, parameter)
 
-    def end_reservation(self) -> None:
-        """Release what was reserved and not needed."""
+    def end_step(self) -> None:
+        """Wait for all copies, and release what was reserved and not needed."""
+        self.finish_writing()
+        self._loading.clear()
         self._reserved.clear()
 
     def allocate(self, path: Path, like: Tensor, parameter: Tensor) -> Tensor:
@@ -196,11 +230,23 @@ class StateMover:
             return torch.empty_like(like, device=parameter.device)
         stored = self._reserved.pop((id(parameter), path), None)
         if stored is None or not _fits(stored, like):
-            stored = self.store.allocate(like)
+            stored = self.store.allocate(like, parameter)
         self._stored[id(stored)] = stored
         return stored
 
     # ------------------------------------------------------------------ moving
+
+    def prefetch(self, state: Any, parameter: Tensor) -> None:
+        """Begin to load a parameter's state, after the copies of the bucket before the last are over."""
+        for _, _, tensor in tensors_in(state):
+            transfer = self.store.prefetch(tensor, parameter) if self.is_stored(tensor) else None
+            if transfer is not None:
+                self._loading[id(tensor)] = transfer
+
+    def finish_writing(self) -> None:
+        """Wait for the copies to the store, and release what they read."""
+        while self._writing:
+            self._writing.pop()[1].finish()
 
     def load(self, state: Any, parameter: Tensor) -> Origins:
         """Load a parameter's state; return the stored tensors that it came from."""
@@ -209,7 +255,8 @@ class StateMover:
             if self.is_stored(tensor):
                 origins[path] = tensor
                 self._count(tensor, parameter, to_device=True)
-                holder[path[-1]] = self.store.load(tensor, parameter)
+                transfer = self._loading.pop(id(tensor), None)
+                holder[path[-1]] = transfer.wait() if transfer else self.store.load(tensor, parameter)
         return origins
 
     def save(self, state: Any, parameter: Tensor, origins: Origins) -> None:
@@ -223,16 +270,22 @@ class StateMover:
             elif tensor is stored:
                 continue  # a slice that is beside its parameter
             elif stored is not None and _fits(stored, tensor):
-                stored.copy_(tensor)
+                self._write(stored, tensor)
             elif self._may_store(tensor, parameter):
                 stored = self.allocate(path, tensor, parameter)
-                self.store.fill(stored, tensor)
+                self._write(stored, tensor)
             else:
                 continue
             holder[path[-1]] = stored
             if self.is_stored(stored):
                 self._count(stored, parameter, to_device=False)
                 self.store.release_pages(stored)
+
+    def _write(self, stored: Tensor, values: Tensor) -> None:
+        if not self.is_stored(stored):  # a slice of state beside its parameter
+            stored.copy_(values)
+        elif (transfer := self.store.write(stored, values)) is not None:
+            self._writing.append((values, transfer))
 
     def bring_back(self, state: Any, parameter: Tensor) -> None:
         """Move state beside its parameter for good, as ordinary tensors of their own."""
