@@ -34,20 +34,19 @@ class Offloading:
         """Yield what keeping a block's parameters, gradients and optimizer state off the device costs.
 
         Its parameters are copied to the device twice (forward and backward), its gradients back once, and the
-        optimizer steps the masters. With prefetching, copies are from and to page-locked memory, both ways at once, and
-        only that remains which takes longer than the computation beside it. One option is for a block that is
-        not recomputed, one for a block that is: recomputation covers transfers as well.
+        optimizer steps the masters. With prefetching, copies go both ways at once, and only that remains which takes
+        longer than the computation beside it. One option is for a block that is not recomputed, one for a block that
+        is: recomputation covers transfers as well.
         """
         if not terms.config.enable_offloading or not block.used_bytes:
             return
         rates, share, calls = terms.rates, terms.working_share, max(1, block.calls)
         latency = rates.latency * max(1, block.parameter_count)
-        h2d, d2h = rates.h2d_per_second, rates.d2h_per_second
-        if not terms.prefetch:
-            h2d, d2h = min(h2d, rates.pageable_per_second), min(d2h, rates.pageable_per_second)
+        h2d, d2h = terms.link
         fetch = (share * block.used_bytes / h2d + latency) * calls
         gradients = share * block.gradient_bytes / d2h + latency
-        stepping = rates.optimizer_below(block.gradient_bytes) - rates.optimizer(block.gradient_bytes)
+        stepping = rates.optimizer_below(block.gradient_bytes, fused=terms.config.fused_host_step)
+        stepping -= rates.optimizer(block.gradient_bytes)
         for recomputed in (False, True):
             forward, backward = fetch, fetch + gradients
             if terms.prefetch:
@@ -86,11 +85,9 @@ def activation_seconds(nbytes: int, terms: CostTerms, cover: float = 0.0) -> flo
 
     With prefetching, what takes no longer than `cover` seconds each way is hidden.
     """
-    rates = terms.rates
-    if terms.prefetch:
-        down, up = nbytes / rates.d2h_per_second, nbytes / rates.h2d_per_second
-        return max(0.0, down - cover) + max(0.0, up - cover) + 2 * rates.latency
-    return 2 * nbytes / rates.pageable_per_second + 2 * rates.latency
+    h2d, d2h = terms.link
+    hidden = cover if terms.prefetch else 0.0
+    return max(0.0, nbytes / d2h - hidden) + max(0.0, nbytes / h2d - hidden) + 2 * terms.rates.latency
 
 
 class Transfers:

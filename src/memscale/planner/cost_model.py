@@ -36,6 +36,7 @@ __all__ = [
     "spans",
 ]
 
+PAGE_LOCKED_SHARE = 0.5  # of host memory, which may be page-locked where the user has set no limit
 PAGE_BYTES = 4096  # files on disk take whole pages
 SLAB_BYTES = 2**16  # the file that small tensors share
 SEGMENT_LENGTHS = (2, 3, 4, 6, 8)  # blocks recomputed as one
@@ -191,7 +192,13 @@ class CostModel:
         self._profile = profile
         self.setting = setting
         self.prefetch = prefetch
-        self.terms = CostTerms(Rates.of(hardware), config, setting.working_share, prefetch > 0)
+        pool = None if config.async_config is None else config.async_config.pinned_pool_bytes
+        if pool is None:
+            pool = int(hardware.host.total_ram_bytes * PAGE_LOCKED_SHARE)
+        everything = profile.parameter_bytes + profile.gradient_bytes + profile.optimizer_bytes
+        self.terms = CostTerms(
+            Rates.of(hardware), config, setting.working_share, prefetch > 0, everything <= pool
+        )
         self.blocks = called_blocks(profile)
         self._on_cpu = hardware.device.kind == "cpu"
         self._room_below = room_below(hardware, config) if config.enable_offloading else 0
@@ -331,10 +338,9 @@ class CostModel:
         largest = int(self._temporaries[1] * self._profile.largest_gradient_bytes)
         if self._on_cpu:  # the largest are embeddings: offloaded ones are stepped in buckets
             return self._bucket_bytes if odd_offloaded else largest
-        if (
-            self.setting.state_on_host
-        ):  # half of a bucket is state, a quarter parameters with their temporaries
-            return self._bucket_bytes // 2 + int(self._temporaries[0] * self._bucket_bytes / 4)
+        if self.setting.state_on_host:
+            # The state of two buckets, half of each, and temporaries of the parameters of one, a quarter of it.
+            return self._bucket_bytes + int(self._temporaries[0] * self._bucket_bytes / 4)
         return largest + (self._bucket_bytes if self.setting.eight_bit else 0)  # moments in 32 bits again
 
     # Positions ---------------------------------------------------------------------------------------
@@ -526,9 +532,9 @@ class CostModel:
         return int(block.optimizer_bytes * share)
 
     def _state_seconds(self, block: BlockProfile) -> float:
-        """Return the time of copying the optimizer state of a block to the device and back."""
-        rates = self.terms.rates
-        return 2 * (block.optimizer_bytes / rates.pageable_per_second + rates.latency * block.parameter_count)
+        """Return the time of copying the optimizer state of a block to the device and back, both at once."""
+        latency = 2 * self.terms.rates.latency * block.parameter_count
+        return block.optimizer_bytes / min(self.terms.link) + latency
 
     def _foreach_temporaries(self, block: BlockProfile) -> int:
         """Return what a step of all resident parameters at once allocates for those of a block."""

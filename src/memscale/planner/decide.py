@@ -85,7 +85,9 @@ def decide(
         plans.append(plan)
         if plan.predicted_peak_bytes + margin <= room_of(hardware, config):
             return plan
-    return min(reversed(plans), key=lambda each: each.predicted_peak_bytes)  # of equal ones without prefetching
+    return min(
+        reversed(plans), key=lambda each: each.predicted_peak_bytes
+    )  # of equal ones without prefetching
 
 
 def _is_short_of_host_memory(profile: ModelProfile, hardware: Hardware, config: Config) -> bool:

@@ -325,18 +325,24 @@ def _has_state_on_host(plan: Plan | None, needs: OptimizerNeeds, device: torch.d
 
 
 def _step_in_buckets(here: Sequence[nn.Parameter], needs: OptimizerNeeds, bucket_bytes: int) -> None:
-    """Allocate and release the state and temporaries of a step, of one bucket of parameters after the other."""
+    """Allocate and release the state and temporaries of a step, of one bucket of parameters after the other.
+
+    The state of one bucket is copied back while that of the next comes.
+    """
     limit = bucket_bytes // 4  # a bucket has as many bytes of parameters, of gradients and of each moment
     sizes = [min(each.nbytes, limit) for each in here]  # larger ones are stepped in slices
     bucket: list[int] = []
+    before: list[torch.Tensor] = []
     for size in [*sizes, limit]:
         if bucket and sum(bucket) + size > limit:
-            tensors = [part for part in bucket for _ in range(2)]
-            tensors += [int(needs.temporaries[0] * part) for part in bucket]
-            made = [torch.empty(each, dtype=torch.uint8, device=here[0].device) for each in tensors if each]
+            device = here[0].device
+            state = [torch.empty(part, dtype=torch.uint8, device=device) for part in bucket for _ in range(2)]
+            temporaries = [int(needs.temporaries[0] * part) for part in bucket]
+            made = [torch.empty(each, dtype=torch.uint8, device=device) for each in temporaries if each]
             del made
-            bucket = []
+            before, bucket = state, []
         bucket.append(size)
+    del before
 
 
 def _make_temporaries(here: Sequence[nn.Parameter], needs: OptimizerNeeds) -> None:

@@ -102,10 +102,10 @@ class Rates:
         """Return the time of Adam on the device, by torch's foreach implementation."""
         return FOREACH_ACCESSES * gradient_bytes / self.bytes_per_second
 
-    def optimizer_below(self, gradient_bytes: int) -> float:
-        """Return the time of Adam on the tier below."""
+    def optimizer_below(self, gradient_bytes: int, *, fused: bool) -> float:
+        """Return the time of Adam on the tier below; on the host by torch's fused implementation, or by its loop."""
         if not self.below_is_disk:
-            return HOST_ADAM_LOOP * gradient_bytes
+            return (HOST_ADAM_FUSED if fused else HOST_ADAM_LOOP) * gradient_bytes
         reads = OPTIMIZER_READS * gradient_bytes / self.h2d_per_second
         return reads + OPTIMIZER_WRITES * gradient_bytes / self.d2h_per_second
 
@@ -119,12 +119,22 @@ class CostTerms:
         config: what the user allows.
         working_share: the size of a working copy as a share of the parameters': one half in 16 bits.
         prefetch: whether transfers overlap with computation.
+        page_locked: whether what is offloaded fits page-locked memory.
     """
 
     rates: Rates
     config: Config
     working_share: float = 1.0
     prefetch: bool = False
+    page_locked: bool = True
+
+    @property
+    def link(self) -> tuple[float, float]:
+        """Return the bytes per second to the device and back."""
+        h2d, d2h = self.rates.h2d_per_second, self.rates.d2h_per_second
+        if self.page_locked:
+            return h2d, d2h
+        return min(h2d, self.rates.pageable_per_second), min(d2h, self.rates.pageable_per_second)
 
 
 @dataclass(frozen=True)
