@@ -29,8 +29,8 @@ from memscale import Config
 
 for name in sys.argv[1].split(","):
     for mode in sys.argv[2].split(","):
-        family = FAMILIES[name]
-        plan = memscale.plan(family.build(), family.batch(), Config(mode=mode, force_optimize=True), hardware="RTX 3090")
+        family, config = FAMILIES[name], Config(mode=mode, force_optimize=True)
+        plan = memscale.plan(family.build(), family.batch(), config, hardware="RTX 3090")
         print(plan.to_json(), end="\\0")
 print(" ".join({"a set", "of", "a few", "words"}), end="")
 """

@@ -336,7 +336,7 @@ def test_plans_that_do_the_same_are_simulated_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(planning, "predict", noted)
     monkeypatch.setattr(planning, "decide", made)
     plan = memscale.plan(Gpt(), words(16), AGGRESSIVE, hardware=ROOM)
-    assert len(decided) > len(simulated) == len(set(simulated))
+    assert len(decided) >= len(simulated) == len(set(simulated))
     assert any("more than there is" in note or "nothing fits" in note for note in plan.notes)
 
 

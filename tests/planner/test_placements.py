@@ -72,4 +72,4 @@ def test_predicted_is_what_training_needs(
     peak = trained(predicted)
     assert peak <= predicted.predicted_peak_bytes + predicted.allowance_bytes
     assert predicted.predicted_peak_bytes == pytest.approx(peak, rel=0.01)
-    assert point.peak_bytes == pytest.approx(peak, rel=0.05)  # estimated
+    assert point.peak_bytes == pytest.approx(peak, rel=0.1 if prefetch else 0.05)  # estimated

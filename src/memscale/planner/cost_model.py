@@ -119,10 +119,13 @@ def called_blocks(profile: ModelProfile) -> tuple[BlockProfile, ...]:
     return tuple(sorted((b for b in profile.blocks if b.order >= 0), key=lambda block: block.order))
 
 
-def full_checkpointing(blocks: Sequence[BlockProfile]) -> Choices:
-    """Return the choices of a framework's own switch: every repeated block that can be is recomputed whole."""
+def full_checkpointing(blocks: Sequence[BlockProfile], *, odd: bool = False) -> Choices:
+    """Return the choices of a framework's own switch: every repeated block that can be is recomputed whole.
+
+    With `odd`, so are the blocks outside of stacks.
+    """
     return tuple(
-        Choice("checkpointing") if block.role == "repeated" and can_recompute(block) else PLAIN
+        Choice("checkpointing") if (odd or block.role == "repeated") and can_recompute(block) else PLAIN
         for block in blocks
     )
 
@@ -430,11 +433,9 @@ class CostModel:
         """Return what choices for one block or segment cost; computed once for equal blocks after equal ones."""
         prefetched = (0, 0)
         if prefetch and choices[0].offloaded:
-            last = start + len(choices) - 1
-            prefetched = (
-                self._prefetched(last, 1, prefetch, odd_offloaded),
-                self._prefetched(start, -1, prefetch, odd_offloaded),
-            )
+            following = self._prefetched(start + len(choices) - 1, 1, prefetch, odd_offloaded)
+            # In backward the gradients of the block that follows are still being copied to the host.
+            prefetched = (following, following + self._prefetched(start, -1, prefetch, odd_offloaded))
         key = (start == 0, *self._kinds[max(0, start - 1) : start + len(choices)], choices, prefetched)
         option = self._known_options.get(key)
         if option is None:

@@ -131,7 +131,7 @@ def frontier_points(
     for model in cost_models(under, hardware, config, prefetch=prefetch):
         found.append(model.point((PLAIN,) * len(model.blocks)))
         if config.enable_checkpointing:  # at the same peak it may hold less
-            found.append(model.point(full_checkpointing(model.blocks)))
+            found += [model.point(full_checkpointing(model.blocks, odd=odd)) for odd in (False, True)]
         found += [model.point(_choices(trade)) for row in model.rows() for trade in best_trades(row, most)]
     room = room_below(hardware, config)
     return [point for point in found if point.peak_below_bytes <= room]
