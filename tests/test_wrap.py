@@ -429,6 +429,8 @@ def test_nothing_is_attached_if_checkpointing_is_off() -> None:
     plan = model._memscale_executor.plan
     assert not any(layer.techniques for layer in plan.layers)
     assert plan.layer("layers.1").rule == "checkpointing-off"
-    after = {name: set(vars(module)) for name, module in model.named_modules()}
-    assert after == {**before, "": before[""] | {"_memscale_executor", "_memscale_forward", "forward"}}
+    ours = {"_memscale_executor", "_memscale_forward", "_apply", "forward"}
+    for name, module in model.named_modules():
+        added = set(vars(module)) - before[name] - {"__reduce_ex__"}  # which makes copies plain
+        assert added == (set() if name else ours)
     assert plan.predicted_saved_bytes == plan.baseline_saved_bytes

@@ -192,6 +192,19 @@ def running_node_name() -> str | None:
     return None if node is None else str(node.name())
 
 
+def graph_nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Yield the nodes of the graph behind some tensors, each once."""
+    pending: list[Any] = list({each.grad_fn: None for each in tensors if each.grad_fn is not None})
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+
+
 def release_saved_tensors(tensors: Sequence[torch.Tensor], error: str) -> None:
     """Free what the graph behind some tensors has saved for backward, as a backward pass does when it is through.
 
@@ -208,19 +221,13 @@ def release_saved_tensors(tensors: Sequence[torch.Tensor], error: str) -> None:
     def refuse(_: None) -> torch.Tensor:
         raise RuntimeError(error)
 
-    pending: list[Any] = [each.grad_fn for each in tensors if each.grad_fn is not None]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
+    for node in graph_nodes(tensors):
         for saved in _saved_tensors(node):
             try:
                 saved.register_hooks(lambda _: None, refuse)  # what the first hook returns is kept instead
             except RuntimeError:  # it is empty, or has hooks
                 _release(getattr(saved, "data", None))
         _release(node)
-        following = {each for each, _ in node.next_functions if each is not None} - seen
-        seen |= following
-        pending += following
 
 
 def _release(holder: object) -> None:
@@ -282,6 +289,21 @@ def running_sequence_number() -> int | None:
 
 
 # -- functions of torch that are replaced for a while
+
+
+@contextlib.contextmanager
+def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set `owner.name` to `value` inside the block."""
+    inherited = name not in vars(owner)
+    before = None if inherited else vars(owner)[name]  # not by getattr: a staticmethod stays one
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 class PatchedFunction:
@@ -388,25 +410,10 @@ def leaves_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         >>> leaves_of([(weight * 2).sum()])[0] is weight
         True
     """
-    found: dict[int, torch.Tensor] = {}
-    pending: list[Any] = []
-    for tensor in tensors:
-        if tensor.grad_fn is not None:
-            pending.append(tensor.grad_fn)
-        elif tensor.requires_grad:
-            found[id(tensor)] = tensor
-    seen = set(pending)
-    while pending:
-        for node, _ in pending.pop().next_functions:
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            leaf = getattr(node, "variable", None)
-            if leaf is None:
-                pending.append(node)
-            else:
-                found[id(leaf)] = leaf
-    return list(found.values())
+    tensors = list(tensors)
+    leaves = [each for each in tensors if each.grad_fn is None and each.requires_grad]
+    leaves += [node.variable for node in graph_nodes(tensors) if hasattr(node, "variable")]
+    return list({id(leaf): leaf for leaf in leaves}.values())
 
 
 def forget_global_forward_hook(hook_id: int) -> None:
@@ -535,15 +542,10 @@ def wrapped_engine(wrapper: Callable[..., Any]) -> Iterator[None]:
     """Call `wrapper(run_backward, *args, **kwargs)` instead of autograd's engine inside the block."""
     from torch.autograd import graph
 
-    run_backward: Any = graph._engine_run_backward
-    owners: list[Any] = [owner for owner in (graph, torch.autograd) if hasattr(owner, "_engine_run_backward")]
-    for owner in owners:
-        owner._engine_run_backward = functools.partial(wrapper, run_backward)
-    try:
+    name = "_engine_run_backward"
+    run_backward = functools.partial(wrapper, getattr(graph, name))
+    with attribute(graph, name, run_backward), attribute(torch.autograd, name, run_backward):
         yield
-    finally:
-        for owner in owners:
-            owner._engine_run_backward = run_backward
 
 
 def map_location_in_use() -> Any:

@@ -55,11 +55,13 @@ def test_the_card_holds_what_was_predicted(mode: str, is_async: bool) -> None:
     assert_as_planned(model)
 
 
-def test_the_model_moves_to_the_card_after_wrap() -> None:
-    model = memscale.wrap(build(), CONFIG)
+@pytest.mark.parametrize("sample", [None, {"input_ids": IDS, "labels": IDS}], ids=["no-sample", "sample"])
+def test_the_model_moves_to_the_card_after_wrap(sample: dict[str, torch.Tensor] | None) -> None:
+    model = memscale.wrap(build(), CONFIG, sample)
     model.cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer, IDS.cuda())
+    model.to("cuda")  # as accelerate does once more
     torch.cuda.reset_peak_memory_stats()
     step(model, optimizer, IDS.cuda())
     assert_as_planned(model)

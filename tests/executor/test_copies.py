@@ -16,8 +16,10 @@ import pytest
 import torch
 from torch import nn
 
+from memscale.execution_plan import LayerPlan, Offloading, Plan
 from memscale.executor import Executor
 from memscale.techniques.forward import ForwardOverride
+from memscale.testing import executing
 from support.checkpointed import checkpoint_plan, wrapped
 from support.families import FAMILIES, Family
 
@@ -195,3 +197,41 @@ def test_a_copy_keeps_a_callback_of_a_module_and_no_other() -> None:
         assert not copied._forward_pre_hooks
     step(family, model)
     assert kept == [executor]
+
+
+def test_a_copy_of_an_offloaded_model_goes_back_to_the_device_of_the_original(copied: Copy) -> None:
+    with executing() as gpu:
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(gpu.device)
+        layers = [LayerPlan("0", ("0",), ("offloading",), "", "", offloading=Offloading("host"))]
+        executor = Executor(model, Plan(tuple(layers)))
+        executor.attach()
+        assert model[0].weight.device.type == "cpu"
+        other = copied(model)
+        assert other[0].weight.device.type == "cpu"
+        other._memscale_executor.detach()
+        assert {each.device for each in other.state_dict().values()} == {gpu.device}
+        executor.detach()
+
+
+def test_a_module_with_a_deepcopy_of_its_own(copied: Copy) -> None:
+    model = torch.fx.symbolic_trace(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)))
+    before = vars(model).keys() - {"_memscale_executor"}
+    executor = Executor(model, Plan((LayerPlan("0", ("0",), ("checkpointing",), "", ""),)))
+    executor.attach()
+    other = copied(model)
+    assert other._memscale_executor is not executor
+    assert torch.equal(other(torch.ones(1, 4)), model(torch.ones(1, 4)))
+    for each in (model, other):
+        each._memscale_executor.detach()
+        assert vars(each).keys() == before
+
+
+def test_a_model_whose_modules_were_replaced_is_copied_without_a_plan(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+    del model[1:]
+    other = copy.deepcopy(model)
+    assert "_memscale_executor" not in vars(other)
+    assert "is not wrapped" in caplog.text
+    assert torch.equal(other(torch.ones(1, 4)), model(torch.ones(1, 4)))

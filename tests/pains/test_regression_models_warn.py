@@ -37,8 +37,8 @@ def warnings_of_training(model: nn.Module, sample: Any, batch: dict[str, torch.T
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         memscale.wrap(model, AGGRESSIVE, sample)
-        plan = plan_of(model)
         model(**batch).loss.backward()
+    plan = plan_of(model)
     assert sample is not None or (plan.prediction_source == "simulated" and plan.layers), plan.notes
     return [str(each.message) for each in caught]
 

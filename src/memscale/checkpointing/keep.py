@@ -48,7 +48,7 @@ from memscale._util.trees import Tree
 from memscale.checkpointing.state import version_of
 from memscale.errors import ConfigError, shown
 
-__all__ = ["KeepMode", "Kept", "ReplayMode", "calls_to_keep"]
+__all__ = ["KeepMode", "Kept", "calls_to_keep"]
 
 EVERY = -1
 """Among the numbers of an operation's calls: all of them."""
@@ -145,54 +145,44 @@ class _KeptOutput:
         return self._tree.map(torch.Tensor, alias_below_autograd).build()
 
 
-class _CountingMode(LightDispatchMode):
-    """Gives each call of a named operation that can be kept its number."""
+class KeepMode(LightDispatchMode):
+    """Numbers the calls of named operations, and keeps what they return; or returns in their place what was kept."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: Kept, *, replays: bool = False) -> None:
         super().__init__()
-        self.kept = kept
+        self._kept = kept
+        self._replays = replays
         self._names: dict[Any, str | None] = {}
         self._numbers: dict[str, int] = {}
-
-    def call_of(self, func: Any) -> tuple[str, int] | None:
-        if func not in self._names:
-            name = str(func)
-            self._names[func] = name if name in self.kept.calls and _can_be_kept(func) else None
-        known = self._names[func]
-        if known is None:
-            return None
-        number = self._numbers.get(known, 0)
-        self._numbers[known] = number + 1
-        wanted = self.kept.calls[known]
-        return (known, number) if number in wanted or EVERY in wanted else None
-
-
-class KeepMode(_CountingMode):
-    """Forward: keep what the named operations return."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._replays:
+            call = self._call_of(func)
+            output = None if call is None else self._kept.take(call)
+            return func(*args, **kwargs) if output is None else output.restore()
         result = func(*args, **kwargs)
         for tensor in written_tensors(func, args, kwargs):
-            self.kept.drop_in_memory_of(tensor)
-        if self.kept.recording:
-            call = self.call_of(func)
-            if call is not None:
-                self.kept.put(call, result, torch.Tag.nondeterministic_seeded in func.tags)
+            self._kept.drop_in_memory_of(tensor)
+        call = self._call_of(func) if self._kept.recording else None
+        if call is not None:
+            self._kept.put(call, result, torch.Tag.nondeterministic_seeded in func.tags)
         return result
 
-
-class ReplayMode(_CountingMode):
-    """Recomputation: return what was kept in place of running the operation."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        call = self.call_of(func)
-        output = None if call is None else self.kept.take(call)
-        return func(*args, **(kwargs or {})) if output is None else output.restore()
+    def _call_of(self, func: Any) -> tuple[str, int] | None:
+        """Return name and number of a call, if its output is to be kept."""
+        if func not in self._names:
+            name = str(func)
+            self._names[func] = name if name in self._kept.calls and _can_be_kept(func) else None
+        known = self._names[func]
+        if known is None:
+            return None
+        number = self._numbers.get(known, 0)
+        self._numbers[known] = number + 1
+        wanted = self._kept.calls[known]
+        return (known, number) if number in wanted or EVERY in wanted else None
 
 
 def _can_be_kept(func: Any) -> bool:

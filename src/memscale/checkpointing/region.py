@@ -75,7 +75,7 @@ from memscale._torch import (
     surrounding_hooks,
 )
 from memscale._util.trees import Tree
-from memscale.checkpointing.keep import KeepMode, Kept, ReplayMode
+from memscale.checkpointing.keep import KeepMode, Kept
 from memscale.checkpointing.state import (
     FREED,
     Buffers,
@@ -541,7 +541,7 @@ class _Rerun:
             if kept is not None:
                 stack.callback(setattr, kept, "recording", kept.recording)
                 kept.recording = False  # forward may still be running: Note [Regions], early stop
-                stack.enter_context(ReplayMode(kept))
+                stack.enter_context(KeepMode(kept, replays=True))
             stack.enter_context(saved_tensors_hooks(self._pack, _as_it_is))
             try:
                 output = region.function(*args, **kwargs)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -73,7 +73,10 @@ class GradientCheckpointing:
         if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):
             return "it is a scripted module, whose forward cannot be replaced"
         for member, module in zip(site.layer.members, site.modules, strict=True):
-            for name, one in (*_ancestors(site.model, member), *module.named_modules(prefix=member)):
+            parts = member.split(".")
+            around = [".".join(parts[:length]) for length in range(len(parts))]
+            outer = [(name, site.model.get_submodule(name)) for name in around]
+            for name, one in (*outer, *module.named_modules(prefix=member)):
                 if _checkpoints_itself(one):
                     return f"{name or type(one).__name__} has gradient checkpointing of its own switched on"
         return None
@@ -272,10 +275,13 @@ class NoCache:
                 "A training step asked for a cache (use_cache=True, or past_key_values)",
                 "leave use_cache out",
             )
-        elif not is_training and wanted is None and self._logs and _trains_with_cache(module):
-            self._log(
-                "A step in eval() mode, with gradients on and no labels, uses a cache", "pass use_cache=False"
-            )
+        elif not is_training and wanted is None and self._logs:
+            config: Any = module.config
+            if config.use_cache and any(each.requires_grad for each in module.parameters()):
+                self._log(
+                    "A step in eval() mode, with gradients on and no labels, uses a cache",
+                    "pass use_cache=False",
+                )
         if not is_training or has_cache or wanted is not None:
             return None
         if position is not None:
@@ -293,36 +299,19 @@ class NoCache:
             )
 
 
-def _trains_with_cache(module: nn.Module) -> bool:
-    config: Any = module.config
-    return bool(config.use_cache) and any(each.requires_grad for each in module.parameters())
-
-
 def no_cache_hooks(model: nn.Module, *, logs: bool) -> list[tuple[nn.Module, NoCache]]:
     """Return the modules that would use a cache, each with the hook for it."""
     found: list[tuple[nn.Module, NoCache]] = []
     for module in model.modules():
         if getattr(getattr(module, "config", None), "use_cache", None) is None:
             continue
-        parameters = _parameters(module.forward)
+        try:
+            parameters = inspect.signature(module.forward).parameters
+        except (TypeError, ValueError):  # a builtin without a signature
+            continue
         if "use_cache" in parameters:
             kind = parameters["use_cache"].kind
             by_position = kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
             position = list(parameters).index("use_cache") if by_position else None
             found.append((module, NoCache(position, logs=logs and not found)))
     return found
-
-
-def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(forward).parameters
-    except (TypeError, ValueError):  # a builtin without a signature
-        return {}
-
-
-def _ancestors(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules around one, from the model down, with their names."""
-    parts = name.split(".")
-    for length in range(len(parts)):
-        path = ".".join(parts[:length])
-        yield path, model.get_submodule(path)

@@ -28,6 +28,7 @@ from memscale.checkpointing.technique import no_cache_hooks
 from memscale.config import Config
 from memscale.errors import WrapError
 from memscale.execution_plan import LayerPlan, Offloading, Plan, Tier
+from memscale.executor.moves import Moves, without_techniques
 from memscale.executor.registry import LAYER_TECHNIQUES, MODEL_TECHNIQUES
 from memscale.observe.counters import Meter
 from memscale.observe.report import Report
@@ -40,6 +41,7 @@ from memscale.techniques.base import EXECUTOR, LayerSite, ModelSite
 from memscale.techniques.forward import CompileNotice, ForwardStage, override_of
 from memscale.techniques.undo_log import UndoLog
 from memscale.tiers.disk import DiskStore
+from memscale.tiers.engine import PinnedMemory
 
 if TYPE_CHECKING:
     from memscale.optimizer.needs import OptimizerNeeds
@@ -175,7 +177,9 @@ class Executor:
         store = (
             DiskStore() if config is None else DiskStore(config.offload_dir, config.max_disk_offload_bytes)
         )
-        self.placement = ModelPlacement(store, self.meter)
+        settings = None if config is None else config.async_config
+        pinned = PinnedMemory(None if settings is None else settings.pinned_pool_bytes)
+        self.placement = ModelPlacement(store, self.meter, pinned)
         self.placement.host_capacity = None if config is None else config.max_cpu_offload_bytes
         self.placement.fused_host_step = config is None or config.fused_host_step
         self.technique_state: dict[str, Any] = {}
@@ -326,7 +330,26 @@ class Executor:
                 self.placement = placement
                 self.attach()
 
+    @contextlib.contextmanager
+    def moving_to(self, device: torch.device) -> Iterator[None]:
+        """Run a block that moves the model to another device, for which the next training batch makes a new plan."""
+        model = self.model
+        with interrupts_deferred():
+            self._techniques.undo()
+            if self.placement.device is not None:
+                names = (name for name, _ in (*model.named_parameters(), *model.named_buffers()))
+                self.placement.set_origins(model, dict.fromkeys(names, device))
+                self.placement.restore()
+            try:
+                yield
+            finally:
+                self._device, self.batches = None, PlannedBatches()
+                self.plan = without_techniques(self.plan, f"the model moved to {device}")
+                self._attach_techniques(model, self.plan)
+                self.meter.begin(self.device)
+
     def _apply(self, model: nn.Module) -> None:
+        self._hooks.set_attribute(model, "_apply", Moves(self))
         copied = _CopiedAsPlain(model)
         self._hooks.add(copied)
         copied.make(self)
@@ -415,24 +438,6 @@ class Executor:
         if errors:
             raise errors[0]
 
-    def call_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Call `on_training_batch`, unless that is what called the model."""
-        if self.on_training_batch is None or self._is_calling_back:
-            return
-        self.meter.forward_pass()
-        self._is_calling_back = True
-        try:
-            self.on_training_batch(self, args, kwargs)
-        finally:
-            self._is_calling_back = False
-
-    def plain_attributes(self, module: nn.Module) -> dict[str, Any]:
-        """Return what a module's `__dict__` would be without the plan."""
-        attributes = {name: value for name, value in vars(module).items() if name != EXECUTOR}
-        for log in (self._techniques, self._hooks):
-            log.undo_in(module, attributes)
-        return attributes
-
     def settings(self) -> Settings:
         """Return what the executor of a copy of the model begins with. See Note [Copies]."""
         callback = self.on_training_batch
@@ -514,8 +519,16 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         return
     if not model.training and not any(each.requires_grad for each in model.parameters()):
         return
+    callback = executor.on_training_batch
+    if callback is None or executor._is_calling_back:
+        return
     called = override_of(model)
-    executor.call_back(args, kwargs)
+    executor.meter.forward_pass()
+    executor._is_calling_back = True
+    try:
+        callback(executor, args, kwargs)
+    finally:
+        executor._is_calling_back = False
     if called is not None:
         called.redirect_next_call(override_of(model))
 
@@ -577,7 +590,10 @@ def _plain(
     assert wrapped is not None
     assert attached is not None
     plain = object.__new__(type(wrapped))
-    vars(plain).update(attached.plain_attributes(wrapped))
+    attributes = {name: value for name, value in vars(wrapped).items() if name != EXECUTOR}
+    for log in (attached._techniques, attached._hooks):
+        log.undo_in(wrapped, attributes)
+    vars(plain).update(attributes)
     return plain, attached.settings() if wrapped is attached.model else None
 
 

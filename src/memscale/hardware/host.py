@@ -33,11 +33,7 @@ _VERSION_1_USE = ("memory.usage_in_bytes", "total_inactive_file")
 
 
 def read_host(*, proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> HostSpec:
-    """Read the RAM and the cores that this process may use.
-
-    Args:
-        proc: Where the process file system is; a test puts its own there.
-        cgroup_root: Where the control groups are mounted.
+    """Read the RAM and the cores that this process may use; tests give directories of their own.
 
     Example:
         >>> host = read_host()
@@ -170,11 +166,7 @@ def find_disk(
     directory for temporary files. The last is in RAM on many systems (tmpfs), where offloading would free nothing:
     then it is `/var/tmp`, if that is on a disk and writable.
 
-    Args:
-        directory: Where offloaded tensors go. It need not exist yet; the nearest existing parent is examined.
-        environ: The environment.
-        proc: Where the process file system is; a test puts its own there.
-        var_tmp: The replacement for a temporary directory in RAM.
+    It need not exist yet; the nearest existing parent is examined.
 
     Raises:
         HardwareError: The directory is a file, no parent of it exists, or it can't be examined.

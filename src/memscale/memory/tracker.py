@@ -36,6 +36,7 @@ from memscale._torch import (
     OUTSIDE_BACKWARD,
     TorchDispatchMode,
     at_end_of_backward,
+    attribute,
     current_dispatch_modes,
     disable_current_modes,
     forget_global_forward_hook,
@@ -71,46 +72,40 @@ class RunningModules:
 
     def __init__(self) -> None:
         self.roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._stack: list[tuple[nn.Module, str]] = []
+        self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.stack: list[tuple[nn.Module, str]] = []
         self._numbers: list[int] = []  # autograd's sequence number at each change of the running module,
         self._from_then: list[str] = []  # and the module that ran from then on
 
     def __bool__(self) -> bool:
         """Return whether any module is running."""
-        return bool(self._stack)
-
-    def name_of(self, module: nn.Module) -> str:
-        return self._names.get(module, "")
+        return bool(self.stack)
 
     def add_root(self, root: nn.Module) -> None:
         """Read the names of a model's modules."""
         self.roots.add(root)
-        if self._names.get(root, type(root).__name__) != type(root).__name__:
+        if self.names.get(root, type(root).__name__) != type(root).__name__:
             return  # part of a known model, whose names tell where it is
         for name, module in root.named_modules():
-            if name or module not in self._names:
-                self._names[module] = name or type(root).__name__
+            if name or module not in self.names:
+                self.names[module] = name or type(root).__name__
 
     def enter(self, module: nn.Module) -> None:
-        self._stack.append((module, self._names.get(module) or type(module).__name__))
+        self.stack.append((module, self.names.get(module) or type(module).__name__))
         self._mark()
 
     def leave(self, module: nn.Module) -> bool:
         """Return False for a module that was never entered because its call failed before."""
-        if not self._stack or self._stack[-1][0] is not module:
+        if not self.stack or self.stack[-1][0] is not module:
             return False
-        self._stack.pop()
+        self.stack.pop()
         self._mark()
         return True
 
-    def clear(self) -> None:
-        self._stack.clear()
-
     def current(self, in_backward: bool) -> str:
         """Return the name of the module that an operation belongs to; empty if unknown."""
-        if self._stack:
-            return self._stack[-1][1]
+        if self.stack:
+            return self.stack[-1][1]
         number = running_sequence_number() if in_backward else None
         if number is None:
             return ""
@@ -123,7 +118,7 @@ class RunningModules:
         if self._numbers and self._numbers[-1] > number:
             return
         self._numbers.append(number)
-        self._from_then.append(self._stack[-1][1] if self._stack else "")
+        self._from_then.append(self.stack[-1][1] if self.stack else "")
         if len(self._numbers) > MAX_SPANS:
             del self._numbers[: MAX_SPANS // 2], self._from_then[: MAX_SPANS // 2]
 
@@ -215,8 +210,16 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
         after = module_hooks.register_module_forward_hook(
             self._after_module, with_kwargs=True, always_call=True
         )
+        resize: Any = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            done = self._on_resize(storage, size)
+            result = resize(storage, size)
+            done()
+            return result
+
         self._active = contextlib.ExitStack()
-        self._active.callback(_patch_storage_resize(self._on_resize))
+        self._active.enter_context(attribute(torch.UntypedStorage, "resize_", resize_))
         self._active.callback(forget_global_forward_hook, after.id)
         for handle in (
             after,
@@ -238,7 +241,7 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
         if self._active is not None:
             self._active.close()
             self._active = None
-        self._running.clear()
+        self._running.stack.clear()
         self._end_backward()
         self._claim_all()
         self._enter_phase(Phase.SETUP)
@@ -251,7 +254,12 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if self._in_backward != (graph_task_id() != OUTSIDE_BACKWARD):
-            self._switch_backward()
+            if self._in_backward:
+                self._end_backward()
+            else:
+                self._in_backward = True
+                self._enter_phase(Phase.BACKWARD)
+                at_end_of_backward(self._end_backward)
         self._count_operands(args)
         if kwargs:
             self._count_operands(kwargs.values())
@@ -343,7 +351,7 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
             parameters, buffers = module._parameters, module._buffers
             if not parameters and not buffers:
                 continue
-            name = self._running.name_of(module)
+            name = self._running.names.get(module, "")
             for parameter in parameters.values():
                 if parameter is not None:
                     self._claim_parameter(parameter, name)
@@ -386,15 +394,6 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
         return entry.allocation.module if entry else ""
 
     # ------------------------------------------------------------------ phases
-
-    def _switch_backward(self) -> None:
-        """Handle the first operation inside, or the first after, a backward pass."""
-        if self._in_backward:
-            self._end_backward()
-        else:
-            self._in_backward = True
-            self._enter_phase(Phase.BACKWARD)
-            at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         if self._in_backward:
@@ -464,36 +463,10 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return []
 
 
-def _patch_storage_resize(
-    begin: Callable[[torch.UntypedStorage, int], Callable[[], None]],
-) -> Callable[[], None]:
-    """Call `begin` before every `storage.resize_`, and its result afterwards; return how to undo the patch."""
-    before = torch.UntypedStorage.resize_
-    inherited = "resize_" not in vars(torch.UntypedStorage)
-
-    def resize_(storage: Any, size: int) -> Any:
-        done = begin(storage, size)
-        result = before(storage, size)
-        done()
-        return result
-
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
-
-    def undo() -> None:
-        if inherited:
-            del torch.UntypedStorage.resize_
-        else:
-            torch.UntypedStorage.resize_ = before  # type: ignore[method-assign]
-
-    return undo
-
-
 class ResidentPages:
-    """Bytes of memory-mapped tensors that are in memory until `release` is called, for all active trackers.
+    """Bytes of memory-mapped tensors that are in memory until `release` is called.
 
-    Args:
-        nbytes: how many.
-        simulated: they are in a simulation, and only its tracker counts them.
+    All active trackers count them; if they are `simulated`, only that of the simulation.
 
     Example:
         >>> with MemoryTracker() as tracker:

@@ -101,7 +101,7 @@ class OptimizerState:
             capacity = max(0, capacity - site.placement.bytes_on_host)
         store = states.store
         if type(store) is not _STORES[tier] or store.capacity != capacity:
-            store = _STORES[tier](site.placement.store, capacity)
+            store = _STORES[tier](site.placement.store, capacity, site.placement.pinned)
         bucket_bytes = (wanted.bucket_bytes if wanted else 0) or DEFAULT_BUCKET_BYTES
         states.attach(stored, store, bucket_bytes, eight_bit=eight_bit, logs=site.logs)
         log.add(states)  # which keeps state where it is until the next plan, or `restore`

@@ -199,16 +199,10 @@ def build_profile(
     at_home: bool = False,
     resident: Mapping[str, tuple[str, ...]] | None = None,
 ) -> ModelProfile:
-    """Build a profile from a record.
+    """Build a profile from the record of a step.
 
     Args:
-        model: The model.
-        blocks: Its blocks.
-        step: The record.
         stand_ins: The blocks that did not run, each with the block whose figures it gets.
-        source: How the record was made.
-        reason: Why that way.
-        batch: The batch, in words.
         exact_bytes: Whether the device counts tensors at their own size, not in the allocator's blocks.
         at_home: Whether parameters and gradients were offloaded.
         resident: Names of the parameters that cannot be offloaded, by block; by default those that were read outside of

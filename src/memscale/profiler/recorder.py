@@ -121,14 +121,7 @@ class Recorder(LightDispatchMode):
         blocks: Sequence[tuple[str, Sequence[nn.Module]]],
         backward: Callable[[torch.Tensor], object],
     ) -> StepRecord:
-        """Run one recorded forward and backward.
-
-        Args:
-            model: the model.
-            batch: how it is called.
-            blocks: names, and the modules of each in call order.
-            backward: called with the loss.
-        """
+        """Run one recorded forward and backward; `blocks` are names and the modules of each, in call order."""
         step, guesses = self.step, self._tracker.guesses
         with self._hooks(blocks), self:
             step.resident = self._in_use()

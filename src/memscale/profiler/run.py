@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from memscale._torch import graph_nodes
 from memscale._util.snapshots import Attributes, RngState
 from memscale.errors import ProfileError
 from memscale.hardware import DeviceSpec, find_gpu
@@ -118,7 +119,7 @@ def profile_static(
 
     Args:
         model: the model; it is not changed.
-        sample: how it is called.
+        sample: the batch.
         place: the device to account for.
         with_cache: leave the cache for generation on if the model has it on; it is off while a plan is attached.
         prepare: called with the shortened fake copy before it runs, to attach techniques.
@@ -252,11 +253,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def gradients_of(model: nn.Module) -> Callable[[torch.Tensor], object]:
-    """Return a backward that computes every gradient and stores none, unless the graph requires it.
-
-    Raises:
-        ProfileError: gradients must be stored, and hooks of the user wait for them.
-    """
+    """Return a backward that computes every gradient and stores none, unless the graph requires it."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     has_hooks = any(parameter._post_accumulate_grad_hooks for parameter in trained)
 
@@ -277,33 +274,16 @@ def gradients_of(model: nn.Module) -> Callable[[torch.Tensor], object]:
 
 def is_reentrant(loss: torch.Tensor) -> bool:
     """Return whether the graph of a loss has reentrant checkpoints, which `torch.autograd.grad` refuses."""
-    waiting = [loss.grad_fn]
-    seen: set[object] = {None}
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if type(node).__name__ == "CheckpointFunctionBackward":
-            return True
-        seen.add(node)
-        waiting.extend(each for each, _ in node.next_functions)
-    return False
+    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph_nodes([loss]))
 
 
 def profile_model(
     model: nn.Module, sample: Sample, place: Place, *, static: bool = True, empirical: bool = True
 ) -> ModelProfile:
-    """Profile one training step: on fake tensors if possible, else by a guarded real run.
+    """Profile one training step: on fake tensors if possible (`static`), else by a guarded real run (`empirical`).
 
     Where a copy of the model calls no block (an instance forward may refer to the original model), a real run is tried
     too.
-
-    Args:
-        model: the model; it is not changed.
-        sample: how it is called.
-        place: the device to account for.
-        static: try fake tensors first (`Config.use_static_profiling`).
-        empirical: fall back to a real run (`Config.use_empirical_fallback`).
 
     Raises:
         ProfileError: neither way worked, with the reasons.

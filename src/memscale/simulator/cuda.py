@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from memscale._torch import (
     DispatchKey,
     DispatchKeySet,
+    attribute,
     destroy_library,
     efficient_attention_is_enabled,
     exclude_dispatch_keys,
@@ -36,7 +37,7 @@ from memscale._torch import (
     tree_leaves,
     tree_map,
 )
-from memscale.simulator.device import NAME, VirtualGenerator, attribute, operators
+from memscale.simulator.device import NAME, VirtualGenerator, operators
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)

@@ -32,6 +32,7 @@ from memscale._torch import (
     Generator,
     PrivateDeviceGuard,
     PrivateDeviceHooks,
+    attribute,
     destroy_library,
     foreach_type_lists,
     private_device_name,
@@ -355,21 +356,6 @@ def activate(device: VirtualDevice) -> Iterator[None]:
 
 
 # -- patches of torch inside a block
-
-
-@contextlib.contextmanager
-def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set `owner.name` to `value` inside the block."""
-    inherited = name not in vars(owner)
-    before = None if inherited else vars(owner)[name]  # not by getattr: a staticmethod stays one
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 @contextlib.contextmanager

@@ -19,12 +19,13 @@ from torch import nn
 from memscale._torch import (
     FakeTensor,
     FakeTensorMode,
+    attribute,
     current_fake_mode,
     disable_current_modes,
     tree_leaves,
 )
 from memscale.errors import SimulationError
-from memscale.simulator.device import DeviceTracker, attribute, op_name
+from memscale.simulator.device import DeviceTracker, op_name
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default

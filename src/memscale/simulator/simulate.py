@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from memscale._torch import FakeTensor, pytree
+from memscale._torch import FakeTensor, attribute, pytree
 from memscale.errors import SimulationError
 from memscale.hardware import GpuSpec, find_gpu
 from memscale.memory.allocator import CachingAllocator, ExactAllocator
@@ -126,7 +126,7 @@ def simulate(on: str | int | GpuSpec = "RTX 3090", *, device: str = backend.NAME
         masking = sys.modules.get("transformers.masking_utils")
         if hasattr(masking, "is_tracing"):
             # It takes fake tensors for a tracer's, for which it builds masks that a real step does not have.
-            stack.enter_context(backend.attribute(masking, "is_tracing", lambda *args, **kwargs: False))
+            stack.enter_context(attribute(masking, "is_tracing", lambda *args, **kwargs: False))
         stack.enter_context(backend.like_cuda_tensors(FakeTensor))
         stack.enter_context(data_protected())
         stack.enter_context(FakeMode())

@@ -305,7 +305,9 @@ def _clone(function: Function, logits: LazyLogits, *, memory_format: Any = torch
 @_supports(Tensor.__getitem__)
 def _index(function: Function, logits: LazyLogits, index: Any) -> Any:
     parts = list(index) if isinstance(index, tuple) else [index]
-    if not logits.vocabulary_is_last or parts[-1] is None or not all(map(_is_index, parts)):
+    kinds = [part.dtype if isinstance(part, Tensor) else type(part) for part in parts]
+    supported = (torch.bool, torch.int64, type(None), type(Ellipsis), int, slice)
+    if not logits.vocabulary_is_last or parts[-1] is None or not all(kind in supported for kind in kinds):
         return NotImplemented
     indexed = sum(map(_dimensions_indexed, parts))
     if any(part is Ellipsis for part in parts):
@@ -316,14 +318,6 @@ def _index(function: Function, logits: LazyLogits, index: Any) -> Any:
     if indexed > logits.dim() or (reaches_vocabulary and not takes_all):
         return NotImplemented
     return logits.derive(function, (index,), hidden=logits.hidden[index])
-
-
-def _is_index(part: Any) -> bool:
-    if isinstance(part, Tensor):
-        return part.dtype in (torch.bool, torch.int64)
-    if isinstance(part, bool):
-        return False
-    return part is None or part is Ellipsis or isinstance(part, (int, slice))
 
 
 def _dimensions_indexed(part: Any) -> int:
