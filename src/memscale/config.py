@@ -208,7 +208,8 @@ class AsyncOffloadConfig:
     Attributes:
         prefetch_depth: How many layers ahead of the one that computes are fetched. More hides slower links,
             and holds that many more layers on the device.
-        pinned_pool_gb: Page-locked host memory for transfers, in GB (10⁹ bytes); None sizes it from the plan.
+        pinned_pool_gb: The most page-locked host memory, for offloaded parameters, gradients and activations, in GB
+            (10⁹ bytes); None for half of the host's RAM.
         workers: Threads that move tensors.
 
     Raises:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from memscale.tiers import host as host_module
+from memscale.tiers import engine as engine_module
 
 CUDA = torch.device("cuda", 0)
 
@@ -105,7 +105,7 @@ def cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream.current[-1])
     monkeypatch.setattr(
-        host_module, "_allocate_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)
+        engine_module, "_allocate_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)
     )
     with PretendCuda():
         yield compute

@@ -8,10 +8,9 @@ import torch
 from memscale.config import AsyncOffloadConfig
 from memscale.errors import TierFullError, TransferError
 from memscale.offload.activations import Activations, OffloadedStorage
-from memscale.tiers import host as host_module
+from memscale.tiers import engine as engine_module
 from memscale.tiers.disk import DiskStore
-from memscale.tiers.engine import Engine, Lane
-from memscale.tiers.host import PinnedMemory
+from memscale.tiers.engine import Engine, Lane, PinnedMemory
 from support.pretend_cuda import CUDA, LOG, Pretend, Stream, cuda, on_cuda  # noqa: F401
 
 
@@ -75,11 +74,11 @@ def test_a_tensor_that_is_changed_before_the_copy_is_over_is_an_error(cuda, engi
 
 
 def test_pinned_memory_is_capped_and_the_rest_is_ordinary(cuda):  # noqa: F811
-    config = AsyncOffloadConfig(prefetch_depth=8, pinned_pool_gb=8 * 8192 / 7e9)  # an eighth is for gradients
+    config = AsyncOffloadConfig(prefetch_depth=8, pinned_pool_gb=8192 / 1e9)
     activations = on_host(Engine(config), 32768)
     memory = activations._memory
     storages = [stored(activations, on_cuda(1024, float(index))) for index in range(8)]
-    assert (memory.bytes_used, memory._pinned.bytes_in_use) == (32768, 8192)
+    assert (memory.bytes_used, memory._pinned.bytes_locked) == (32768, 8192)
     with pytest.raises(TierFullError):
         stored(activations, on_cuda(1))
     for index, storage in enumerate(storages):
@@ -87,11 +86,11 @@ def test_pinned_memory_is_capped_and_the_rest_is_ordinary(cuda):  # noqa: F811
         assert bool((loaded(storage) == index).all())
     storages.clear()
     del storage
-    assert (memory.bytes_used, memory._pinned.bytes_in_use) == (0, 0)
+    assert (memory.bytes_used, memory._pinned.bytes_locked) == (0, 0)
 
 
 def test_where_pages_cannot_be_locked_it_works_all_the_same(cuda, engine, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(host_module, "_allocate_pinned", lambda nbytes: None)
+    monkeypatch.setattr(engine_module, "_allocate_pinned", lambda nbytes: None)
     storage = stored(on_host(engine), on_cuda(100, 3.0))
     storage.finish_storing()
     assert bool((loaded(storage) == 3).all())
@@ -100,12 +99,12 @@ def test_where_pages_cannot_be_locked_it_works_all_the_same(cuda, engine, monkey
 def test_a_budget_of_page_locked_memory(cuda):  # noqa: F811
     budget = PinnedMemory(8192)
     first = budget.allocate(3000)
-    assert (first.numel(), budget.bytes_in_use) == (3000, 4096)  # as torch's allocator rounds
+    assert (first.numel(), budget.bytes_locked) == (3000, 4096)  # as torch's allocator rounds
     second = budget.allocate(4096)
     assert second is not None
     assert budget.allocate(1) is None
     del first
-    assert budget.bytes_in_use == 4096
+    assert budget.bytes_locked == 4096
     assert budget.allocate(4000) is not None
 
 

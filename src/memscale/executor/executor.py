@@ -41,6 +41,7 @@ from memscale.techniques.base import EXECUTOR, LayerSite, ModelSite
 from memscale.techniques.forward import CompileNotice, ForwardStage, override_of
 from memscale.techniques.undo_log import UndoLog
 from memscale.tiers.disk import DiskStore
+from memscale.tiers.engine import PinnedMemory
 
 if TYPE_CHECKING:
     from memscale.optimizer.needs import OptimizerNeeds
@@ -176,7 +177,9 @@ class Executor:
         store = (
             DiskStore() if config is None else DiskStore(config.offload_dir, config.max_disk_offload_bytes)
         )
-        self.placement = ModelPlacement(store, self.meter)
+        settings = None if config is None else config.async_config
+        pinned = PinnedMemory(None if settings is None else settings.pinned_pool_bytes)
+        self.placement = ModelPlacement(store, self.meter, pinned)
         self.placement.host_capacity = None if config is None else config.max_cpu_offload_bytes
         self.placement.fused_host_step = config is None or config.fused_host_step
         self.technique_state: dict[str, Any] = {}

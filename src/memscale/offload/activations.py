@@ -3,23 +3,19 @@
 Note [Offloaded activations]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Saved-tensor hooks around a layer see each tensor that autograd keeps for backward; around a recomputed one these are
-its inputs (Note [Inputs go through the surrounding hooks]). It is stored when it is saved.
+its inputs (Note [Inputs go through the surrounding hooks]).
 
 *By storage.* What holds device memory is the storage, whichever view of it was saved. So the storage is stored, once,
 and its views (queries, keys and values cut from one product; a mask that all layers share) are described by their
-geometry.
+geometry. In backward the first view that is asked for loads the storage; it stays until all of its views were asked for
+in this pass, or the pass ends. A second pass over a retained graph loads it again.
 
-*Backward.* The first view that is asked for loads the storage; it stays until all of its views were asked for in
-this backward pass, or the pass ends. A second pass over a retained graph loads it again.
-
-*Ownership.* The graph owns `_SavedView`s, these own `OffloadedStorage`s, and these own memory of the tier. So memory is
-freed with the graph: by backward, or with the output of a forward pass without one. A graph that outlives `detach` can
-still be run backward.
+*Ownership.* The graph owns `_SavedView`s, these own `OffloadedStorage`s, and these own memory of the tier, which so is
+freed with the graph. A graph that outlives `detach` can still be run backward.
 
 *What stays.* Parameters, buffers and leaves, which are on the device anyway (of their 16-bit copies, which autocast
 makes, nothing is kept: they are made again); small tensors; parts of a storage that are no views of one tensor; what is
-on another device; and what the tier has no room for: then that much more device memory is used, and a line is logged
-once.
+on another device; and what the tier has no room for, of which a line is logged once.
 
 *In place.* Backward gets a tensor as it was when it was saved. With an asynchronous engine a tensor must not be changed
 while it is being stored, as a copy of it would cost the memory that offloading saves: by its version counter that is an
@@ -59,8 +55,7 @@ from memscale.errors import RecomputeError, TierFullError, TransferError
 from memscale.observe.counters import Below, Meter
 from memscale.techniques.forward import ForwardStage, Stage
 from memscale.tiers.disk import DiskStore
-from memscale.tiers.engine import Engine, Lane, Transfer
-from memscale.tiers.host import HostMemory
+from memscale.tiers.engine import Engine, HostMemory, Lane, Transfer
 from memscale.units import format_bytes
 
 __all__ = ["LEAST_BYTES", "Activations", "OffloadActivationsStage", "OffloadedStorage", "Refetch", "unpack"]
@@ -93,6 +88,7 @@ class Activations:
 
     Attributes:
         bytes_sent: Bytes that were stored so far.
+        prefetched: Storages that are prefetched, and to be dropped if nobody loads them.
 
     Example:
         >>> activations = Activations(Engine(), torch.device("cpu"), capacity=2**20)
@@ -121,12 +117,12 @@ class Activations:
         self.tier: Below = "host" if store is None else "disk"
         self.bytes_sent = 0
         self._device = device
-        self._memory = store or HostMemory(capacity, engine.pinned_bytes)
+        self._memory = store or HostMemory(capacity, engine.pinned)
         self._logs = logs
         self._known: weakref.WeakValueDictionary[tuple[object, ...], OffloadedStorage] = (
             weakref.WeakValueDictionary()
         )
-        self._prefetched: weakref.WeakSet[OffloadedStorage] = weakref.WeakSet()
+        self.prefetched: weakref.WeakSet[OffloadedStorage] = weakref.WeakSet()
         self._calls = _Calls()
 
     @property
@@ -230,15 +226,11 @@ class Activations:
             return Lane.CALLER
         return Lane.STREAM if run.device.type == "cuda" and self.tier == "host" else Lane.WORKER
 
-    def note_prefetched(self, stored: OffloadedStorage) -> None:
-        """Note what is to be freed if nobody loads it."""
-        self._prefetched.add(stored)
-
     def drop_prefetched(self) -> None:
         """Free what was prefetched and not loaded; it will be read when it is asked for."""
-        for stored in list(self._prefetched):
+        for stored in list(self.prefetched):
             stored.drop_prefetched()
-        self._prefetched.clear()
+        self.prefetched.clear()
 
     @contextlib.contextmanager
     def _explained(self, nbytes: int, verb: str) -> Iterator[None]:
@@ -252,11 +244,7 @@ class Activations:
 
 
 class OffloadActivationsStage(ForwardStage):
-    """Offloads what a block saves for backward. See Note [Offloaded activations].
-
-    Args:
-        activations: Where they go.
-    """
+    """Offloads what a block saves for backward. See Note [Offloaded activations]."""
 
     order = Stage.OFFLOAD_ACTIVATIONS
 
@@ -275,9 +263,7 @@ class OffloadActivationsStage(ForwardStage):
 
 def unpack(saved: KeptTensor | _SavedView | Refetch) -> torch.Tensor:
     """Return the tensor that backward asks for."""
-    if isinstance(saved, _SavedView):
-        return saved.load()
-    return saved.fetch() if isinstance(saved, Refetch) else saved.get()
+    return saved.get()
 
 
 class Refetch:
@@ -301,7 +287,7 @@ class Refetch:
         self._stride = tensor.stride()
         self._offset = tensor.storage_offset()
 
-    def fetch(self) -> torch.Tensor:
+    def get(self) -> torch.Tensor:
         """Return the tensor again.
 
         Raises:
@@ -390,7 +376,7 @@ class OffloadedStorage:
         if self._task != task and self.state is StorageState.STORED:
             self._fetching = self._start_fetch(self._lane)
             self.state = StorageState.PREFETCHED
-            self.activations.note_prefetched(self)
+            self.activations.prefetched.add(self)
 
     def drop_prefetched(self) -> None:
         """Free the prefetched copy."""
@@ -465,7 +451,7 @@ class _SavedView:
         self._geometry = geometry
         stored.views.add(self)
 
-    def load(self) -> torch.Tensor:
+    def get(self) -> torch.Tensor:
         task = graph_task_id()
         self._call.reached(task, self._stored)
         with torch.no_grad():

@@ -24,13 +24,24 @@ Note [Gradients to the host]
 The copy of a parameter is made by two autograd nodes. In backward the first, on the device, starts the copy of the
 gradient to the host, with an asynchronous engine on a stream of its own, and hands on the tensor that it will arrive
 in. The second, on the host, waits for it. Autograd runs each node in the thread of its device, so it is the host's
-thread that waits, and the device's goes on. The accumulation, and whatever hooks are on the parameter, are autograd's
-own. A graph of backward itself (``create_graph=True``) is made of plain copies.
+thread that waits, and the device's goes on; no further than a layer (`Prefetcher.hold_gradient`). The accumulation, and
+whatever hooks are on the parameter, are autograd's own. A graph of backward itself (``create_graph=True``) is made of
+plain copies.
+
+Page-locked memory that a gradient arrives in becomes ``.grad`` itself. When that is set to None, torch's allocator
+keeps it for the next step.
+
+Note [Masters must not change]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A copy from page-locked memory reads it after the call has returned, and the host may change a master, by
+``optimizer.step()`` say, when a pass is over. So no such copy outlasts a pass: at its end the prefetcher waits for the
+copies to the device; without one, and outside of a pass of the whole model, a layer waits for its own.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -44,7 +55,6 @@ from memscale._torch import (
     OUTSIDE_BACKWARD,
     graph_task_id,
     hooks_are_allowed,
-    is_fake,
     surrounding_hooks,
     tree_map,
 )
@@ -58,8 +68,6 @@ from memscale.techniques.forward import ForwardStage, Stage
 from memscale.tiers.engine import Engine, Lane, Transfer
 
 __all__ = ["GradientTransfer", "OffloadedLayer", "bring_inputs", "differentiable_copy"]
-
-_SYNCHRONOUS = Engine()
 
 
 class LayerState(enum.Enum):
@@ -98,6 +106,7 @@ class OffloadedLayer(ForwardStage):
     ) -> None:
         self._module = weakref.ref(module)
         self._placement = placement
+        self._synchronous = Engine(None, placement.pinned)
         self.device = device
         self.meter = meter
         self.prefetcher: Prefetcher | None = None
@@ -189,7 +198,7 @@ class OffloadedLayer(ForwardStage):
             return Refetch(master, tensor, self)
 
         def unpack(saved: Any) -> torch.Tensor:
-            return saved.fetch() if isinstance(saved, Refetch) else outer_unpack(saved)
+            return saved.get() if isinstance(saved, Refetch) else outer_unpack(saved)
 
         return pack, unpack
 
@@ -210,7 +219,9 @@ class OffloadedLayer(ForwardStage):
 
     def copy_to_device(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a parameter's values on the device."""
-        copy = values.to(self.device, dtype, non_blocking=True)
+        # See Note [Masters must not change].
+        waits = self.device.type == "cuda" and (self.prefetcher is None or not self.prefetcher.in_pass)
+        copy = values.to(self.device, dtype, non_blocking=not waits)
         self.meter.up("parameters", "host", copy.nbytes)
         return copy
 
@@ -223,14 +234,17 @@ class OffloadedLayer(ForwardStage):
 
     def _fetch(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         with self.meter.timing("offloading"):
-            prefetched = None
-            if self.prefetcher is not None:
-                prefetched = self.prefetcher.take(self, parameter, dtype)
-            return self.copy_to_device(parameter.detach(), dtype) if prefetched is None else prefetched
+            if self.prefetcher is None:
+                return self.copy_to_device(parameter.detach(), dtype)
+            return self.prefetcher.fetch(self, parameter, dtype)
 
     def _working_copy(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        engine = _SYNCHRONOUS if self.prefetcher is None else self.prefetcher.engine
-        copy = differentiable_copy(parameter, self._fetch(parameter, dtype), engine, self.meter)
+        values = self._fetch(parameter, dtype)
+        if self.prefetcher is None:
+            copy = differentiable_copy(parameter, values, self._synchronous, self.meter)
+        else:
+            hold = functools.partial(self.prefetcher.hold_gradient, self)
+            copy = differentiable_copy(parameter, values, self.prefetcher.engine, self.meter, hold)
         if parameter.requires_grad and not copy.requires_grad and dtype == parameter.dtype:
             # Gradients are off. Still torch.matmul looks at this flag of a weight to choose between mm and bmm.
             copy = copy.detach().requires_grad_()
@@ -260,11 +274,24 @@ def bring_inputs(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.d
 
 # ---------------------------------------------------------------------- gradients
 
+HoldGradient = Callable[[Transfer[None], torch.Tensor], None]
+
 
 def differentiable_copy(
-    parameter: nn.Parameter, values: torch.Tensor, engine: Engine, meter: Meter | None = None
+    parameter: nn.Parameter,
+    values: torch.Tensor,
+    engine: Engine,
+    meter: Meter | None = None,
+    hold: HoldGradient | None = None,
 ) -> torch.Tensor:
     """Return a parameter's values on the device as a differentiable copy of it. See Note [Gradients to the host].
+
+    Args:
+        parameter: The parameter.
+        values: Its values on the device.
+        engine: Who moves its gradient.
+        meter: Counts that.
+        hold: Keeps a gradient on the device while it is copied to the host.
 
     Example:
         >>> parameter = nn.Parameter(torch.ones(2))
@@ -277,28 +304,23 @@ def differentiable_copy(
         return values
     if not hooks_are_allowed():  # under torch.func, which has rules of its own for such nodes
         return parameter.to(values.device, values.dtype)
-    transfer = GradientTransfer(engine, parameter.device, meter or Meter())
+    transfer = GradientTransfer(engine, parameter.device, meter or Meter(), hold)
     on_host = _HostNode.apply(parameter, transfer, values.dtype)  # type: ignore[no-untyped-call]
     copy: torch.Tensor = _DeviceNode.apply(on_host, transfer, [values])  # type: ignore[no-untyped-call]
     return copy
 
 
 class GradientTransfer:
-    """Copies one gradient to the host.
+    """Copies one gradient to the host. See :func:`differentiable_copy`."""
 
-    Args:
-        engine: Who moves it.
-        host: Where to.
-        meter: Counts it.
-    """
-
-    def __init__(self, engine: Engine, host: torch.device, meter: Meter) -> None:
+    def __init__(
+        self, engine: Engine, host: torch.device, meter: Meter, hold: HoldGradient | None = None
+    ) -> None:
         self._engine = engine
         self._meter = meter
+        self._hold = hold
         self.host = host
-        self._source: torch.Tensor | None = None
-        self._transfer: Transfer[torch.Tensor] | None = None
-        self._is_pinned = False
+        self._transfer: Transfer[None] | None = None
 
     def start(self, gradient: torch.Tensor) -> torch.Tensor:
         """Start the copy; returns the tensor that it goes to, which may be read after :meth:`finish`."""
@@ -314,36 +336,25 @@ class GradientTransfer:
                     is_coalesced=gradient.is_coalesced(),
                 )
             self._meter.down("gradients", "host", gradient.nbytes)
-            on_stream = self._engine.is_async and gradient.device.type == "cuda" and not is_fake(gradient)
-            pinned = self._pinned(gradient) if on_stream else None
+            pinned = self._engine.pinned.empty_like(gradient, gradient.device)
             target = torch.empty_like(gradient, device=self.host) if pinned is None else pinned
-            self._source = gradient  # its memory must not be used again before it was read
-            self._transfer = self._engine.run(
-                lambda: target.copy_(gradient, non_blocking=on_stream),
-                Lane.STREAM if on_stream else Lane.CALLER,
-                gradient.device,
-                outward=True,
-            )
+            beside = pinned is not None and self._engine.is_async
+
+            def copy() -> None:  # without a reference to what it returns: autograd would clone the gradient
+                target.copy_(gradient, non_blocking=beside)
+
+            lane = Lane.STREAM if beside else Lane.CALLER
+            self._transfer = self._engine.run(copy, lane, gradient.device, outward=True)
+            if self._hold is not None:
+                self._hold(self._transfer, gradient)
             return target
 
     def finish(self, target: torch.Tensor) -> torch.Tensor:
         """Wait until the gradient is there, and return it."""
         transfer, self._transfer = self._transfer, None
-        if transfer is None:
-            return target
-        transfer.finish()
-        self._source = None
-        # Page-locked memory is for what is being copied.
-        return target.clone() if self._is_pinned else target
-
-    def _pinned(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return page-locked memory of the same geometry, if there is any: only to that a copy is asynchronous."""
-        strides = torch.empty_like(gradient, device="meta").stride()
-        memory = self._engine.gradients.allocate(gradient.nbytes) if gradient.numel() else None
-        if memory is None:
-            return None
-        self._is_pinned = True
-        return memory.view(gradient.dtype).as_strided(gradient.shape, strides)
+        if transfer is not None:
+            transfer.finish()
+        return target
 
 
 class _HostNode(torch.autograd.Function):

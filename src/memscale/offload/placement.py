@@ -49,6 +49,7 @@ from memscale.optimizer.bucketed_steps import BucketedSteps
 from memscale.optimizer.placement import PlacementSteps
 from memscale.simulator.simulate import PLAIN_KINDS
 from memscale.tiers.disk import PAGE, DiskStore
+from memscale.tiers.engine import MASTERS_SHARE, PinnedMemory
 
 __all__ = ["HOST", "ModelPlacement", "PlacedParameter", "exchange_data", "training_device"]
 
@@ -70,6 +71,7 @@ class PlacedParameter:
         parameter: The parameter.
         origin: Where it was before, and will be again.
         store: The disk.
+        pinned: Page-locked memory for it on the host.
         meter: Counts what is moved.
 
     Attributes:
@@ -77,12 +79,20 @@ class PlacedParameter:
         disk_bound: Whether the plan has it on disk; one that is smaller than a page stays on the host all the same.
     """
 
-    def __init__(self, parameter: nn.Parameter, origin: torch.device, store: DiskStore, meter: Meter) -> None:
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        origin: torch.device,
+        store: DiskStore,
+        pinned: PinnedMemory,
+        meter: Meter,
+    ) -> None:
         self.parameter = parameter
         self.origin = origin
         self.tier: Tier = "device"
         self.disk_bound = False
         self._store = store
+        self._pinned = pinned
         self._meter = meter
         self._gradient_hook: RemovableHandle | None = None
         self._pages: ResidentPages | None = None  # what trackers are told of
@@ -101,7 +111,9 @@ class PlacedParameter:
         """
         if self.tier == "disk" and tier != "disk":
             self.bring_to_memory()
-        relocate(self.parameter, device if tier == "device" else HOST)
+        relocate(
+            self.parameter, device if tier == "device" else HOST, self._pinned if tier == "host" else None
+        )
         self.tier = tier if tier != "disk" or self._move_to_disk() else "host"
 
     def _move_to_disk(self) -> bool:
@@ -192,6 +204,7 @@ class ModelPlacement:
     Args:
         store: The disk tier of the model; one with default settings if it is not given.
         meter: Counts what is moved, if anyone asks.
+        pinned: The page-locked memory of the model; with default settings if it is not given.
 
     Attributes:
         device: Where the model computes; None while nothing is placed.
@@ -213,11 +226,17 @@ class ModelPlacement:
         0
     """
 
-    def __init__(self, store: DiskStore | None = None, meter: Meter | None = None) -> None:
+    def __init__(
+        self,
+        store: DiskStore | None = None,
+        meter: Meter | None = None,
+        pinned: PinnedMemory | None = None,
+    ) -> None:
         self.device: torch.device | None = None
         self.host_capacity: int | None = None
         self.fused_host_step = True
         self.store = store or DiskStore()
+        self.pinned = pinned or PinnedMemory()
         self.states = BucketedSteps(self.store, meter)
         self._meter = meter or Meter()
         self._placed: dict[int, PlacedParameter] = {}  # by the parameter's id
@@ -315,6 +334,10 @@ class ModelPlacement:
             raise_pending_interrupt()
             if not isinstance(tensor, nn.Parameter):
                 return torch.empty_like(tensor, device=before)
+            if id(tensor) in host and id(tensor) not in disk:
+                pinned = self.pinned.empty_like(tensor, device, MASTERS_SHARE)
+                if pinned is not None:
+                    return pinned
             where = HOST if id(tensor) in host else device
             memory = torch.empty_like(tensor, device=where, requires_grad=False)
             mapped = id(tensor) in disk and can_be_mapped(memory)  # memory is not used until it is touched
@@ -328,7 +351,8 @@ class ModelPlacement:
         return made
 
     def _add(self, parameter: nn.Parameter, origin: torch.device) -> PlacedParameter:
-        placed = self._placed[id(parameter)] = PlacedParameter(parameter, origin, self.store, self._meter)
+        placed = PlacedParameter(parameter, origin, self.store, self.pinned, self._meter)
+        self._placed[id(parameter)] = placed
         return placed
 
     def restore(self) -> None:
@@ -352,6 +376,7 @@ class ModelPlacement:
         self._placed.clear()
         self._buffers.clear()
         self.store.close()
+        self.pinned.trim()
         self.device = None
 
     def convert_masters(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
@@ -496,14 +521,22 @@ def exchange_data(parameter: nn.Parameter, new: torch.Tensor) -> None:
             old.data = old.data.new_empty(0)
 
 
-def relocate(parameter: nn.Parameter, device: torch.device) -> None:
-    """Move a parameter and its gradient; it stays the same object."""
+def relocate(parameter: nn.Parameter, device: torch.device, pinned: PinnedMemory | None = None) -> None:
+    """Move a parameter and its gradient; it stays the same object.
+
+    Args:
+        parameter: The parameter.
+        device: Where to.
+        pinned: Page-locked memory for the parameter, as far as there is some.
+    """
     if parameter.device == device or parameter.is_meta:
         return
     gradient = parameter.grad
     parameter.grad = None
     with torch.no_grad():
-        exchange_data(parameter, parameter.detach().to(device))
+        values = parameter.detach()
+        memory = None if pinned is None else pinned.empty_like(values, values.device, MASTERS_SHARE)
+        exchange_data(parameter, values.to(device) if memory is None else memory.copy_(values))
         if gradient is not None:
             parameter.grad = gradient.to(device)
 

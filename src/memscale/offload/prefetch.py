@@ -12,13 +12,17 @@ the next forward the optimizer changes every parameter.
 
 *Never left behind.* A layer that was not expected, an error in a layer, the end of a pass and the beginning of the
 next drop what was fetched and not used.
+
+*Gradients in flight.* The gradients of a layer stay on the device until they are copied to the host, and no longer
+than until the layer after the next in backward has its own: then the device waits for the copies. Virtual devices,
+which copy at once, hold them as long.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +41,7 @@ __all__ = ["Prefetcher"]
 _MasterState = tuple[int, int, torch.dtype]
 _Fetched = dict[int, tuple[_MasterState, Transfer[torch.Tensor], int]]
 """Of one layer, by the parameter's id: what the copy was made of, the copy, and its bytes."""
+_Gradient = tuple[Transfer[None], torch.Tensor]
 
 
 class Prefetcher:
@@ -62,7 +67,15 @@ class Prefetcher:
         self._backward = _Route(backward)
         self._task = OUTSIDE_BACKWARD
         self._fetched: dict[int, _Fetched] = {}  # by the layer's id
+        self._in_flight: deque[tuple[OffloadedLayer, list[_Gradient]]] = deque()
+        self._in_forward = False
         self._lock = threading.RLock()  # backward runs in threads of its own
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a forward pass of the model, or a backward pass, is running, at whose end copies are waited for."""
+        task = graph_task_id()
+        return self._in_forward or (task != OUTSIDE_BACKWARD and task == self._task)
 
     @property
     def bytes_prefetched(self) -> int:
@@ -75,6 +88,8 @@ class Prefetcher:
         """Prefetch the first layers: a hook before the model's forward."""
         if not torch.compiler.is_compiling():
             with self._lock:
+                self.drop()
+                self._in_forward = True
                 self._forward.begin()
                 self._fetch(self._forward.next(self.engine.depth), in_backward=False)
 
@@ -87,7 +102,8 @@ class Prefetcher:
             return
         with self._lock:
             self._forward.end(learn=output is not None)
-            self._fetched.clear()
+            self._in_forward = False
+            self.drop()
         if output is not None and torch.is_grad_enabled():
             for tensor in Tree.of(output).tensors():
                 if tensor.grad_fn is not None:
@@ -105,12 +121,14 @@ class Prefetcher:
             if task == self._task:
                 self._task = OUTSIDE_BACKWARD
                 self._backward.end(learn=True)
-                self._fetched.clear()
+                self.drop()
 
     def drop(self) -> None:
-        """Drop what is prefetched: something went wrong."""
+        """Drop what is prefetched, and finish copies: a pass is over, or something went wrong."""
         with self._lock:
             self._fetched.clear()
+            self._finish_gradients(0)
+            self.engine.drain(self._device)
 
     def undo(self) -> None:
         """Drop what is fetched when another plan is attached: a graph of a failed pass may hold this."""
@@ -126,6 +144,15 @@ class Prefetcher:
         return True
 
     # ------------------------------------------------------------------ layers
+
+    def fetch(self, layer: OffloadedLayer, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values of a parameter on the device, prefetched or not.
+
+        Raises:
+            TransferError: They could not be fetched; its cause is chained.
+        """
+        values = self.take(layer, parameter, dtype)
+        return self._copy(layer, parameter, dtype).wait() if values is None else values
 
     def take(self, layer: OffloadedLayer, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the values of a parameter on the device, if they were prefetched and are still right.
@@ -156,6 +183,20 @@ class Prefetcher:
                 expected = route.next(self.engine.depth)
                 self._fetch(expected, in_backward=in_backward, besides=None if again else layer)
 
+    def hold_gradient(self, layer: OffloadedLayer, transfer: Transfer[None], gradient: torch.Tensor) -> None:
+        """Hold a gradient that is being copied to the host; of two layers at most."""
+        with self._lock:
+            self._enter(graph_task_id())  # at whose end it is dropped
+            if not self._in_flight or self._in_flight[-1][0] is not layer:
+                self._in_flight.append((layer, []))
+            self._in_flight[-1][1].append((transfer, gradient))
+            self._finish_gradients(2)
+
+    def _finish_gradients(self, layers: int) -> None:
+        while len(self._in_flight) > layers:
+            for transfer, _ in self._in_flight.popleft()[1]:
+                transfer.wait()  # on the device: its memory is used again after the copy
+
     def _fetch(
         self, expected: Iterable[OffloadedLayer], *, in_backward: bool, besides: OffloadedLayer | None = None
     ) -> None:
@@ -170,14 +211,24 @@ class Prefetcher:
     def _start(self, layer: OffloadedLayer, in_backward: bool) -> _Fetched:
         fetched: _Fetched = {}
         for parameter, dtype in layer.needs(in_backward=in_backward):
-            # From pages that are not locked a copy holds up the thread that starts it: that had better be a worker.
-            lane = Lane.CALLER
-            if self._device.type == "cuda" and not is_fake(parameter):
-                lane = Lane.STREAM if parameter.is_pinned() else Lane.WORKER
-            work = functools.partial(_copy, layer, parameter.detach(), dtype)
-            transfer = self.engine.run(work, lane, self._device)
+            transfer = self._copy(layer, parameter, dtype)
             fetched[id(parameter)] = _state(parameter, dtype), transfer, parameter.numel() * dtype.itemsize
         return fetched
+
+    def _copy(
+        self, layer: OffloadedLayer, parameter: nn.Parameter, dtype: torch.dtype
+    ) -> Transfer[torch.Tensor]:
+        values = parameter.detach()
+        # From pages that are not locked a copy holds up the thread that starts it: that had better be a worker.
+        lane = Lane.CALLER
+        if self._device.type == "cuda" and not is_fake(parameter):
+            lane = Lane.STREAM if parameter.is_pinned() else Lane.WORKER
+
+        def copy() -> torch.Tensor:
+            with torch.no_grad():  # which belongs to a thread
+                return layer.copy_to_device(values, dtype)
+
+        return self.engine.run(copy, lane, self._device)
 
 
 class _Route:
@@ -217,8 +268,3 @@ class _Route:
 def _state(parameter: nn.Parameter, dtype: torch.dtype) -> _MasterState:
     """Return what changes when a copy would come out otherwise: in place, by other memory, or in another type."""
     return parameter._version, parameter.untyped_storage()._cdata, dtype
-
-
-def _copy(layer: OffloadedLayer, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    with torch.no_grad():  # which belongs to a thread
-        return layer.copy_to_device(values, dtype)

@@ -87,7 +87,7 @@ class Transfers:
     """
 
     def attach(self, site: ModelSite, log: UndoLog) -> None:
-        engine = Engine(async_settings(site.plan, site.config))
+        engine = Engine(async_settings(site.plan, site.config), site.placement.pinned)
         if engine.is_async and site.device.type != "cpu":
             _attach_prefetcher(site, log, engine)
         _attach_activations(site, log, engine)

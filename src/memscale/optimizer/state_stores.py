@@ -31,20 +31,15 @@ from torch import Tensor
 
 from memscale._torch import is_traceable_wrapper_subclass
 from memscale.config import AsyncOffloadConfig
-from memscale.hardware.host import read_host
 from memscale.observe.counters import Below, Meter
 from memscale.optimizer.eight_bit import BLOCK, EightBitState, Moment, is_dense, is_moment, stored_layout
 from memscale.optimizer.kinds import STATE_NAMES
 from memscale.tiers.disk import DiskStore
-from memscale.tiers.engine import Engine, Lane, Transfer
-from memscale.tiers.host import HostMemory
+from memscale.tiers.engine import Engine, HostMemory, Lane, PinnedMemory, Transfer
 
 __all__ = ["PAGE", "DiskStateStore", "HostStateStore", "Origins", "StateMover", "StateStore", "tensors_in"]
 
 PAGE = 4096
-
-PINNED_SHARE = 0.5
-"""Of the host's memory, the most that is page-locked for optimizer state; more is in pageable memory."""
 
 _HOST = torch.device("cpu")
 
@@ -60,11 +55,14 @@ class StateStore:
     Args:
         disk: The disk, which parameters and gradients may be on.
         capacity: The most host memory to take, a hard cap (`max_cpu_offload_gb`); None for no cap.
+        pinned: The model's page-locked memory.
     """
 
     tier: Below | None = None
 
-    def __init__(self, disk: DiskStore, capacity: int | None = None) -> None:
+    def __init__(
+        self, disk: DiskStore, capacity: int | None = None, pinned: PinnedMemory | None = None
+    ) -> None:
         self.disk = disk
         self.capacity = capacity
 
@@ -124,9 +122,10 @@ class HostStateStore(StateStore):
 
     tier = "host"
 
-    def __init__(self, disk: DiskStore, capacity: int | None = None) -> None:
-        super().__init__(disk, capacity)
-        pinned = int(PINNED_SHARE * read_host().total_ram_bytes)
+    def __init__(
+        self, disk: DiskStore, capacity: int | None = None, pinned: PinnedMemory | None = None
+    ) -> None:
+        super().__init__(disk, capacity, pinned)
         self._memory = HostMemory(sys.maxsize if capacity is None else capacity, pinned)
         self._engine = Engine(AsyncOffloadConfig())
 

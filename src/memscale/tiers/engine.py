@@ -1,4 +1,11 @@
-"""Who runs transfers: the calling thread, worker threads, or the copy streams of a CUDA device.
+"""Transfers, by the calling thread, worker threads or the copy streams of a CUDA device; and the host memory for them.
+
+Note [Page-locked memory]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+Only between page-locked (pinned) host memory and a CUDA device are copies asynchronous, and as fast as the link. One
+`PinnedMemory` per model hands it out, within `AsyncOffloadConfig.pinned_pool_gb` (by default half of the host's RAM):
+first to the masters of offloaded parameters, then to gradients, which stay in the memory that they arrived in, to
+optimizer state and to activations. What does not fit is in ordinary memory.
 
 Note [Copy streams]
 ~~~~~~~~~~~~~~~~~~~
@@ -11,26 +18,48 @@ tells the allocator so. Copies are asynchronous only from and to page-locked mem
 
 from __future__ import annotations
 
+import ctypes
 import enum
+import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 
+from memscale._torch import is_fake
+from memscale._util.locks import LateLock
 from memscale.config import AsyncOffloadConfig, Config
-from memscale.errors import ConfigError, TransferError, shown
+from memscale.errors import ConfigError, TierFullError, TransferError, shown
 from memscale.execution_plan import Plan
-from memscale.tiers.host import PinnedMemory
+from memscale.hardware.host import read_host
+from memscale.tiers.disk import FreeList, round_up
+from memscale.units import format_bytes
 
-__all__ = ["ENVIRONMENT", "Engine", "Lane", "Transfer", "async_settings"]
+__all__ = [
+    "ENVIRONMENT",
+    "Engine",
+    "HostMemory",
+    "Lane",
+    "PinnedMemory",
+    "Transfer",
+    "async_settings",
+]
 
 T = TypeVar("T")
 
-_GRADIENT_SHARE = 8  # of the page-locked memory, an eighth is for gradients on their way to the host
-_GRADIENT_BYTES = 256 * 2**20  # where the size is not configured
+_ALIGNMENT = 512  # as CUDA's own allocations have it
+_BLOCK_BYTES = 64 * 2**20  # of page-locked memory that masters and gradients are cut from
+
+PINNED_SHARE = 0.5
+"""Of the host's RAM, what may be page-locked for one model where the Config does not say."""
+
+MASTERS_SHARE = 7 / 8
+"""Of that, what masters may take: the rest is for gradients and activations on their way."""
 
 
 class Lane(enum.Enum):
@@ -116,11 +145,10 @@ class Engine:
 
     Args:
         config: How transfers overlap with the computation; None if they do not.
+        pinned: The model's page-locked memory; by default of its own.
 
     Attributes:
         depth: How many layers ahead of the one that computes are fetched; 0 if none are.
-        pinned_bytes: The most page-locked memory for activations, None for no limit of its own.
-        gradients: The page-locked memory for gradients on their way to the host.
 
     Example:
         >>> engine = Engine(AsyncOffloadConfig(prefetch_depth=3))
@@ -128,13 +156,10 @@ class Engine:
         (2, 3)
     """
 
-    def __init__(self, config: AsyncOffloadConfig | None = None) -> None:
+    def __init__(self, config: AsyncOffloadConfig | None = None, pinned: PinnedMemory | None = None) -> None:
         self._config = config
         self.depth = 0 if config is None else config.prefetch_depth
-        pinned = None if config is None else config.pinned_pool_bytes
-        for_gradients = _GRADIENT_BYTES if pinned is None else pinned // _GRADIENT_SHARE
-        self.pinned_bytes = None if pinned is None else pinned - for_gradients
-        self.gradients = PinnedMemory(for_gradients)
+        self.pinned = pinned or PinnedMemory(None if config is None else config.pinned_pool_bytes)
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._workers: ThreadPoolExecutor | None = None
@@ -191,6 +216,12 @@ class Engine:
 
         return WorkerTransfer(self._executor(self._config.workers).submit(in_worker))
 
+    def drain(self, device: torch.device) -> None:
+        """Block until copies to the device are over: what they read may be changed then."""
+        stream = self._streams.get((device, False))
+        if stream is not None:
+            stream.synchronize()
+
     def _executor(self, workers: int) -> ThreadPoolExecutor:
         with self._lock:
             if self._workers is None:
@@ -207,6 +238,188 @@ class Engine:
 def _record_use(value: object, stream: torch.cuda.Stream) -> None:
     if isinstance(value, torch.Tensor) and value.device.type == "cuda":
         value.record_stream(stream)
+
+
+# ---------------------------------------------------------------------- host memory
+
+
+@dataclass(eq=False)
+class _Block:
+    memory: torch.Tensor
+    free: FreeList
+
+
+class PinnedMemory:
+    """Page-locked memory of torch's own allocator, up to a limit. See Note [Page-locked memory].
+
+    That allocator rounds sizes up to powers of two, and so they are counted here. Masters and gradients are many, and
+    live long: they are cut from large blocks, without rounding.
+
+    Args:
+        limit: The most bytes to lock; None for `PINNED_SHARE` of the host's RAM.
+
+    Attributes:
+        bytes_locked: Bytes that are locked now.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
+        self.bytes_locked = 0
+        self._works = True  # until an allocation fails
+        self._blocks: list[_Block] = []
+        self._lock: LateLock[tuple[_Block | None, int, int]] = LateLock(self._release)
+
+    @functools.cached_property
+    def limit(self) -> int:
+        """The most bytes to lock."""
+        return int(PINNED_SHARE * read_host().total_ram_bytes) if self._limit is None else self._limit
+
+    def allocate(self, nbytes: int) -> torch.Tensor | None:
+        """Return so many page-locked bytes; None where the limit, or the system, does not allow it.
+
+        When they are freed, torch's allocator does not reuse them before the copies that read or write them are over.
+        """
+        with self._lock:
+            memory = self._lock_pages(nbytes, 1.0)
+        if memory is not None:
+            size = self.size_of(nbytes)
+            weakref.finalize(memory.untyped_storage(), self._lock.leave, (None, 0, size)).atexit = False
+        return memory
+
+    def empty_like(
+        self, tensor: torch.Tensor, device: torch.device, share: float = 1.0
+    ) -> torch.Tensor | None:
+        """Return page-locked memory, with a storage of its own, for a tensor in its order of dimensions.
+
+        When it is freed it may be reused at once: no copy may be reading or writing it then.
+
+        Args:
+            tensor: The tensor.
+            device: The device that it is copied from or to.
+            share: Of the limit, what may be locked for it.
+
+        Returns:
+            The memory; None where the limit, or the system, does not allow it, and for other devices than CUDA's.
+        """
+        if device.type != "cuda" or is_fake(tensor) or not tensor.numel():
+            return None
+        size = round_up(tensor.nbytes, _ALIGNMENT)
+        with self._lock:
+            block = next((each for each in self._blocks if each.free.find(size) is not None), None)
+            block = block or self._add_block(size, share)
+            offset = None if block is None else block.free.take(size)
+        if block is None or offset is None:
+            return None
+        buffer = (ctypes.c_char * tensor.nbytes).from_address(block.memory.data_ptr() + offset)
+        weakref.finalize(buffer, self._lock.leave, (block, offset, size)).atexit = False
+        storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+        strides = torch.empty_like(tensor, device="meta").stride()
+        empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        return empty.set_(storage, 0, tensor.shape, strides)
+
+    def trim(self) -> None:
+        """Unlock blocks that nothing is in."""
+        with self._lock:
+            unused = [each for each in self._blocks if each.free.total == each.memory.nbytes]
+            self._blocks = [each for each in self._blocks if each not in unused]
+            self.bytes_locked -= sum(each.memory.nbytes for each in unused)
+
+    @staticmethod
+    def size_of(nbytes: int) -> int:
+        """Return what torch's allocator takes."""
+        return 1 << max(nbytes - 1, 0).bit_length()
+
+    def _add_block(self, size: int, share: float) -> _Block | None:
+        for nbytes in (max(size, _BLOCK_BYTES), size):
+            memory = self._lock_pages(self.size_of(nbytes), share)
+            if memory is not None:
+                block = _Block(memory, FreeList())
+                block.free.add(0, memory.nbytes)
+                self._blocks.append(block)
+                return block
+        return None
+
+    def _lock_pages(self, nbytes: int, share: float) -> torch.Tensor | None:
+        if not self._works or self.bytes_locked + self.size_of(nbytes) > share * self.limit:
+            return None
+        memory = _allocate_pinned(nbytes)
+        self._works = memory is not None
+        if memory is not None:
+            self.bytes_locked += self.size_of(nbytes)
+        return memory
+
+    def _release(self, note: tuple[_Block | None, int, int]) -> None:
+        block, offset, size = note
+        if block is None:
+            self.bytes_locked -= size
+        else:
+            block.free.add(offset, size)
+
+
+def _allocate_pinned(nbytes: int) -> torch.Tensor | None:
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:  # no more pages can be locked, or there is no device to lock them for
+        return None
+
+
+class HostMemory:
+    """Host memory for what leaves the device, under a hard cap.
+
+    Args:
+        capacity: The most bytes to take (`max_cpu_offload_gb`); None for what the host has free now.
+        pinned: Where its page-locked memory comes from.
+
+    Attributes:
+        bytes_used: Bytes of the tensors that are alive.
+
+    Example:
+        >>> memory = HostMemory(capacity=1000)
+        >>> values = memory.empty_like(torch.arange(4.0))
+        >>> memory.bytes_used
+        16
+        >>> del values
+        >>> memory.bytes_used
+        0
+    """
+
+    def __init__(self, capacity: int | None = None, pinned: PinnedMemory | None = None) -> None:
+        self.capacity = read_host().available_ram_bytes if capacity is None else capacity
+        self.bytes_used = 0
+        self._pinned = pinned or PinnedMemory()
+        self._lock: LateLock[int] = LateLock(self._release)
+
+    def empty_like(self, flat: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
+        """Return host memory for a flat tensor: page-locked where CUDA copies to it, and where pages can be locked.
+
+        Args:
+            flat: A tensor as large.
+            source: A tensor on the device that is copied from; `flat` itself if it is not given.
+
+        Raises:
+            TierFullError: The cap would be exceeded.
+        """
+        memory, size = None, flat.nbytes
+        source = flat if source is None else source
+        if source.device.type == "cuda" and not is_fake(source):
+            size = PinnedMemory.size_of(flat.nbytes)
+            memory = self._pinned.allocate(flat.nbytes) if self.bytes_used + size <= self.capacity else None
+            size = size if memory is not None else flat.nbytes
+        with self._lock:
+            if self.bytes_used + size > self.capacity:
+                raise TierFullError(
+                    f"The host tier is full: {format_bytes(flat.nbytes)} more would exceed its cap of "
+                    f"{format_bytes(self.capacity)}, of which {format_bytes(self.bytes_used)} is used. The "
+                    "tensor stays where it is. Raise Config(max_cpu_offload_gb=...), or use a smaller batch."
+                )
+            self.bytes_used += size
+        if memory is None:
+            memory = torch.empty(flat.numel(), dtype=flat.dtype, device="cpu")
+        weakref.finalize(memory.untyped_storage(), self._lock.leave, size).atexit = False
+        return memory if memory.dtype == flat.dtype else memory.view(flat.dtype)
+
+    def _release(self, size: int) -> None:
+        self.bytes_used -= size
 
 
 # ---------------------------------------------------------------------- settings

@@ -1,0 +1,102 @@
+"""Masters and gradients of offloaded layers are page-locked, and no copy reads a master when a pass is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from torch import nn
+
+from memscale import AsyncOffloadConfig, Config
+from memscale.execution_plan import LayerPlan, Offloading, Plan
+from memscale.executor import Executor
+from support.wrapping import Layer
+
+Computing = Callable[[], AbstractContextManager[None]]
+
+
+def stack() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(64) for _ in range(5))).cuda().eval()
+
+
+def offload(model: nn.Sequential, *, is_async: bool, pinned_pool_gb: float | None = None) -> Executor:
+    config = Config(
+        enable_logging=False,
+        async_offload=is_async,
+        async_config=AsyncOffloadConfig(pinned_pool_gb=pinned_pool_gb),
+    )
+    layers = (
+        LayerPlan(name, (name,), ("offloading",), "-", "-", offloading=Offloading("host"))
+        for name, _ in model.named_children()
+    )
+    executor = Executor(model, Plan(tuple(layers)), config)
+    executor.attach()
+    return executor
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_masters_and_gradients_are_page_locked(is_async: bool, computing: Computing) -> None:
+    model, x = stack(), torch.randn(8, 64, device="cuda")
+    with computing():
+        executor = offload(model, is_async=is_async)
+        assert all(each.is_pinned() for each in model.parameters())
+        model(x).square().sum().backward()
+        assert all(each.grad.is_pinned() for each in model.parameters())
+        locked = executor.placement.pinned.bytes_locked
+        assert locked == 64 * 2**20, "one block for all of them"
+        addresses = {each.grad.data_ptr() for each in model.parameters()}
+        model.zero_grad()
+        model(x).square().sum().backward()
+        assert {each.grad.data_ptr() for each in model.parameters()} == addresses, (
+            "the same memory in each step"
+        )
+        model.zero_grad()
+        executor.detach()
+    assert {each.device.type for each in model.parameters()} == {"cuda"}
+    assert executor.placement.pinned.bytes_locked == 0
+
+
+def test_beyond_the_limit_memory_is_ordinary(computing: Computing) -> None:
+    with computing():
+        expected, model, x = stack(), stack(), torch.randn(8, 64, device="cuda")
+        executor = offload(model, is_async=True, pinned_pool_gb=150_000 / 1e9)
+        locked = [each.is_pinned() for each in model.parameters()]
+        assert any(locked)
+        assert not all(locked)
+        assert executor.placement.pinned.bytes_locked <= 150_000
+        for each in (expected, model):
+            each(x).square().sum().backward()
+        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(ours.grad.cpu(), theirs.grad.cpu())
+        executor.detach()
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["the model", "a layer alone"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_masters_may_be_changed_when_a_forward_pass_returns(
+    whole: bool, is_async: bool, copies: str, computing: Computing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that reads a master later than that would see the new values: it is waited for."""
+    x = torch.randn(8, 64, device="cuda")
+    found = []
+    waited = []
+    synchronize = torch.cuda.Stream.synchronize
+    monkeypatch.setattr(torch.cuda.Stream, "synchronize", lambda self: (waited.append(1), synchronize(self)))
+    for wrapped in (False, True):
+        model = stack()
+        with computing():
+            executor = offload(model, is_async=is_async) if wrapped else None
+            with torch.no_grad():
+                waited.clear()
+                first = (model if whole else model[2])(x)
+                assert waited or not (wrapped and whole and is_async)
+                for parameter in model.parameters():
+                    parameter.mul_(2)
+                found.append([first.cpu(), model(x).cpu()])
+            if executor is not None:
+                executor.detach()
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
