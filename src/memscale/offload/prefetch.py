@@ -13,8 +13,8 @@ the next forward the optimizer changes every parameter.
 *Never left behind.* A layer that was not expected, an error in a layer, the end of a pass and the beginning of the
 next drop what was fetched and not used.
 
-*Gradients in flight.* A gradient stays on the device until it is copied to the host, and no longer than until two others
-are on their way: then the device waits for the copy. Virtual devices, which copy at once, hold it as long.
+*Gradients in flight.* A gradient stays on the device until it is copied to the host, and no longer than until two
+others are on their way: then the device waits for the copy. Virtual devices, which copy at once, hold it as long.
 """
 
 from __future__ import annotations
