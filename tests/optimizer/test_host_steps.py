@@ -109,6 +109,36 @@ def test_other_classes_are_stepped_as_on_the_device():
     assert all(map(torch.equal, train(make), train(make, FUSED, on_host=2)))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_sixteen_bits_as_on_the_device(kind):
+    """torch's fused SGD is wrong there."""
+    plain = train(KINDS[kind], dtype=torch.bfloat16)
+    assert all(map(torch.equal, plain, train(KINDS[kind], FUSED, dtype=torch.bfloat16)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_other_strides(kind):
+    """torch's fused implementations go by the order of memory, and would mix up the elements."""
+
+    def run(config):
+        with executing("256MiB") as gpu:
+            torch.manual_seed(0)
+            model = Stack(3, 16).to(gpu.device).train()
+            if config is not None:
+                Executor(model, plan_of(model, to="host", activations=False), config).attach()
+            optimizer = KINDS[kind](model.parameters())
+            for _ in range(3):
+                model(torch.ones(4, 16).to(gpu.device)).square().mean().backward()
+                for each in model.parameters():
+                    if each.dim() == 2:
+                        each.grad = each.grad.t().contiguous().t()
+                optimizer.step()
+                optimizer.zero_grad()
+            return [each.detach().cpu() for each in model.parameters()]
+
+    assert error(run(FUSED), run(None)) < 1e-6
+
+
 def test_momentum_may_begin_late():
     """Fused SGD takes momentum of all parameters of a call, or of none."""
 
