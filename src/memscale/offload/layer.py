@@ -288,9 +288,9 @@ def differentiable_copy(
     Args:
         parameter: The parameter.
         values: Its values on the device.
-        engine: Who moves its gradient.
+        engine: Moves its gradient to the host.
         meter: Counts that.
-        hold: Keeps a gradient on the device while it is copied to the host.
+        hold: Keeps the gradient on the device while it is copied.
 
     Example:
         >>> parameter = nn.Parameter(torch.ones(2))

@@ -146,11 +146,7 @@ class Prefetcher:
     # ------------------------------------------------------------------ layers
 
     def fetch(self, layer: OffloadedLayer, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values of a parameter on the device, prefetched or not.
-
-        Raises:
-            TransferError: They could not be fetched; its cause is chained.
-        """
+        """Return the values of a parameter on the device, prefetched or not. Raises as `take`."""
         values = self.take(layer, parameter, dtype)
         return self._copy(layer, parameter, dtype).wait() if values is None else values
 
