@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ def stack() -> nn.Sequential:
     return nn.Sequential(*(Layer(64) for _ in range(5))).cuda().eval()
 
 
-def offload(model: nn.Sequential, *, is_async: bool, pinned_pool_gb: float | None = None) -> Executor:
+def offload(
+    model: nn.Sequential, *, is_async: bool, pinned_pool_gb: float | None = None, device: Any = None
+) -> Executor:
     config = Config(
         enable_logging=False,
         async_offload=is_async,
@@ -32,7 +35,7 @@ def offload(model: nn.Sequential, *, is_async: bool, pinned_pool_gb: float | Non
         LayerPlan(name, (name,), ("offloading",), "-", "-", offloading=Offloading("host"))
         for name, _ in model.named_children()
     )
-    executor = Executor(model, Plan(tuple(layers)), config)
+    executor = Executor(model, Plan(tuple(layers)), config, device=device)
     executor.attach()
     return executor
 
@@ -57,6 +60,22 @@ def test_masters_and_gradients_are_page_locked(is_async: bool, computing: Comput
         executor.detach()
     assert {each.device.type for each in model.parameters()} == {"cuda"}
     assert executor.placement.pinned.bytes_locked == 0
+
+
+@pytest.mark.parametrize("kind", ["on the CPU", "on the meta device"])
+def test_masters_of_a_model_that_never_was_on_the_device(kind: str, computing: Computing) -> None:
+    model = stack().cpu()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    if kind == "on the meta device":
+        model = model.to("meta")
+    with computing():
+        executor = offload(model, is_async=True, device=torch.device("cuda", 0))
+        assert all(each.is_pinned() for each in model.parameters())
+        model(torch.randn(8, 64)).square().sum().backward()
+        executor.detach()
+    assert not any(each.is_pinned() for each in model.parameters())
+    if kind == "on the CPU":
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
 def test_beyond_the_limit_memory_is_ordinary(computing: Computing) -> None:

@@ -210,6 +210,19 @@ def test_so_many_layers_ahead_and_no_more() -> None:
             assert seen == one_way + one_way, "forward, and backward in the other order"
 
 
+def test_two_gradients_are_in_flight_and_no_more() -> None:
+    with executing() as gpu:
+        model = stack().to(gpu.device)
+        with attached(model, plan_for(model), ASYNC) as executor:
+            held = prefetcher_of(executor)._in_flight
+            seen: list[int] = []
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda _: seen.append(len(held)))
+            step(model, torch.randn(8, 64, device=gpu.device))
+            assert max(seen) == 2
+            assert not held
+
+
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 def test_the_first_step_is_as_every_other_and_as_simulated(recomputed: bool) -> None:
     """A prediction simulates one step: before the first one, the plan says in what order layers are reached."""

@@ -235,6 +235,44 @@ def test_optimizers_that_are_left_alone_are_named(caplog: pytest.LogCaptureFixtu
         assert resident_bytes(*executor.placement.on_disk, *gradients) <= 64 * 4096
 
 
+@pytest.mark.matrix(3)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bucket_bytes", [2**15, 2**18], ids=["slices", "buckets"])
+def test_state_on_the_host_in_a_loop_as_people_write_it(kind: str, bucket_bytes: int) -> None:
+    """Clipping, accumulation, a scheduler, a GradScaler that skips a step, a checkpoint in between: the same bits."""
+
+    def run(plan: Plan) -> tuple[list[torch.Tensor], Any, int]:
+        with executing() as gpu:
+            torch.manual_seed(0)
+            model = Stack(2, 64).to(gpu.device).train()
+            executor = Executor(model, plan, QUIET)
+            executor.attach()
+            optimizer = KINDS[kind](model)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+            scaler = torch.amp.GradScaler(gpu.device.type, init_scale=8.0)
+            for step in range(5):
+                for _ in range(2):
+                    loss = model(torch.randn(4, 64).to(gpu.device)).square().mean()
+                    scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+                schedule.step()
+                optimizer.zero_grad()
+                if step == 3:
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            moved = executor.placement.states.bytes_moved
+            executor.detach()
+            return [each.detach().cpu() for each in model.parameters()], optimizer.state_dict(), moved
+
+    weights, state, _ = run(Plan(()))
+    our_weights, our_state, moved = run(state_plan("host", bucket_bytes))
+    assert all(map(torch.equal, weights, our_weights))
+    assert_same_state(our_state, state)
+    assert moved > 0 or kind in ("Adafactor", "SGD without state")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_on_the_device_are_stepped_in_buckets(kind: str) -> None:
     """The temporaries of a step are those of one bucket, a slice of the largest parameter included; same bits."""

@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 import memscale
-from memscale import Config
+from memscale import Config, Plan
+from memscale.execution_plan import LayerPlan, Tiling
 from memscale.executor import Executor
+from memscale.techniques.forward import override_of
 from memscale.testing import executing
 from support.wrapping import lossless
 
@@ -141,3 +143,54 @@ def test_a_first_plan_on_a_simulated_gpu_leaves_later_ones_on_cpu_alone() -> Non
         check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
+
+
+class Wide(nn.Module):
+    """A layer that computes each position for itself, but for its own state."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 256), nn.Linear(256, 32)
+        self.kind = kind
+        self.calls = 0
+        self.list: list[int] = []
+        self.source = random.Random(3)
+        self.state = torch.ones(())
+        self.register_buffer("seen", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor: float | torch.Tensor = 1.0
+        if self.kind == "count":
+            self.calls += 1
+            factor = 1.0 / self.calls
+        elif self.kind == "list":
+            self.list.append(1)
+            factor = 1.0 / len(self.list)
+        elif self.kind == "generator":
+            factor = self.source.random()
+        elif self.kind == "tensor":
+            factor = self.state.to(x.device)
+            self.state = self.state * 0.5
+        elif self.kind == "buffer":
+            factor = self.seen
+            self.seen = self.seen * 0.5
+        return self.down(torch.tanh(self.up(x)) * factor)
+
+
+@pytest.mark.parametrize("kind", ["nothing", "count", "list", "generator", "tensor", "buffer"])
+def test_a_layer_with_state_is_not_run_in_tiles(kind: str) -> None:
+    """Each tile would be a call; and to find out, the layer is called once more."""
+    seen = []
+    for tiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(32), Wide(kind)) for _ in range(2))).double()
+        if tiled:
+            layers = (LayerPlan(n, (n,), ("tiling",), "", "", tiling=Tiling(16)) for n in "01")
+            Executor(model, Plan(tuple(layers))).attach()
+            assert (override_of(model[0][1]) is not None) == (kind == "nothing")
+        x = torch.linspace(-1, 1, 2 * 32 * 32).reshape(2, 32, 32).double()
+        for _ in range(2):
+            loss = model(x).square().mean()
+            loss.backward()
+            seen += [loss.item(), model[0][1].up.weight.grad.norm().item()]
+    assert seen[:4] == pytest.approx(seen[4:], rel=1e-12)

@@ -25,6 +25,7 @@ import ctypes
 import functools
 import math
 import operator
+import pickle
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
@@ -82,6 +83,8 @@ class HostRngState:
         """Return whether a number was drawn or a state set since."""
         if random.getstate() != self._python:
             return True
+        if self._numpy is None:  # imported since, if at all: nobody knows what it would have drawn
+            return False
         numpy = _numpy_state()
         return self._numpy is not numpy and _comparable(self._numpy) != _comparable(numpy)
 
@@ -215,6 +218,13 @@ class Attributes:
         """Return a tensor that was changed in place, of which no copy was made."""
         return next((each.tensor for each in self._tensors.values() if each.is_unknown()), None)
 
+    def has_changed(self) -> bool:
+        """Return whether anything is not as it was before forward."""
+        modules = [(dict(_attributes(own)), read) for own, read in self._modules]
+        if not all(_has_elements(*each) for each in (*modules, *self._containers.values())):
+            return True
+        return any(pickle.dumps(state) != pickle.dumps(each.read()) for each, state in self._generators)
+
     def restore(self) -> None:
         """Set everything as it was before a forward that has failed, or that has ended and is to leave no trace."""
         with torch.no_grad():
@@ -293,6 +303,9 @@ class _HeldTensor:
     def is_unknown(self) -> bool:
         return self._copy is None and _version_of(self.tensor) != self._version
 
+    def is_unchanged(self, now: Any) -> bool:
+        return now is self.tensor and _version_of(self.tensor) == self._version
+
     def at_forward(self) -> torch.Tensor:
         """Return the tensor as forward found it, for a recomputation to change."""
         if self._copy is not None:
@@ -306,6 +319,25 @@ class _HeldTensor:
             with same_version(self.tensor):
                 self.tensor.copy_(self._copy)
             self._version = _version_of(self.tensor)
+
+
+def _has_elements(container: Any, read: Any) -> bool:
+    """Return whether the elements of a container, or the attributes of a module, are those that were read."""
+    if isinstance(read, set):
+        return bool(container == read)
+    if isinstance(read, dict):
+        return container.keys() == read.keys() and all(
+            _is_value(container[name], each) for name, each in read.items()
+        )
+    return len(container) == len(read) and all(map(_is_value, container, read))
+
+
+def _is_value(value: Any, read: Any) -> bool:
+    if isinstance(read, _HeldTensor):
+        return read.is_unchanged(value)
+    if type(read) is tuple and type(value) is tuple:
+        return _has_elements(value, read)
+    return value is read
 
 
 def _version_of(tensor: torch.Tensor) -> int:

@@ -195,11 +195,7 @@ class Activations:
     # ------------------------------------------------------------------ for storages
 
     def allocate(self, run: torch.Tensor) -> torch.Tensor:
-        """Return memory of the tier for a flat tensor.
-
-        Raises:
-            TierFullError: There is no room for it.
-        """
+        """Return memory of the tier for a flat tensor, or raise a TierFullError."""
         memory = self._memory
         return memory.empty(run.shape, run.dtype) if isinstance(memory, DiskStore) else memory.empty_like(run)
 
@@ -360,11 +356,7 @@ class OffloadedStorage:
             self.finish_storing()
 
     def finish_storing(self) -> None:
-        """Free the source on the device, once it is copied.
-
-        Raises:
-            TransferError: It could not be.
-        """
+        """Free the source on the device once it is copied, or raise a TransferError."""
         if self.state is StorageState.STORING:
             self._storing.wait()
             self._check_source()
@@ -465,26 +457,17 @@ class _SavedView:
 
 
 class _Calls(threading.local):
-    """The calls of layers in this thread.
-
-    Attributes:
-        stack: Those that are running.
-        latest: The one that ended last.
-    """
+    """The calls of layers in this thread."""
 
     def __init__(self) -> None:
-        self.stack: list[_Call] = []
-        self.latest: weakref.ref[_Call] | None = None
+        self.stack: list[_Call] = []  # those that are running
+        self.latest: weakref.ref[_Call] | None = None  # the one that ended last
         self._in_flight: deque[_Call] = (
             deque()
         )  # calls whose storages may still be on the device, oldest first
 
     def limit_in_flight(self, call: _Call, limit: int) -> None:
-        """Wait for the storages of the oldest calls beyond the limit.
-
-        Raises:
-            TransferError: One could not be stored.
-        """
+        """Wait for the storages of the oldest calls beyond the limit, or raise a TransferError."""
         if not self._in_flight or self._in_flight[-1] is not call:
             self._in_flight.append(call)
         while len(self._in_flight) > limit:
@@ -495,16 +478,11 @@ class _Calls(threading.local):
 
 
 class _Call:
-    """One call of a layer. The graph owns it by what was saved in it; it knows the call before it weakly.
-
-    Attributes:
-        resident: Storages that are on the device anyway.
-        stored: What was stored in it, in order.
-    """
+    """One call of a layer. The graph owns it by what was saved in it; it knows the call before it weakly."""
 
     def __init__(self, resident: Collection[int], before: _Call | None, depth: int) -> None:
-        self.resident = resident
-        self.stored: list[weakref.ref[OffloadedStorage]] = []
+        self.resident = resident  # storages that are on the device anyway
+        self.stored: list[weakref.ref[OffloadedStorage]] = []  # in it, in order
         self._before = None if before is None else weakref.ref(before)
         self._depth = depth
         self._task = OUTSIDE_BACKWARD

@@ -24,7 +24,7 @@ Note [Gradients to the host]
 The copy of a parameter is made by two autograd nodes. In backward the first, on the device, starts the copy of the
 gradient to the host, with an asynchronous engine on a stream of its own, and hands on the tensor that it will arrive
 in. The second, on the host, waits for it. Autograd runs each node in the thread of its device, so it is the host's
-thread that waits, and the device's goes on; no further than a layer (`Prefetcher.hold_gradient`). The accumulation, and
+thread that waits, and the device's goes on, two gradients ahead at most (Note [Prefetching]). The accumulation, and
 whatever hooks are on the parameter, are autograd's own. A graph of backward itself (``create_graph=True``) is made of
 plain copies.
 
@@ -41,7 +41,6 @@ copies to the device; without one, and outside of a pass of the whole model, a l
 from __future__ import annotations
 
 import enum
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -243,8 +242,8 @@ class OffloadedLayer(ForwardStage):
         if self.prefetcher is None:
             copy = differentiable_copy(parameter, values, self._synchronous, self.meter)
         else:
-            hold = functools.partial(self.prefetcher.hold_gradient, self)
-            copy = differentiable_copy(parameter, values, self.prefetcher.engine, self.meter, hold)
+            engine, hold = self.prefetcher.engine, self.prefetcher.hold_gradient
+            copy = differentiable_copy(parameter, values, engine, self.meter, hold)
         if parameter.requires_grad and not copy.requires_grad and dtype == parameter.dtype:
             # Gradients are off. Still torch.matmul looks at this flag of a weight to choose between mm and bmm.
             copy = copy.detach().requires_grad_()
@@ -289,9 +288,9 @@ def differentiable_copy(
     Args:
         parameter: The parameter.
         values: Its values on the device.
-        engine: Who moves its gradient.
+        engine: Moves its gradient to the host.
         meter: Counts that.
-        hold: Keeps a gradient on the device while it is copied to the host.
+        hold: Keeps the gradient on the device while it is copied.
 
     Example:
         >>> parameter = nn.Parameter(torch.ones(2))

@@ -17,14 +17,7 @@ from torch import nn
 from memscale.errors import WeightsError, WrapTypeError, shown
 from memscale.techniques.base import EXECUTOR
 
-__all__ = [
-    "LoadedKeys",
-    "forget_pending",
-    "is_on_meta",
-    "load_safetensors",
-    "pending_tensors",
-    "tie_on_meta",
-]
+__all__ = ["LoadedKeys", "forget_pending", "is_on_meta", "load_safetensors", "pending_tensors", "tie_on_meta"]
 
 _PENDING = "_memscale_weights"  # the files that the weights of a model on the meta device will be read from
 _LONGEST_LIST = 8  # names in an error message
@@ -143,11 +136,7 @@ class StoredTensor:
     shape: tuple[int, ...]
 
     def read(self) -> torch.Tensor:
-        """Return the tensor in memory of its own.
-
-        Raises:
-            WeightsError: The file can't be read, or ends early.
-        """
+        """Return the tensor in memory of its own, or raise a WeightsError."""
         with _opened(self.file) as file:
             tensor: torch.Tensor = file.get_tensor(self.key)
             return tensor

@@ -123,11 +123,7 @@ class Materialised:
                     self._owners.setdefault(id(buffer), []).append((module, name))
 
     def allocate(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give a meta tensor memory without values; returns what the modules have now.
-
-        Raises:
-            WrapError: The tensor is of a kind that has no plain memory.
-        """
+        """Give a meta tensor memory without values, or raise a WrapError; returns what the modules have now."""
         if isinstance(tensor, nn.Parameter):
             if type(tensor) is not nn.Parameter:
                 raise WrapError(
@@ -164,11 +160,7 @@ class Materialised:
 class _Initialisation:
     """Initialises the modules of a model that have tensors on the meta device, children first.
 
-    Args:
-        model: The model.
-        made: Gives tensors their memory.
-        had_values: The ids of tensors that had values before, which they keep.
-        release: Called with tensors that were written to.
+    Tensors in `had_values`, by their ids, keep their values; `release` is called with those that were written to.
     """
 
     def __init__(
@@ -188,11 +180,7 @@ class _Initialisation:
         self._unwritten: dict[int, tuple[torch.Tensor, int]] = {}  # by id, with the version when allocated
 
     def run(self) -> None:
-        """Give memory and values to everything.
-
-        Raises:
-            WrapError: No initialiser writes to a tensor.
-        """
+        """Give memory and values to everything, or raise a WrapError if no initialiser writes to a tensor."""
         with _flagged(each for each in _tensors(self._model) if id(each) in self._had_values):
             self._visit(self._model, None)
         named = (*self._model.named_parameters(), *self._model.named_buffers())

@@ -77,6 +77,7 @@ class PlacedParameter:
     Attributes:
         tier: Where it is between the calls of its layer.
         disk_bound: Whether the plan has it on disk; one that is smaller than a page stays on the host all the same.
+        page_locked: Whether its memory is the model's page-locked memory.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class PlacedParameter:
         self.origin = origin
         self.tier: Tier = "device"
         self.disk_bound = False
+        self.page_locked = False
         self._store = store
         self._pinned = pinned
         self._meter = meter
@@ -111,9 +113,11 @@ class PlacedParameter:
         """
         if self.tier == "disk" and tier != "disk":
             self.bring_to_memory()
-        relocate(
-            self.parameter, device if tier == "device" else HOST, self._pinned if tier == "host" else None
-        )
+        memory = None
+        if tier == "host" and not self.page_locked:
+            memory = self._pinned.empty_like(self.parameter, device, MASTERS_SHARE)
+        relocate(self.parameter, device if tier == "device" else HOST, memory)
+        self.page_locked = tier == "host" and (self.page_locked or memory is not None)
         self.tier = tier if tier != "disk" or self._move_to_disk() else "host"
 
     def _move_to_disk(self) -> bool:
@@ -329,6 +333,7 @@ class ModelPlacement:
         disk = {id(parameter) for parameter in on_disk}
         host = {id(parameter) for parameter in on_host} | disk
         before = training_device(model)  # where `restore` leaves all of it, with what has been somewhere
+        locked: set[int] = set()
 
         def allocate(tensor: torch.Tensor) -> torch.Tensor:
             raise_pending_interrupt()
@@ -337,6 +342,7 @@ class ModelPlacement:
             if id(tensor) in host and id(tensor) not in disk:
                 pinned = self.pinned.empty_like(tensor, device, MASTERS_SHARE)
                 if pinned is not None:
+                    locked.add(id(tensor))
                     return pinned
             where = HOST if id(tensor) in host else device
             memory = torch.empty_like(tensor, device=where, requires_grad=False)
@@ -346,8 +352,8 @@ class ModelPlacement:
         with freed_memory_returns():
             made = materialise(model, allocate, self.store.fill, self.store.release_pages)
         for parameter in made.parameters:
-            if id(parameter) not in self._placed:
-                self._add(parameter, before)
+            placed = self._placed.get(id(parameter)) or self._add(parameter, before)
+            placed.page_locked = id(parameter) in locked
         return made
 
     def _add(self, parameter: nn.Parameter, origin: torch.device) -> PlacedParameter:
@@ -365,7 +371,8 @@ class ModelPlacement:
         if any(placed.parameter.device != placed.origin for placed in self._placed.values()):
             self._steps.find_optimizers()
         for placed in self._placed.values():
-            relocate(placed.parameter, placed.origin)
+            parameter, to_ordinary = placed.parameter, placed.page_locked and placed.origin == HOST
+            relocate(parameter, placed.origin, torch.empty_like(parameter) if to_ordinary else None)
         for module, name, device in self._buffers:
             buffer = module._buffers.get(name)
             if buffer is not None:
@@ -392,11 +399,12 @@ class ModelPlacement:
                 continue
             changed = True
             placed.bring_to_memory()
+            placed.page_locked = False
             gradient, parameter.grad = parameter.grad, None
             with torch.no_grad():
                 exchange_data(parameter, convert(parameter.detach()).to(HOST))
                 parameter.grad = None if gradient is None else convert(gradient).to(HOST)
-            placed.move(tier, HOST)
+            placed.move(tier, self.device or HOST)
         return changed
 
     def origins(self, model: nn.Module) -> dict[str, torch.device]:
@@ -521,21 +529,14 @@ def exchange_data(parameter: nn.Parameter, new: torch.Tensor) -> None:
             old.data = old.data.new_empty(0)
 
 
-def relocate(parameter: nn.Parameter, device: torch.device, pinned: PinnedMemory | None = None) -> None:
-    """Move a parameter and its gradient; it stays the same object.
-
-    Args:
-        parameter: The parameter.
-        device: Where to.
-        pinned: Page-locked memory for the parameter, as far as there is some.
-    """
-    if parameter.device == device or parameter.is_meta:
+def relocate(parameter: nn.Parameter, device: torch.device, memory: torch.Tensor | None = None) -> None:
+    """Move a parameter and its gradient, it to given memory if there is some; it stays the same object."""
+    if (parameter.device == device and memory is None) or parameter.is_meta:
         return
     gradient = parameter.grad
     parameter.grad = None
     with torch.no_grad():
         values = parameter.detach()
-        memory = None if pinned is None else pinned.empty_like(values, values.device, MASTERS_SHARE)
         exchange_data(parameter, values.to(device) if memory is None else memory.copy_(values))
         if gradient is not None:
             parameter.grad = gradient.to(device)

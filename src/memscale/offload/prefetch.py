@@ -13,9 +13,8 @@ the next forward the optimizer changes every parameter.
 *Never left behind.* A layer that was not expected, an error in a layer, the end of a pass and the beginning of the
 next drop what was fetched and not used.
 
-*Gradients in flight.* The gradients of a layer stay on the device until they are copied to the host, and no longer
-than until the layer after the next in backward has its own: then the device waits for the copies. Virtual devices,
-which copy at once, hold them as long.
+*Gradients in flight.* A gradient stays on the device until it is copied to the host, and no longer than until two
+others are on their way: then the device waits for the copy. Virtual devices, which copy at once, hold it as long.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ __all__ = ["Prefetcher"]
 _MasterState = tuple[int, int, torch.dtype]
 _Fetched = dict[int, tuple[_MasterState, Transfer[torch.Tensor], int]]
 """Of one layer, by the parameter's id: what the copy was made of, the copy, and its bytes."""
-_Gradient = tuple[Transfer[None], torch.Tensor]
+
+GRADIENTS_IN_FLIGHT = 2  # one is copied while the next is computed
 
 
 class Prefetcher:
@@ -67,7 +67,7 @@ class Prefetcher:
         self._backward = _Route(backward)
         self._task = OUTSIDE_BACKWARD
         self._fetched: dict[int, _Fetched] = {}  # by the layer's id
-        self._in_flight: deque[tuple[OffloadedLayer, list[_Gradient]]] = deque()
+        self._in_flight: deque[tuple[Transfer[None], torch.Tensor]] = deque()
         self._in_forward = False
         self._lock = threading.RLock()  # backward runs in threads of its own
 
@@ -146,11 +146,7 @@ class Prefetcher:
     # ------------------------------------------------------------------ layers
 
     def fetch(self, layer: OffloadedLayer, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values of a parameter on the device, prefetched or not.
-
-        Raises:
-            TransferError: They could not be fetched; its cause is chained.
-        """
+        """Return the values of a parameter on the device, prefetched or not. Raises as `take`."""
         values = self.take(layer, parameter, dtype)
         return self._copy(layer, parameter, dtype).wait() if values is None else values
 
@@ -183,19 +179,16 @@ class Prefetcher:
                 expected = route.next(self.engine.depth)
                 self._fetch(expected, in_backward=in_backward, besides=None if again else layer)
 
-    def hold_gradient(self, layer: OffloadedLayer, transfer: Transfer[None], gradient: torch.Tensor) -> None:
-        """Hold a gradient that is being copied to the host; of two layers at most."""
+    def hold_gradient(self, transfer: Transfer[None], gradient: torch.Tensor) -> None:
+        """Hold a gradient on the device while it is copied to the host."""
         with self._lock:
             self._enter(graph_task_id())  # at whose end it is dropped
-            if not self._in_flight or self._in_flight[-1][0] is not layer:
-                self._in_flight.append((layer, []))
-            self._in_flight[-1][1].append((transfer, gradient))
-            self._finish_gradients(2)
+            self._in_flight.append((transfer, gradient))
+            self._finish_gradients(GRADIENTS_IN_FLIGHT)
 
-    def _finish_gradients(self, layers: int) -> None:
-        while len(self._in_flight) > layers:
-            for transfer, _ in self._in_flight.popleft()[1]:
-                transfer.wait()  # on the device: its memory is used again after the copy
+    def _finish_gradients(self, limit: int) -> None:
+        while len(self._in_flight) > limit:
+            self._in_flight.popleft()[0].wait()  # on the device: its memory is used again after the copy
 
     def _fetch(
         self, expected: Iterable[OffloadedLayer], *, in_backward: bool, besides: OffloadedLayer | None = None

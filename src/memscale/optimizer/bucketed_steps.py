@@ -114,6 +114,7 @@ class BucketedSteps(StepSubscriber):
         self._splits = 0  # calls of torch's arithmetic that were split
         self._splits_before: MutableMapping[Optimizer, int] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._wholes: dict[int, Tensor] = {}  # the parameter of the slice that is being stepped
         self._unavailable = ""  # the reason that was last given
         self._eight_bit: EightBitState | None = None
         self._bytes_moved = 0  # under the plans before this one
@@ -213,6 +214,10 @@ class BucketedSteps(StepSubscriber):
     def is_stored(self, tensor: Tensor) -> bool:
         """Return whether this is a state tensor in the store, which must be left there."""
         return self._mover.is_stored(tensor)
+
+    def whole_of(self, parameter: Tensor) -> Tensor:
+        """Return the parameter that one in a step's groups is a slice of; itself if it is none."""
+        return self._wholes.get(id(parameter), parameter)
 
     def quantizes(self, optimizer: Optimizer, parameter: Tensor) -> bool:
         """Return whether moments of a parameter are kept in 8 bits under an optimizer."""
@@ -483,6 +488,7 @@ class BucketedSteps(StepSubscriber):
             origins = {path: tensor for path, _, tensor in tensors_in({**values, **targets})}
             if values:
                 states[piece] = values
+            self._wholes[id(piece)] = parameter
             try:
                 stepped_piece = stepped._replace(parameter=piece, origins=origins)
                 yield _Bucket([stepped_piece], [member._replace(parameter=piece)])
@@ -490,6 +496,7 @@ class BucketedSteps(StepSubscriber):
                 counters = {name: value for name, value in kept.items() if name not in STATE_NAMES}
             finally:
                 states.pop(piece, None)
+                del self._wholes[id(piece)]
             if stepped.quantized and self._eight_bit is not None and self._eight_bit.has_failed:
                 raise RuntimeError(
                     "8-bit optimizer state failed in the middle of a parameter, whose moments are lost: go on from a "

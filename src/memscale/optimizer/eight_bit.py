@@ -196,13 +196,13 @@ def _items(state: Any) -> list[tuple[Any, Any]]:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill their memory without gaps, from its beginning, in whatever order."""
+    """Return whether the elements fill their memory without gaps, in whatever order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
             return False
         expected *= size
-    return tensor.storage_offset() == 0
+    return True
 
 
 class Unavailable(MemScaleError, RuntimeError):

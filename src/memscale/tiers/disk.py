@@ -129,19 +129,11 @@ class DiskStore:
         return plain.set_(storage, 0, tuple(shape))  # type: ignore[call-overload,no-any-return]
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a mapped tensor of the same shape, type and order of dimensions, without values.
-
-        Raises:
-            As :meth:`empty`.
-        """
+        """Return a mapped tensor of the same shape, type and order of dimensions, without values. Raises as `empty`."""
         return _in_the_same_order(tensor, lambda dense: self.empty(dense.shape, dense.dtype))
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the same values in a mapped tensor, without pages in memory.
-
-        Raises:
-            As :meth:`empty`.
-        """
+        """Return the same values in a mapped tensor, without pages in memory. Raises as `empty`."""
 
         def dense_copy(dense: torch.Tensor) -> torch.Tensor:
             copy = self.empty(dense.shape, dense.dtype)
@@ -254,11 +246,7 @@ class Extent:
 
 
 class DiskFile:
-    """The file of one model in `offload_dir`, made when the first byte is stored. See Note [Space on disk].
-
-    Args:
-        directory: Where; None for what `find_disk` chooses.
-        capacity: The most bytes to take of the disk, a hard cap; None for what is free now.
+    """The file of one `DiskStore`, made when the first byte is stored. See Note [Space on disk].
 
     Raises:
         HardwareError: The directory is a file, or no parent of it exists.
@@ -368,11 +356,7 @@ class DiskFile:
             return Extent(offset, length)
 
     def map(self, extent: Extent) -> int:
-        """Map an extent, shared and writable, and return its address.
-
-        Raises:
-            TierError: It can't be mapped.
-        """
+        """Map an extent, shared and writable, and return its address, or raise a TierError."""
         address = _libc().mmap(None, extent.nbytes, _READ_WRITE, mmap.MAP_SHARED, self.fd, extent.offset)
         if address is None or address == _MAP_FAILED:
             code = ctypes.get_errno()
@@ -564,12 +548,7 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def round_up(nbytes: int, unit: int = PAGE) -> int:
-    """Return the next multiple of `unit`.
-
-    Example:
-        >>> round_up(65, 64), round_up(128, 64)
-        (128, 128)
-    """
+    """Return the next multiple of `unit`."""
     return -(-nbytes // unit) * unit
 
 

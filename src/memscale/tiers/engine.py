@@ -40,15 +40,7 @@ from memscale.hardware.host import read_host
 from memscale.tiers.disk import FreeList, round_up
 from memscale.units import format_bytes
 
-__all__ = [
-    "ENVIRONMENT",
-    "Engine",
-    "HostMemory",
-    "Lane",
-    "PinnedMemory",
-    "Transfer",
-    "async_settings",
-]
+__all__ = ["ENVIRONMENT", "Engine", "HostMemory", "Lane", "PinnedMemory", "Transfer", "async_settings"]
 
 T = TypeVar("T")
 
@@ -71,12 +63,7 @@ class Lane(enum.Enum):
 
 
 class Transfer(Generic[T]):
-    """A transfer that has ended, with its result; subclasses are those that may still run.
-
-    Example:
-        >>> Transfer(3).wait()
-        3
-    """
+    """A transfer that has ended, with its result; subclasses are those that may still run."""
 
     def __init__(self, value: T) -> None:
         self._value = value
@@ -90,11 +77,7 @@ class Transfer(Generic[T]):
         return self._value
 
     def finish(self) -> T:
-        """Block until the bytes are where they belong, and return the result.
-
-        Raises:
-            As :meth:`wait`.
-        """
+        """Block until the bytes are where they belong, and return the result. Raises as `wait`."""
         return self.wait()
 
     def abandon(self, source: torch.Tensor) -> None:
@@ -372,15 +355,6 @@ class HostMemory:
 
     Attributes:
         bytes_used: Bytes of the tensors that are alive.
-
-    Example:
-        >>> memory = HostMemory(capacity=1000)
-        >>> values = memory.empty_like(torch.arange(4.0))
-        >>> memory.bytes_used
-        16
-        >>> del values
-        >>> memory.bytes_used
-        0
     """
 
     def __init__(self, capacity: int | None = None, pinned: PinnedMemory | None = None) -> None:

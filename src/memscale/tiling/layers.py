@@ -55,7 +55,7 @@ from memscale._torch import (
     surrounding_hooks,
     tree_leaves,
 )
-from memscale._util.snapshots import HostRngState
+from memscale._util.snapshots import Attributes, HostRngState
 from memscale._util.trees import Tree
 from memscale.checkpointing.state import FREED, Conditions, Inputs, ModuleFlags, submodules
 from memscale.errors import RecomputeError
@@ -393,7 +393,8 @@ def show_position_wise(
     # A simulation or a memory tracker around must neither see this nor change the result.
     with torch.no_grad(), disable_current_modes(), _without_data(module):
         x = torch.empty(P, Q, width, dtype=dtype, device="meta")
-        random = HostRngState()
+        random, attributes = HostRngState(), Attributes(submodules([module]))
+        buffers = [each for one in submodules([module]) for each in one._buffers.values()]
         try:
             with _Tracer(x) as tracer:
                 result = function(x)
@@ -404,10 +405,14 @@ def show_position_wise(
                 f"it cannot be traced ({type(error).__name__}: {str(error)[:80]})"
             ) from error
         finally:
-            draws = random.has_moved()
+            draws, changes = random.has_moved(), attributes.has_changed()
             random.restore()
+            attributes.restore()
         if draws:
             raise NotPositionWise("it draws from Python's or NumPy's random numbers, once a call")
+        after = [each for one in submodules([module]) for each in one._buffers.values()]
+        if changes or [*map(id, after)] != [*map(id, buffers)]:
+            raise NotPositionWise("it changes attributes or buffers of its own, once a call")
         if not isinstance(result, torch.Tensor):
             raise NotPositionWise(f"it returns a {type(result).__name__}")
         if not tracer.is_of_positions(result) or tuple(result.shape[:-1]) != (P, Q):
