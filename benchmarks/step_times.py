@@ -1,7 +1,8 @@
 """`python -m benchmarks.step_times`: the planner's time model against step times that others have published.
 
 Each row is a published measurement: whose, on which device, and what the time model (`memscale/techniques/cost.py`)
-estimates for the same model and batch. Nothing was fitted to a row; misses are shown as well.
+estimates for the same model and batch. Two rows, of the link, are where constants of the model come from; the page says
+which choices were made with the rows in view. Misses are shown as well.
 """
 
 from __future__ import annotations
