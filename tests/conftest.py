@@ -13,6 +13,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 import random
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -53,6 +54,14 @@ def seeds() -> None:
     """Every test starts from the same random state, whatever ran before it."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_plans() -> None:
+    """No test finds the plan of another."""
+    planning = sys.modules.get("memscale.planner.make_plan")
+    if planning is not None:
+        planning.plans_made.clear()
 
 
 @pytest.fixture(autouse=True)

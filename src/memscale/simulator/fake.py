@@ -148,6 +148,12 @@ UNKNOWN_INT = 1
 LARGEST_MASK = 1 << 20  # elements
 VALUES_PROPAGATED = {"_to_copy", "detach", "alias", "view", "slice", "all", "any", "sum", "eq", "ne"}
 VALUES_PROPAGATED |= {"logical_not", "bitwise_not"}
+_value_reads = 0
+
+
+def batch_value_reads() -> int:
+    """Return how often code in this process has read a value of a fake batch."""
+    return _value_reads
 
 
 class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
@@ -184,6 +190,7 @@ class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__ini
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        global _value_reads
         # Two thirds of all dispatches only ask a fake tensor for its device.
         if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device
@@ -192,6 +199,7 @@ class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__ini
             # Python code that depends on a guess may take another branch in training.
             value = getattr(args[0], "_memscale_value", None)
             self.guesses += value is None or getattr(args[0], "_memscale_guess", False)
+            _value_reads += getattr(args[0], "_memscale_known", None) is not None
             dtype = args[0].dtype
             if dtype is torch.bool:
                 return bool(value)  # an unknown comparison is false: no early exit, no dropped layer
