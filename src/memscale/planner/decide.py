@@ -175,7 +175,8 @@ def _by_rule(
     room = capacity - margin
     curve = pareto_frontier(points)
     fitting = [point for point in curve if point.peak_bytes <= room]
-    smallest = curve[-1]
+    # Of equal peaks the one that holds the least for backward.
+    smallest = min(points, key=lambda point: (point.peak_bytes, point.saved_bytes, point.seconds))
     if not fitting:
         note = f"nothing fits: {_shortage(smallest, room)} than the device has ({format_bytes(capacity)})"
         return Verdict(smallest, "smallest-plan", (note,))
@@ -191,9 +192,7 @@ def _by_rule(
         saved = plain.peak_bytes - least
         most = min(room, least + int(AGGRESSIVE_SHARE * max(0, min(least, saved))))
         chosen = _fastest(fitting, most)
-        if chosen.peak_bytes == least:  # of equal peaks the one that holds the least for backward
-            chosen = min(points, key=lambda each: (each.peak_bytes, each.saved_bytes, each.seconds))
-        return Verdict(chosen, "least-peak")
+        return Verdict(smallest if chosen.peak_bytes == least else chosen, "least-peak")
     if config.mode is OptimizationMode.CONSERVATIVE:
         limit = CONSERVATIVE_TIME * fitting[0].seconds
         return Verdict(_slowest(fitting, limit), "least-peak-within-1.15x")
