@@ -216,7 +216,7 @@ def test_to_dict_is_plain_and_in_the_order_of_the_fields():
     assert list(config.to_dict().items()) == [
         ("mode", "balanced"),
         ("log_file", "a/b"),
-        ("async_config", {"prefetch_depth": 2, "pinned_pool_gb": None, "workers": 4}),
+        ("async_config", {"prefetch_depth": 1, "pinned_pool_gb": None, "workers": 4}),
     ]
     assert type(config.to_dict()["mode"]) is str
 

@@ -47,7 +47,7 @@ class NarrowSaves:
     def options(self, block: BlockProfile, terms: CostTerms) -> Iterator[BlockOption]:
         if block.saved_bytes:
             half = block.saved_bytes // 2
-            conversions = terms.rates.seconds(0, 2 * block.saved_bytes + 2 * half)
+            conversions = terms.rates.seconds(0, 0, 2 * block.saved_bytes + 2 * half)
             yield BlockOption(
                 NAME,
                 conversions + LAUNCH_SECONDS,

@@ -522,6 +522,7 @@ def test_a_grad_scaler_of_another_model_changes_nothing() -> None:
 
 def test_accelerates_precision_is_the_one_that_counts() -> None:
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # of a Trainer before
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
     try:
         model = net()
