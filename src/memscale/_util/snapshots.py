@@ -223,6 +223,7 @@ class Attributes:
         modules = [(dict(_attributes(own)), read) for own, read in self._modules]
         if not all(_has_elements(*each) for each in (*modules, *self._containers.values())):
             return True
+        # As bytes, to compare states of any kind; nothing is ever unpickled.
         return any(pickle.dumps(state) != pickle.dumps(each.read()) for each, state in self._generators)
 
     def restore(self) -> None:
