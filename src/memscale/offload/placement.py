@@ -252,16 +252,9 @@ class ModelPlacement:
         self._followers: dict[tuple[bool, int], Sequence[PlacedParameter]] = {}  # by direction and layer
 
     @property
-    def bytes_offloaded(self) -> int:
-        """Bytes of the parameters that are on the host or on disk now instead of on the device."""
-        moved = (each for each in self._placed.values() if each.origin != each.parameter.device)
-        return sum(each.parameter.nbytes for each in moved)
-
-    @property
     def bytes_on_host(self) -> int:
-        """Bytes of the parameters that are in host memory now instead of on the device."""
-        on_disk = sum(parameter.nbytes for parameter in self.on_disk)
-        return self.bytes_offloaded - on_disk if self.device != HOST else 0
+        """Bytes of the parameters that are in host memory instead of on the device."""
+        return sum(parameter.nbytes for parameter in self.host_masters())
 
     @property
     def on_disk(self) -> list[nn.Parameter]:
