@@ -19,7 +19,7 @@ from torch import nn
 
 import memscale
 from memscale import AsyncOffloadConfig, Config
-from memscale.errors import ConfigError, TransferError
+from memscale.errors import TransferError
 from memscale.execution_plan import Checkpointing, LayerPlan, Offloading, Plan
 from memscale.observe.counters import Meter
 from memscale.offload.activations import Activations
@@ -27,7 +27,7 @@ from memscale.offload.layer import GradientTransfer
 from memscale.offload.prefetch import Prefetcher
 from memscale.simulator import simulate
 from memscale.testing import executing
-from memscale.tiers.engine import ENVIRONMENT, Engine, async_settings
+from memscale.tiers.engine import Engine, async_settings
 from support.families import FAMILIES
 from support.offloaded import activations_of, attached, large_batch, plan_of, prefetcher_of, train
 from support.pretend_cuda import CUDA, LOG, Pretend, cuda  # noqa: F401  # a fixture
@@ -577,30 +577,22 @@ def test_a_gradient_goes_home_on_a_stream_of_its_own(cuda: Any) -> None:  # noqa
 
 
 @pytest.mark.parametrize(
-    ("plan", "config", "environment", "expected"),
+    ("plan", "config", "expected"),
     [
-        (False, None, "", False),
-        (True, None, "", True),
-        (False, None, "1", True),
-        (False, Config(async_offload=True), "", True),
-        (True, Config(async_offload=False), "1", False),
-        (False, Config(), "on", True),
-        (True, Config(), "0", True),
+        (False, None, False),
+        (True, None, True),
+        (True, Config(), True),
+        (False, Config(async_offload=True), True),
+        (True, Config(async_offload=False), False),
     ],
 )
-def test_who_switches_it_on(
-    plan: bool, config: Config | None, environment: str, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(ENVIRONMENT, environment)
+def test_who_switches_it_on(plan: bool, config: Config | None, expected: bool) -> None:
     assert (async_settings(Plan((), async_offload=plan), config) is not None) is expected
 
 
-def test_settings_of_the_user_and_a_wrong_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_user() -> None:
     settings = AsyncOffloadConfig(prefetch_depth=5)
     assert async_settings(Plan((), async_offload=True), Config(async_config=settings)) == settings
-    monkeypatch.setenv(ENVIRONMENT, "perhaps")
-    with pytest.raises(ConfigError, match=r"MEMSCALE_ASYNC_OFFLOAD='perhaps'"):
-        async_settings(Plan(()), None)
 
 
 def test_wrap_takes_both_settings(taken: list[bool]) -> None:
