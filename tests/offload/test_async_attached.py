@@ -29,7 +29,15 @@ from memscale.simulator import simulate
 from memscale.testing import executing
 from memscale.tiers.engine import Engine, async_settings
 from support.families import FAMILIES
-from support.offloaded import activations_of, attached, large_batch, plan_of, prefetcher_of, train
+from support.offloaded import (
+    activations_of,
+    attached,
+    bytes_prefetched,
+    large_batch,
+    plan_of,
+    prefetcher_of,
+    train,
+)
 from support.pretend_cuda import CUDA, LOG, Pretend, cuda  # noqa: F401  # a fixture
 from support.wrapping import Layer
 
@@ -112,10 +120,10 @@ def test_training_is_bit_equal_to_the_plain_run(
         plan = plan_of(model, to="host", activations=activations, recomputed=recomputed)
         with attached(model, plan, ASYNC) as executor:
             got = train(family, model, batch)
-            assert prefetcher_of(executor).bytes_prefetched == 0
+            assert bytes_prefetched(prefetcher_of(executor)) == 0
             if activations:
                 assert activations_of(executor).bytes_sent > 0
-                assert activations_of(executor).bytes_stored == 0
+                assert activations_of(executor).memory.bytes_used == 0
     got.assert_equals(expected)
     assert sum(taken) > 0.9 * len(taken), "nearly all were fetched ahead"
 
@@ -194,7 +202,7 @@ def test_so_many_layers_ahead_and_no_more() -> None:
     """While a layer computes, the copies of the next ones are there, and nobody else's."""
 
     def note(seen: list[int], prefetcher: Prefetcher, one: int, *_: Any) -> None:
-        seen.append(prefetcher.bytes_prefetched // one)
+        seen.append(bytes_prefetched(prefetcher) // one)
 
     with executing() as gpu:
         for depth in (1, 2, 3):
@@ -295,9 +303,9 @@ def test_nothing_is_fetched_across_an_optimizer_step() -> None:
             live = gpu.tracker.live_bytes(gpu.device)
             for _ in range(2):
                 loss = model(x).square().mean()
-                assert prefetcher_of(executor).bytes_prefetched == 0
+                assert bytes_prefetched(prefetcher_of(executor)) == 0
                 loss.backward()
-                assert prefetcher_of(executor).bytes_prefetched == 0
+                assert bytes_prefetched(prefetcher_of(executor)) == 0
             del loss
             assert gpu.tracker.live_bytes(gpu.device) == live + gpu.tracker.workspace_bytes(gpu.device)
 
@@ -401,7 +409,7 @@ def test_an_error_leaves_no_copies_on_the_device(where: str) -> None:
                 model.fails = False
                 with torch.no_grad():
                     model(x)
-            assert prefetcher_of(executor).bytes_prefetched == 0
+            assert bytes_prefetched(prefetcher_of(executor)) == 0
             left = gpu.tracker.live_bytes(gpu.device) - live
             # After an error in backward the graph itself is still there, of a plain model too.
             assert left == 0 or (where == "backward" and left < model.layers[0].up.weight.nbytes)
@@ -454,7 +462,7 @@ def test_layers_that_are_skipped_are_dropped() -> None:
                     assert (ours.grad is None) == (theirs.grad is None)
                     if ours.grad is not None:
                         assert torch.equal(ours.grad, theirs.grad)
-                assert prefetcher_of(executor).bytes_prefetched == 0
+                assert bytes_prefetched(prefetcher_of(executor)) == 0
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
