@@ -11,8 +11,6 @@ compare times on one device, where the common shortfall cancels.
 - Bandwidth is in GB/s (10**9), and so is the link to the host: one direction, before protocol overhead.
 - A laptop GPU is listed at the top of its published boost range; the same chip on less power is slower.
 
-To add a GPU: one row in the group of its architecture, figures from the vendor's own page, in the units above.
-
 Note [How a name is matched]
 A name is split into words: "rtx3090Ti", "RTX 3090 Ti" and "NVIDIA GeForce RTX 3090 Ti" all have {3090, ti}. Some
 words identify the GPU (its core: 3090, ti, laptop, super); others are optional (vendor, product line, memory, form
@@ -31,36 +29,20 @@ from typing import Literal, NamedTuple, TypeAlias
 from memscale.errors import ConfigTypeError, HardwareError, shown
 from memscale.hardware.specs import Rates
 
-__all__ = ["GPU_TABLE", "GpuSpec", "find_gpu", "list_gpus"]
-
 Vendor: TypeAlias = Literal["nvidia", "amd"]
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSpec:
-    """What a vendor publishes about one GPU.
-
-    Attributes:
-        name: The canonical name, unique in the table.
-        vendor: "nvidia" or "amd".
-        memory_bytes: Device memory; a "24 GB" card has 24 x 2**30 bytes.
-        fp32_tflops: IEEE fp32, in 10**12 FLOP/s.
-        tf32_tflops: TF32 on tensor cores; None where there is none.
-        fp16_tflops: fp16 with fp32 accumulation where there are tensor cores, else plain fp16.
-        bf16_tflops: None where the hardware has no bf16 (Pascal, Volta, Turing, RDNA 2).
-        memory_bandwidth_gbs: Of the device memory, in 10**9 bytes per second.
-        link_gbs: To the host, one direction, in 10**9 bytes per second.
-        compute_capability: NVIDIA's (major, minor); None for AMD.
-        source: Where the figures are from.
+    """What a vendor publishes about one GPU, in the units above.
 
     Example:
-        >>> from memscale.hardware import find_gpu
         >>> gpu = find_gpu("RTX 3090")
         >>> gpu.memory_bytes // 2**30, gpu.compute_capability
         (24, (8, 6))
     """
 
-    name: str
+    name: str  # the canonical name, unique in the table
     vendor: Vendor
     memory_bytes: int
     fp32_tflops: float
@@ -69,18 +51,14 @@ class GpuSpec:
     bf16_tflops: float | None
     memory_bandwidth_gbs: float
     link_gbs: float
-    compute_capability: tuple[int, int] | None
-    source: str
+    compute_capability: tuple[int, int] | None  # None for AMD
+    source: str  # where the figures are from
 
     @property
     def rates(self) -> Rates:
         """The rates in FLOP/s."""
-        return Rates(
-            fp32=self.fp32_tflops * 1e12,
-            fp16=self.fp16_tflops * 1e12,
-            bf16=None if self.bf16_tflops is None else self.bf16_tflops * 1e12,
-            tf32=None if self.tf32_tflops is None else self.tf32_tflops * 1e12,
-        )
+        bf16, tf32 = (each and each * 1e12 for each in (self.bf16_tflops, self.tf32_tflops))
+        return Rates(self.fp32_tflops * 1e12, self.fp16_tflops * 1e12, bf16, tf32)
 
 
 # name, GiB, fp32, tf32, fp16, bf16, memory GB/s, link GB/s
@@ -295,8 +273,7 @@ GPU_TABLE: tuple[GpuSpec, ...] = (
         ("AMD Instinct MI350X", 288, 144.2,  None, 2306.9, 2306.9, 8000.0, _GEN5_X16),
         ("AMD Instinct MI355X", 288, 157.3,  None, 2516.6, 2516.6, 8000.0, _GEN5_X16),
     ),
-    # torch sees each of the two dies as a device of its own, and no tensor can be larger than what one die
-    # has.
+    # torch sees each of the two dies as a device of its own.
     *_group("amd", None, "AMD Instinct MI250 and MI250X data sheets, halved: one die of the two of a card",
         ("AMD Instinct MI250",   64,  45.2,  None,  181.0,  181.0, 1638.4, _GEN4_X16),
         ("AMD Instinct MI250X",  64,  47.8,  None,  191.5,  191.5, 1638.4, _GEN4_X16),
@@ -324,7 +301,6 @@ GPU_TABLE: tuple[GpuSpec, ...] = (
     ),
 )
 # fmt: on
-"""Every GPU known by name, oldest architecture first."""
 
 
 _VENDOR_WORDS: dict[Vendor, frozenset[str]] = {
@@ -406,19 +382,17 @@ class _Entry(NamedTuple):
 
 
 @cache
-def _entries() -> tuple[_Entry, ...]:
-    return tuple(map(_entry, GPU_TABLE))
-
-
-def _entry(gpu: GpuSpec) -> _Entry:
-    words = _words(gpu.name)
-    memory = f"{gpu.memory_bytes // 2**30}gb"
-    # "TITAN" is several GPUs, which only the product line tells apart.
-    line = frozenset[str]() if "titan" in words else _LINE_WORDS
-    vendor = _VENDOR_WORDS[gpu.vendor]
-    core = words - vendor - line - _DETAIL_WORDS - {memory}
-    allowed = words | vendor | {memory} | _DRIVER_WORDS.get(gpu.name, frozenset())
-    return _Entry(gpu, core, allowed)
+def _entries() -> list[_Entry]:
+    entries = []
+    for gpu in GPU_TABLE:
+        words, vendor = _words(gpu.name), _VENDOR_WORDS[gpu.vendor]
+        memory = f"{gpu.memory_bytes // 2**30}gb"
+        # "TITAN" is several GPUs, which only the product line tells apart.
+        line = frozenset[str]() if "titan" in words else _LINE_WORDS
+        core = words - vendor - line - _DETAIL_WORDS - {memory}
+        allowed = words | vendor | {memory} | _DRIVER_WORDS.get(gpu.name, frozenset())
+        entries.append(_Entry(gpu, core, allowed))
+    return entries
 
 
 def _words(name: str) -> frozenset[str]:
@@ -439,14 +413,13 @@ def _split(run: str) -> list[str]:
     return [*_PREFIX.findall(run[:end]), *filter(None, model)]
 
 
-def _nearest(words: frozenset[str], count: int = 5) -> tuple[str, ...]:
+def _nearest(words: frozenset[str], count: int = 5) -> list[str]:
     """Return the names most like `words`, those that share words of their core first."""
     known = words - _VENDOR_WORDS["nvidia"] - _VENDOR_WORDS["amd"] - _LINE_WORDS
     plain = "".join(sorted(word for word in known if not _MEMORY.fullmatch(word)))
-    scored: list[tuple[float, int, str]] = []
-    for position, entry in enumerate(_entries()):
+    scores: dict[str, float] = {}
+    for entry in _entries():
         likeness = SequenceMatcher(None, plain, "".join(sorted(entry.core)), autojunk=False).ratio()
-        score = likeness + len(words & entry.core) / len(entry.core)
-        if score > 0.5:
-            scored.append((-score, position, entry.gpu.name))
-    return tuple(name for _, _, name in sorted(scored)[:count])
+        scores[entry.gpu.name] = likeness + len(words & entry.core) / len(entry.core)
+    near = [name for name, score in scores.items() if score > 0.5]
+    return sorted(near, key=lambda name: -scores[name])[:count]
