@@ -2,10 +2,9 @@
 
 Note [AMX that is announced but does not work]
 A virtual machine may pass on the CPU flags `amx_tile` and `amx_bf16` and yet hide CPUID leaf 0x1D, which describes
-the layout of tiles. oneDNN, which multiplies matrices for torch, trusts the flags, loads an empty tile configuration,
-and the first tile instruction kills the process with SIGILL: any bf16 product of 32 x 32 or more ends the training run
-(seen with torch 2.13, oneDNN 3.12). The highest leaf is the `cpuid level` of `/proc/cpuinfo`. If AMX is announced and
-the level is below 0x1D, bf16 counts as not supported, unless the user keeps oneDNN from AMX with `ONEDNN_MAX_CPU_ISA`.
+the layout of tiles. oneDNN trusts the flags, and the first tile instruction kills the process with SIGILL: any bf16
+product of 32 x 32 or more (seen with torch 2.13, oneDNN 3.12). If AMX is announced and the `cpuid level` of
+`/proc/cpuinfo` is below 0x1D, bf16 counts as not supported, unless `ONEDNN_MAX_CPU_ISA` keeps oneDNN from AMX.
 """
 
 from __future__ import annotations
@@ -149,8 +148,7 @@ _FLOPS_PER_CORE = {"avx512f": 50e9, "avx2": 32e9}
 _OTHER_FLOPS = 16e9
 
 # 16-bit matrix products relative to fp32. Seen on an Emerald Rapids core with torch 2.13: 1.2 with avx512_bf16, 2.3
-# with avx512_fp16, and without instructions for them 0.4 for bf16 and 0.007 for fp16. A whole training step in bf16
-# without them took three times the fp32 one.
+# with avx512_fp16, and without instructions for them 0.4 for bf16 (a whole training step: 0.33) and 0.007 for fp16.
 _AMX_BF16 = 4.0
 _VECTOR_BF16 = 1.2
 _VECTOR_FP16 = 2.0
@@ -177,12 +175,7 @@ class SixteenBitSupport(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CpuFeatures:
-    """What a CPU announces about itself.
-
-    Example:
-        >>> CpuFeatures("a CPU", frozenset({"avx2", "avx512f", "avx512_bf16"}), 32).bf16.relative_rate
-        1.2
-    """
+    """What a CPU announces about itself."""
 
     model: str
     flags: frozenset[str]  # the instruction sets, as `/proc/cpuinfo` names them
@@ -269,11 +262,7 @@ def cpu_device(cpu: CpuFeatures, host: HostSpec, disk: DiskSpec) -> DeviceSpec:
 
 
 class _Architecture(NamedTuple):
-    """Assumptions about a GPU outside of the table, by its compute capability.
-
-    The ratios to fp32 are those of the slower product line where an architecture has two (GeForce accumulates fp16
-    in fp32 at half rate), so that an estimate does not promise what the card may not have.
-    """
+    """Assumptions about a GPU outside of the table, by its compute capability: those of the slower product line."""
 
     cores_per_multiprocessor: int
     fp16_ratio: float

@@ -67,10 +67,9 @@ def _ram(proc: Path) -> tuple[int, int]:
 
 
 def _memory_limits(group: Path, version: int) -> Iterator[tuple[int, int]]:
-    """Yield the limit and the use of a group, in bytes.
+    """Yield the limit of a group and its use without the file cache that the kernel can drop, in bytes.
 
-    Use is without the file cache that the kernel can drop. "No limit" is "max" in version 2; in version 1 it is a
-    number near 2**63, more than any machine has.
+    "No limit" is "max" in version 2; in version 1 it is a number near 2**63, more than any machine has.
     """
     # Above memory.high the kernel slows a group down to nearly nothing, which is as good as a limit.
     files = ["memory.max", "memory.high"] if version == 2 else ["memory.limit_in_bytes"]
