@@ -11,13 +11,13 @@ Nothing in MemScale imports this module.
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -46,15 +46,15 @@ aten = torch.ops.aten
 CROSS_DEVICE = {"index", "_index_put_impl_", "index_put", "index_put_", "copy_", "_to_copy", "_unsafe_index"}
 
 
-class ExecutingTensor(torch.Tensor):
+class ExecutingTensor(Tensor):
     """A CPU tensor under the label of the virtual device."""
 
-    host: torch.Tensor
+    host: Tensor
     __slots__ = ()  # tensors with slots of their own cannot be swapped by Module.to
     __torch_function__ = disabled_torch_function
 
     @staticmethod
-    def __new__(cls, host: torch.Tensor) -> ExecutingTensor:
+    def __new__(cls, host: Tensor) -> ExecutingTensor:
         tensor: ExecutingTensor = make_wrapper_subclass(
             cls,
             host.size(),
@@ -69,11 +69,11 @@ class ExecutingTensor(torch.Tensor):
         return tensor
 
     @property
-    def data(self) -> torch.Tensor:
+    def data(self) -> Tensor:
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
     @data.setter
-    def data(self, value: torch.Tensor) -> None:
+    def data(self, value: Tensor) -> None:
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         assert isinstance(value, ExecutingTensor)
         self.host = value.host
@@ -108,11 +108,7 @@ class ExecutingTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it on the instance
-        cls,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return _execute(func, args, kwargs or {})
 
@@ -120,11 +116,11 @@ class ExecutingTensor(torch.Tensor):
 PLAIN_KINDS.add(ExecutingTensor)  # a model on this device can be simulated
 
 
-def _with_flags(tensor: torch.Tensor, parameter: bool, requires_grad: bool) -> torch.Tensor:
+def _with_flags(tensor: Tensor, parameter: bool, requires_grad: bool) -> Tensor:
     return nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
 
 
-def _rebuild(host: torch.Tensor, parameter: bool, requires_grad: bool) -> torch.Tensor:
+def _rebuild(host: Tensor, parameter: bool, requires_grad: bool) -> Tensor:
     # None outside of `torch.load`.
     to = map_location_in_use()
     if isinstance(to, (str, torch.device)) and torch.device(to).type == "cpu":
@@ -137,13 +133,7 @@ class ExecutingTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `
 
     _plain = DeviceTracker._plain | {ExecutingTensor}
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = op_name(func)
         if name == "is_pinned":
             return False
@@ -160,13 +150,13 @@ def _execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "record_stream":
         return None
     wrappers: dict[int, ExecutingTensor] = {}
-    foreign: list[torch.Tensor] = []
+    foreign: list[Tensor] = []
 
     def unwrap(value: Any) -> Any:
         if isinstance(value, ExecutingTensor):
             wrappers[id(value.host)] = value
             return value.host
-        if isinstance(value, torch.Tensor) and value.dim() and value.device.type == "cpu":
+        if isinstance(value, Tensor) and value.dim() and value.device.type == "cpu":
             foreign.append(value)
         if isinstance(value, torch.device) and value.type == backend.NAME:
             return torch.device("cpu")
@@ -197,7 +187,7 @@ def _execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _wrap(leaf: Any, wrappers: dict[int, ExecutingTensor], mutable: bool) -> Any:
-    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, ExecutingTensor):
+    if not isinstance(leaf, Tensor) or isinstance(leaf, ExecutingTensor):
         return leaf
     original = wrappers.get(id(leaf))
     if original is None or not mutable:
@@ -241,36 +231,22 @@ class ExecutingDevice(backend.VirtualDevice):
         super().__init__("executing virtual GPU", capacity, capability, device, tracker)
         self.generator = torch.Generator()
 
-    def get_rng_state(self) -> torch.Tensor:
+    def get_rng_state(self) -> Tensor:
         return self.generator.get_state()
 
-    def set_rng_state(self, state: torch.Tensor) -> None:
+    def set_rng_state(self, state: Tensor) -> None:
         self.generator.set_state(state)
 
     def manual_seed(self, seed: int) -> None:
         self.generator.manual_seed(seed)
 
 
-def _empty(
-    size: Any,
-    dtype: torch.dtype | None = None,
-    layout: Any = None,
-    device: Any = None,
-    pin_memory: Any = None,
-    memory_format: torch.memory_format | None = None,
-) -> torch.Tensor:
+def _empty(size: Any, *, dtype: Any = None, memory_format: Any = None, **_: Any) -> Tensor:
     form = memory_format or torch.contiguous_format
     return ExecutingTensor(torch.empty(size, dtype=dtype, device="cpu", memory_format=form))
 
 
-def _empty_strided(
-    size: Any,
-    stride: Any,
-    dtype: torch.dtype | None = None,
-    layout: Any = None,
-    device: Any = None,
-    pin_memory: Any = None,
-) -> torch.Tensor:
+def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Tensor:
     return ExecutingTensor(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
 
 
@@ -279,15 +255,6 @@ def _copy_from(source: Any, target: Any, non_blocking: bool = False) -> Any:
     host = [each.host if isinstance(each, ExecutingTensor) else each for each in (source, target)]
     host[1].copy_(host[0])
     return target
-
-
-@contextlib.contextmanager
-def _kernels() -> Iterator[None]:
-    with backend.operators("PrivateUse1") as implement:
-        implement("empty.memory_format", _empty)
-        implement("empty_strided", _empty_strided)
-        implement("_copy_from", _copy_from)
-        yield
 
 
 @contextlib.contextmanager
@@ -317,12 +284,15 @@ def executing(
     device.manual_seed(seed)
     with (
         backend.activate(device),
-        _kernels(),
+        backend.operators("PrivateUse1") as implement,
         behaving_as_cuda(device.device, capability),
         backend.like_cuda_tensors(ExecutingTensor),
         cast(Any, torch.serialization.safe_globals)([_rebuild]),
         device.tracker,
     ):
+        implement("empty.memory_format", _empty)
+        implement("empty_strided", _empty_strided)
+        implement("_copy_from", _copy_from)
         _generator = device.generator
         try:
             yield device
@@ -338,27 +308,18 @@ def executing(
 
 # Backward draws a dropout mask again from the random state that forward began with. The operation only passes an 8-byte
 # seed, so the state is kept here under that number; old ones are dropped.
-_random_states: OrderedDict[int, torch.Tensor] = OrderedDict()
+_random_states: dict[int, Tensor] = {}
+_state_numbers = itertools.count(1)
 _MAX_STATES = 4096
-_next_state = 0
-
-
-def _remember_random_state() -> int:
-    global _next_state
-    _next_state += 1
-    _random_states[_next_state] = torch.get_rng_state()
-    if len(_random_states) > _MAX_STATES:
-        _random_states.popitem(last=False)
-    return _next_state
 
 
 def _like_cuda(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Return the operation's outputs with CUDA's shapes and strides, uninitialised."""
-    meta = [each.to("meta") if isinstance(each, torch.Tensor) else each for each in args]
+    meta = [each.to("meta") if isinstance(each, Tensor) else each for each in args]
     shapes = func(*meta, **kwargs)
     return tuple(
         torch.empty_strided(each.size(), each.stride(), dtype=each.dtype)
-        if isinstance(each, torch.Tensor)
+        if isinstance(each, Tensor)
         else each
         for each in shapes
     )
@@ -376,11 +337,11 @@ def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     return given
 
 
-def _attend(given: dict[str, Any], *inputs: torch.Tensor | None) -> torch.Tensor:
+def _attend(given: dict[str, Any], *inputs: Tensor | None) -> Tensor:
     # The CPU's own attention, for the numbers of a CPU run, whichever kernels the user allows on the device.
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         attend: Any = functional.scaled_dot_product_attention
-        out: torch.Tensor = attend(*inputs, given["dropout_p"], given["is_causal"], scale=given["scale"])
+        out: Tensor = attend(*inputs, given["dropout_p"], given["is_causal"], scale=given["scale"])
     return out
 
 
@@ -388,13 +349,17 @@ def _attention(func: Any, seed_output: int, *args: Any, **kwargs: Any) -> tuple[
     """Compute one of CUDA's attention kernels; `seed_output` is the position of the random seed in its results."""
     given = _named(func, args, kwargs)
     outputs = _like_cuda(func, *args, **kwargs)
-    state = _remember_random_state() if given["dropout_p"] > 0 else 0
+    number = 0
+    if given["dropout_p"] > 0:
+        number = next(_state_numbers)
+        _random_states[number] = torch.get_rng_state()
+        _random_states.pop(number - _MAX_STATES, None)
     outputs[0].copy_(_attend(given, given["query"], given["key"], given["value"], given.get("attn_bias")))
-    outputs[seed_output].fill_(state)
+    outputs[seed_output].fill_(number)
     return outputs
 
 
-def _attention_backward(func: Any, gradient: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+def _attention_backward(func: Any, gradient: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Compute the backward of one of CUDA's attention kernels by recomputing its forward."""
     given = _named(func, (gradient, *args), kwargs)
     outputs = _like_cuda(func, gradient, *args, **kwargs)
@@ -422,12 +387,12 @@ def _attention_backward(func: Any, gradient: torch.Tensor, *args: Any, **kwargs:
 
 
 def _lstm_cell(
-    input_gates: torch.Tensor,
-    hidden_gates: torch.Tensor,
-    cell: torch.Tensor,
-    input_bias: torch.Tensor | None = None,
-    hidden_bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    cell: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     gates = input_gates + hidden_gates
     if input_bias is not None and hidden_bias is not None:
         gates = gates + input_bias + hidden_bias
@@ -439,13 +404,13 @@ def _lstm_cell(
 
 
 def _lstm_cell_backward(
-    grad_hidden: torch.Tensor | None,
-    grad_cell: torch.Tensor | None,
-    cell: torch.Tensor,
-    next_cell: torch.Tensor,
-    workspace: torch.Tensor,
+    grad_hidden: Tensor | None,
+    grad_cell: Tensor | None,
+    cell: Tensor,
+    next_cell: Tensor,
+    workspace: Tensor,
     has_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     enter, forget, new, show = workspace.chunk(4, 1)
     hidden = torch.zeros_like(next_cell) if grad_hidden is None else grad_hidden
     squashed = next_cell.tanh()
@@ -465,13 +430,13 @@ def _lstm_cell_backward(
 
 
 def _rms_norm_backward(
-    gradient: torch.Tensor,
-    values: torch.Tensor,
+    gradient: Tensor,
+    values: Tensor,
     normalized_shape: list[int],
-    scale: torch.Tensor,
-    weight: torch.Tensor | None,
+    scale: Tensor,
+    weight: Tensor | None,
     wanted: list[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None]:
     inner = list(range(-len(normalized_shape), 0))
     outer = list(range(values.dim() - len(normalized_shape)))
     normal = values * scale
@@ -484,21 +449,16 @@ def _rms_norm_backward(
     )
 
 
+_EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+_FLASH = aten._scaled_dot_product_flash_attention.default
+_EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
+_FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
+
 CPU_KERNELS: dict[Any, Callable[..., Any]] = {
-    **{
-        func: partial(_attention, func, seed_output)
-        for func, seed_output in (
-            (aten._scaled_dot_product_efficient_attention.default, 2),
-            (aten._scaled_dot_product_flash_attention.default, 6),
-        )
-    },
-    **{
-        func: partial(_attention_backward, func)
-        for func in (
-            aten._scaled_dot_product_efficient_attention_backward.default,
-            aten._scaled_dot_product_flash_attention_backward.default,
-        )
-    },
+    _EFFICIENT: partial(_attention, _EFFICIENT, 2),
+    _FLASH: partial(_attention, _FLASH, 6),
+    _EFFICIENT_BACKWARD: partial(_attention_backward, _EFFICIENT_BACKWARD),
+    _FLASH_BACKWARD: partial(_attention_backward, _FLASH_BACKWARD),
     aten._thnn_fused_lstm_cell.default: _lstm_cell,
     aten._thnn_fused_lstm_cell_backward_impl.default: _lstm_cell_backward,
     aten._thnn_fused_gru_cell.default: gru_cell,

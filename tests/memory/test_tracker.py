@@ -222,7 +222,8 @@ def test_names_of_module_calls_are_bounded(monkeypatch):
     with MemoryTracker(model) as tracker:
         for _ in range(30):
             model(torch.ones(2, 8)).sum().backward()
-            assert len(tracker._running._numbers) == len(tracker._running._from_then) <= 20
+            spans = tracker._running._spans
+            assert len(spans._numbers) == len(spans._names) <= 20
         gradients = [each for each in tracker.now().top if each.category is Category.GRADIENTS]
     assert {each.module for each in gradients} == {"0", "2"}
 

@@ -2,10 +2,9 @@
 
 Note [AMX that is announced but does not work]
 A virtual machine may pass on the CPU flags `amx_tile` and `amx_bf16` and yet hide CPUID leaf 0x1D, which describes
-the layout of tiles. oneDNN, which multiplies matrices for torch, trusts the flags, loads an empty tile configuration,
-and the first tile instruction kills the process with SIGILL: any bf16 product of 32 x 32 or more ends the training run
-(seen with torch 2.13, oneDNN 3.12). The highest leaf is the `cpuid level` of `/proc/cpuinfo`. If AMX is announced and
-the level is below 0x1D, bf16 counts as not supported, unless the user keeps oneDNN from AMX with `ONEDNN_MAX_CPU_ISA`.
+the layout of tiles. oneDNN trusts the flags, and the first tile instruction kills the process with SIGILL: any bf16
+product of 32 x 32 or more (seen with torch 2.13, oneDNN 3.12). If AMX is announced and the `cpuid level` of
+`/proc/cpuinfo` is below 0x1D, bf16 counts as not supported, unless `ONEDNN_MAX_CPU_ISA` keeps oneDNN from AMX.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ from memscale.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["CpuFeatures", "cpu_device", "detect", "read_cpu", "virtual_hardware"]
 
 # The host of a virtual GPU: fixed figures, so that a plan for it is the same on every machine.
 _VIRTUAL_HOST_BYTES = 64 * 2**30
@@ -139,14 +136,8 @@ def virtual_hardware(gpu: str | GpuSpec | int, *, host_bytes: int | None = None)
     else:
         spec, notes = find_gpu(gpu) if isinstance(gpu, str) else gpu, ()
     host_ram = _VIRTUAL_HOST_BYTES if host_bytes is None else parse_bytes(host_bytes, field="host_bytes")
-    memory = spec.memory_bytes
-    device = _published_device(spec, "virtual", None, memory, memory, spec.compute_capability)
-    return Hardware(
-        device=replace(device, name=spec.name, notes=notes),
-        device_count=1,
-        host=HostSpec(total_ram_bytes=host_ram, available_ram_bytes=host_ram, cores=_VIRTUAL_CORES),
-        disk=_VIRTUAL_DISK,
-    )
+    device = _device_of(spec, "virtual", None, spec.memory_bytes, notes)
+    return Hardware(device, 1, HostSpec(host_ram, host_ram, cores=_VIRTUAL_CORES), _VIRTUAL_DISK)
 
 
 # -- the CPU
@@ -157,8 +148,7 @@ _FLOPS_PER_CORE = {"avx512f": 50e9, "avx2": 32e9}
 _OTHER_FLOPS = 16e9
 
 # 16-bit matrix products relative to fp32. Seen on an Emerald Rapids core with torch 2.13: 1.2 with avx512_bf16, 2.3
-# with avx512_fp16, and without instructions for them 0.4 for bf16 and 0.007 for fp16. A whole training step in bf16
-# without them took three times the fp32 one.
+# with avx512_fp16, and without instructions for them 0.4 for bf16 (a whole training step: 0.33) and 0.007 for fp16.
 _AMX_BF16 = 4.0
 _VECTOR_BF16 = 1.2
 _VECTOR_FP16 = 2.0
@@ -185,29 +175,18 @@ class SixteenBitSupport(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CpuFeatures:
-    """What a CPU announces about itself.
-
-    Attributes:
-        model: Its name.
-        flags: The instruction sets, as `/proc/cpuinfo` names them.
-        cpuid_level: The highest basic CPUID leaf; None where there is no such thing.
-        isa_limit: The user's `ONEDNN_MAX_CPU_ISA`, in capitals; empty if there is none.
-
-    Example:
-        >>> CpuFeatures("a CPU", frozenset({"avx2", "avx512f", "avx512_bf16"}), 32).bf16.relative_rate
-        1.2
-    """
+    """What a CPU announces about itself."""
 
     model: str
-    flags: frozenset[str]
-    cpuid_level: int | None = None
-    isa_limit: str = ""
+    flags: frozenset[str]  # the instruction sets, as `/proc/cpuinfo` names them
+    cpuid_level: int | None = None  # the highest basic CPUID leaf; None where there is no such thing
+    isa_limit: str = ""  # the user's `ONEDNN_MAX_CPU_ISA`, in capitals
 
     @property
     def bf16(self) -> SixteenBitSupport:
         """How it computes in bf16."""
         if self._uses_amx("amx_bf16"):
-            return self._with_tiles("bf16") or SixteenBitSupport(_AMX_BF16, "amx_bf16")
+            return self._broken_tiles("bf16") or SixteenBitSupport(_AMX_BF16, "amx_bf16")
         if "avx512_bf16" in self.flags and self.isa_limit not in _ISA_WITHOUT_BF16:
             return SixteenBitSupport(_VECTOR_BF16, "avx512_bf16")
         if "bf16" in self.flags:  # Arm
@@ -217,8 +196,7 @@ class CpuFeatures:
     @property
     def fp16(self) -> SixteenBitSupport:
         """How it computes in fp16."""
-        broken = self._with_tiles("fp16") if self._uses_amx("amx_fp16") else None
-        if broken is not None:
+        if self._uses_amx("amx_fp16") and (broken := self._broken_tiles("fp16")):
             return broken
         if "avx512_fp16" in self.flags and self.isa_limit not in _ISA_WITHOUT_FP16:
             return SixteenBitSupport(_VECTOR_FP16, "avx512_fp16")
@@ -227,7 +205,7 @@ class CpuFeatures:
     def _uses_amx(self, flag: str) -> bool:
         return {"amx_tile", flag} <= self.flags and self.isa_limit not in _ISA_WITHOUT_AMX
 
-    def _with_tiles(self, dtype: str) -> SixteenBitSupport | None:
+    def _broken_tiles(self, dtype: str) -> SixteenBitSupport | None:
         """Return why tiles do not work; None if they do. See Note [AMX that is announced but does not work]."""
         if self.cpuid_level is None or self.cpuid_level >= _TILE_LEAF:
             return None
@@ -263,7 +241,8 @@ def cpu_device(cpu: CpuFeatures, host: HostSpec, disk: DiskSpec) -> DeviceSpec:
     """Describe the CPU as the device: the host's RAM is its memory, and it offloads to disk."""
     per_core = next((rate for flag, rate in _FLOPS_PER_CORE.items() if flag in cpu.flags), _OTHER_FLOPS)
     fp32 = host.cores * per_core
-    bf16, fp16 = cpu.bf16, cpu.fp16
+    support = {"bf16": cpu.bf16, "fp16": cpu.fp16}
+    bf16, fp16 = (ratio and fp32 * ratio for ratio, _ in support.values())
     return DeviceSpec(
         name=cpu.model,
         kind="cpu",
@@ -271,32 +250,19 @@ def cpu_device(cpu: CpuFeatures, host: HostSpec, disk: DiskSpec) -> DeviceSpec:
         total_bytes=host.total_ram_bytes,
         free_bytes=host.available_ram_bytes,
         compute_capability=None,
-        rates=_rates(fp32, fp16.relative_rate, bf16.relative_rate),
+        rates=Rates(fp32, fp16, bf16),
         memory_bandwidth=min(host.cores * _BANDWIDTH_PER_CORE, _LARGEST_BANDWIDTH),
         # An offloaded tensor is written and read again: the slower of the two counts.
         link_bandwidth=min(disk.read_bandwidth, disk.write_bandwidth),
-        notes=tuple(
-            f"{name}: {support.reason}"
-            for name, support in (("bf16", bf16), ("fp16", fp16))
-            if (support.relative_rate or 0.0) < 1.0
-        ),
+        notes=tuple(f"{name}: {reason}" for name, (ratio, reason) in support.items() if (ratio or 0.0) < 1.0),
     )
-
-
-def _rates(fp32: float, fp16_ratio: float | None, bf16_ratio: float | None) -> Rates:
-    fp16, bf16 = (None if ratio is None else fp32 * ratio for ratio in (fp16_ratio, bf16_ratio))
-    return Rates(fp32=fp32, fp16=fp16, bf16=bf16)
 
 
 # -- CUDA, which is also torch's name for AMD's devices, and other accelerators
 
 
 class _Architecture(NamedTuple):
-    """Assumptions about a GPU outside of the table, by its compute capability.
-
-    The ratios to fp32 are those of the slower product line where an architecture has two (GeForce accumulates fp16
-    in fp32 at half rate), so that an estimate does not promise what the card may not have.
-    """
+    """Assumptions about a GPU outside of the table, by its compute capability: those of the slower product line."""
 
     cores_per_multiprocessor: int
     fp16_ratio: float
@@ -320,18 +286,15 @@ _OTHER_VENDOR = _Architecture(64, 2.0, 2.0, 31.5)  # AMD has 64 lanes a compute 
 
 # Where a driver does not tell.
 _MULTIPROCESSORS = 82
-_CLOCK_HZ = 1.5e9
-_MEMORY_BANDWIDTH = 300e9
+_CLOCK_KHZ = 1.5e6
+_MEMORY_BANDWIDTH_GBS = 300.0
 
 
 def _accelerator_device(device: torch.device) -> tuple[DeviceSpec, int]:
     """Describe an accelerator, and count the devices of its kind.
 
-    Memory is as the driver reports it, rates are from the table by name. A GPU that the table does not have (new, or a
-    slice of one) gets rates estimated from its multiprocessors and clock, and says so in `notes`.
-
-    Raises:
-        HardwareError: There is no such device, or it does not say how much memory it has.
+    Memory is as the driver reports it, rates are from the table by name. For a GPU that the table does not have (new,
+    or a slice of one) they are estimated.
     """
     import torch
 
@@ -364,45 +327,39 @@ def _accelerator_device(device: torch.device) -> tuple[DeviceSpec, int]:
     # On AMD torch reports the version of the graphics core as the compute capability.
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     capability = module.get_device_capability(index) if is_nvidia else None
+    notes: tuple[str, ...] = ()
     try:
         gpu = find_gpu(name, memory_bytes=total)
-    except HardwareError as error:
-        spec = _estimated_device(properties, device.type, index, total, free, capability, str(error))
-    else:
-        # A virtual GPU of torch's own slot has the name of an NVIDIA card.
+        # A virtual GPU of torch's own slot has the name of an NVIDIA card, and its capability.
         capability = capability if device.type == "cuda" else gpu.compute_capability
-        spec = replace(_published_device(gpu, device.type, index, total, free, capability), name=name)
-    return spec, count
+    except HardwareError as error:
+        gpu = _estimated_gpu(properties, total, capability)
+        notes = (f"rates estimated from its number of multiprocessors and clock: {error}",)
+    gpu = replace(gpu, name=name, memory_bytes=total, compute_capability=capability)
+    return _device_of(gpu, device.type, index, free, notes), count
 
 
-def _published_device(
-    gpu: GpuSpec, kind: str, index: int | None, total: int, free: int, capability: tuple[int, int] | None
-) -> DeviceSpec:
+def _device_of(gpu: GpuSpec, kind: str, index: int | None, free: int, notes: tuple[str, ...]) -> DeviceSpec:
     return DeviceSpec(
         name=gpu.name,
         kind=kind,
         index=index,
-        total_bytes=total,
+        total_bytes=gpu.memory_bytes,
         free_bytes=free,
-        compute_capability=capability,
+        compute_capability=gpu.compute_capability,
         rates=gpu.rates,
         memory_bandwidth=gpu.memory_bandwidth_gbs * 1e9,
         link_bandwidth=gpu.link_gbs * 1e9,
+        notes=notes,
     )
 
 
-def _estimated_device(
-    properties: Any,
-    kind: str,
-    index: int,
-    total: int,
-    free: int,
-    capability: tuple[int, int] | None,
-    reason: str,
-) -> DeviceSpec:
-    def reported(field: str) -> float:  # 0 where this torch does not have it
+def _estimated_gpu(properties: Any, total: int, capability: tuple[int, int] | None) -> GpuSpec:
+    """Estimate the rates of a GPU that the table does not have."""
+
+    def reported(field: str, default: float) -> float:  # where this torch or the driver does not tell
         value = getattr(properties, field, 0)
-        return float(value) if isinstance(value, (int, float)) and value > 0 else 0.0
+        return float(value) if isinstance(value, (int, float)) and value > 0 else default
 
     if capability is None:
         architecture = _OTHER_VENDOR
@@ -412,23 +369,20 @@ def _estimated_device(
         # A later member of a known family is like the last known one: 8.9 like 8.6, 10.3 like 10.0.
         family = [known for known in _ARCHITECTURES if known[0] == capability[0] and known <= capability]
         architecture = _ARCHITECTURES[max(family)] if family else _LATER
-    clock = reported("clock_rate") * 1e3 or _CLOCK_HZ  # kHz
-    multiprocessors = int(reported("multi_processor_count")) or _MULTIPROCESSORS
-    # Two transfers a clock, on a bus measured in bits.
-    memory_clock = reported("memory_clock_rate") * 1e3
-    return DeviceSpec(
+    cores = reported("multi_processor_count", _MULTIPROCESSORS) * architecture.cores_per_multiprocessor
+    fp32 = 2.0 * cores * reported("clock_rate", _CLOCK_KHZ) * 1e3 / 1e12
+    # Two transfers a clock (kHz), on a bus measured in bits.
+    bandwidth = 2.0 * reported("memory_clock_rate", 0.0) * 1e3 * reported("memory_bus_width", 0.0) / 8 / 1e9
+    return GpuSpec(
         name=str(properties.name),
-        kind=kind,
-        index=index,
-        total_bytes=total,
-        free_bytes=free,
+        vendor="amd" if capability is None else "nvidia",
+        memory_bytes=total,
+        fp32_tflops=fp32,
+        tf32_tflops=None,
+        fp16_tflops=fp32 * architecture.fp16_ratio,
+        bf16_tflops=architecture.bf16_ratio and fp32 * architecture.bf16_ratio,
+        memory_bandwidth_gbs=bandwidth or _MEMORY_BANDWIDTH_GBS,
+        link_gbs=architecture.link_gbs,
         compute_capability=capability,
-        rates=_rates(
-            2.0 * multiprocessors * architecture.cores_per_multiprocessor * clock,
-            architecture.fp16_ratio,
-            architecture.bf16_ratio,
-        ),
-        memory_bandwidth=2.0 * memory_clock * reported("memory_bus_width") / 8 or _MEMORY_BANDWIDTH,
-        link_bandwidth=architecture.link_gbs * 1e9,
-        notes=(f"rates estimated from {multiprocessors} multiprocessors: {reason}",),
+        source="estimated",
     )

@@ -1,7 +1,7 @@
 """The table of GPUs with the figures that vendors publish, and the search in it by name.
 
-Every rate is a theoretical peak at the published boost clock: dense, without sparsity. No card sustains it; plans
-compare times on one device, where the common shortfall cancels.
+Every rate is a theoretical peak at the published boost clock, without sparsity. No card sustains it; plans compare
+times on one device, where the common shortfall cancels.
 
 - Memory is in GiB. Vendors write "24 GB" and solder 24 x 2**30 bytes; the driver keeps a few hundred MiB of it.
 - fp32 is IEEE fp32; on AMD Instinct that of the matrix cores, which compute in IEEE fp32 too.
@@ -11,13 +11,10 @@ compare times on one device, where the common shortfall cancels.
 - Bandwidth is in GB/s (10**9), and so is the link to the host: one direction, before protocol overhead.
 - A laptop GPU is listed at the top of its published boost range; the same chip on less power is slower.
 
-To add a GPU: one row in the group of its architecture, figures from the vendor's own page, in the units above.
-
 Note [How a name is matched]
-A name is split into words: "rtx3090Ti", "RTX 3090 Ti" and "NVIDIA GeForce RTX 3090 Ti" all have {3090, ti}. Some
-words identify the GPU (its core: 3090, ti, laptop, super); others are optional (vendor, product line, memory, form
-factor). A query matches a GPU if it has all of the core and no word that the GPU does not have: "3090" is never a
-3090 Ti, "3090 Ti" never a 3090, "AMD 3090" nothing at all, and the slice "A100-SXM4-40GB MIG 1g.5gb" not the card.
+A name is split into words. Some identify the GPU (its core: 3090, ti, laptop); others are optional (vendor, product
+line, memory, form factor). A query matches a GPU if it has all of the core and no word that the GPU does not have:
+"3090" is never a 3090 Ti, "AMD 3090" nothing at all, and the slice "A100-SXM4-40GB MIG 1g.5gb" not the card.
 """
 
 from __future__ import annotations
@@ -31,36 +28,20 @@ from typing import Literal, NamedTuple, TypeAlias
 from memscale.errors import ConfigTypeError, HardwareError, shown
 from memscale.hardware.specs import Rates
 
-__all__ = ["GPU_TABLE", "GpuSpec", "find_gpu", "list_gpus"]
-
 Vendor: TypeAlias = Literal["nvidia", "amd"]
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSpec:
-    """What a vendor publishes about one GPU.
-
-    Attributes:
-        name: The canonical name, unique in the table.
-        vendor: "nvidia" or "amd".
-        memory_bytes: Device memory; a "24 GB" card has 24 x 2**30 bytes.
-        fp32_tflops: IEEE fp32, in 10**12 FLOP/s.
-        tf32_tflops: TF32 on tensor cores; None where there is none.
-        fp16_tflops: fp16 with fp32 accumulation where there are tensor cores, else plain fp16.
-        bf16_tflops: None where the hardware has no bf16 (Pascal, Volta, Turing, RDNA 2).
-        memory_bandwidth_gbs: Of the device memory, in 10**9 bytes per second.
-        link_gbs: To the host, one direction, in 10**9 bytes per second.
-        compute_capability: NVIDIA's (major, minor); None for AMD.
-        source: Where the figures are from.
+    """What a vendor publishes about one GPU, in the units above.
 
     Example:
-        >>> from memscale.hardware import find_gpu
         >>> gpu = find_gpu("RTX 3090")
         >>> gpu.memory_bytes // 2**30, gpu.compute_capability
         (24, (8, 6))
     """
 
-    name: str
+    name: str  # the canonical name, unique in the table
     vendor: Vendor
     memory_bytes: int
     fp32_tflops: float
@@ -69,18 +50,14 @@ class GpuSpec:
     bf16_tflops: float | None
     memory_bandwidth_gbs: float
     link_gbs: float
-    compute_capability: tuple[int, int] | None
-    source: str
+    compute_capability: tuple[int, int] | None  # None for AMD
+    source: str  # where the figures are from
 
     @property
     def rates(self) -> Rates:
         """The rates in FLOP/s."""
-        return Rates(
-            fp32=self.fp32_tflops * 1e12,
-            fp16=self.fp16_tflops * 1e12,
-            bf16=None if self.bf16_tflops is None else self.bf16_tflops * 1e12,
-            tf32=None if self.tf32_tflops is None else self.tf32_tflops * 1e12,
-        )
+        bf16, tf32 = (each and each * 1e12 for each in (self.bf16_tflops, self.tf32_tflops))
+        return Rates(self.fp32_tflops * 1e12, self.fp16_tflops * 1e12, bf16, tf32)
 
 
 # name, GiB, fp32, tf32, fp16, bf16, memory GB/s, link GB/s
@@ -105,7 +82,7 @@ def _group(
 
 # fmt: off
 GPU_TABLE: tuple[GpuSpec, ...] = (
-    *_group("nvidia", (6, 1), "NVIDIA GeForce GTX 10 series product pages; GP10x runs fp16 at 1/64 of fp32",
+    *_group("nvidia", (6, 1), "NVIDIA GeForce GTX 10 product pages, Tesla P4 and P40 data sheets; fp16 at 1/64 of fp32",
         ("NVIDIA GeForce GTX 1050 Ti",    4,  2.1, None, 0.033, None, 112.0, _GEN3_X16),
         ("NVIDIA GeForce GTX 1060 6GB",   6,  4.4, None, 0.068, None, 192.0, _GEN3_X16),
         ("NVIDIA GeForce GTX 1070",       8,  6.5, None, 0.101, None, 256.0, _GEN3_X16),
@@ -113,8 +90,6 @@ GPU_TABLE: tuple[GpuSpec, ...] = (
         ("NVIDIA GeForce GTX 1080",       8,  8.9, None, 0.139, None, 320.0, _GEN3_X16),
         ("NVIDIA GeForce GTX 1080 Ti",   11, 11.3, None, 0.177, None, 484.0, _GEN3_X16),
         ("NVIDIA TITAN Xp",              12, 12.1, None, 0.190, None, 547.7, _GEN3_X16),
-    ),
-    *_group("nvidia", (6, 1), "NVIDIA Tesla P4 and P40 data sheets; GP10x runs fp16 at 1/64 of fp32",
         ("NVIDIA Tesla P4",               8,  5.5, None, 0.086, None, 192.0, _GEN3_X16),
         ("NVIDIA Tesla P40",             24, 12.0, None, 0.187, None, 346.0, _GEN3_X16),
     ),
@@ -123,24 +98,20 @@ GPU_TABLE: tuple[GpuSpec, ...] = (
         ("NVIDIA Tesla P100 PCIe 16GB",  16,  9.3, None, 18.7, None, 732.0, _GEN3_X16),
         ("NVIDIA Tesla P100 SXM2 16GB",  16, 10.6, None, 21.2, None, 732.0, _GEN3_X16),
     ),
-    *_group("nvidia", (7, 0), "NVIDIA V100 data sheet and Volta GV100 whitepaper v1.1",
+    *_group("nvidia", (7, 0), "NVIDIA V100 data sheet, Volta GV100 whitepaper v1.1, TITAN V product page",
         ("NVIDIA Tesla V100 PCIe 16GB",  16, 14.0, None, 112.0, None,  900.0, _GEN3_X16),
         ("NVIDIA Tesla V100 PCIe 32GB",  32, 14.0, None, 112.0, None,  900.0, _GEN3_X16),
         ("NVIDIA Tesla V100 SXM2 16GB",  16, 15.7, None, 125.0, None,  900.0, _GEN3_X16),
         ("NVIDIA Tesla V100 SXM2 32GB",  32, 15.7, None, 125.0, None,  900.0, _GEN3_X16),
         ("NVIDIA Tesla V100S PCIe 32GB", 32, 16.4, None, 130.0, None, 1134.0, _GEN3_X16),
-    ),
-    *_group("nvidia", (7, 0), "NVIDIA TITAN V product page",
         ("NVIDIA TITAN V",               12, 14.9, None, 110.0, None,  652.8, _GEN3_X16),
     ),
-    *_group("nvidia", (7, 5), "NVIDIA GeForce GTX 16 series product pages; no tensor cores, fp16 twice fp32",
+    *_group("nvidia", (7, 5), "NVIDIA product pages (RTX 20: reference clocks), T4 data sheet, Turing whitepaper",
         ("NVIDIA GeForce GTX 1650",             4,  3.0, None,  6.0, None, 128.0, _GEN3_X16),
         ("NVIDIA GeForce GTX 1650 SUPER",       4,  4.4, None,  8.8, None, 192.0, _GEN3_X16),
         ("NVIDIA GeForce GTX 1660",             6,  5.0, None, 10.1, None, 192.0, _GEN3_X16),
         ("NVIDIA GeForce GTX 1660 SUPER",       6,  5.0, None, 10.1, None, 336.0, _GEN3_X16),
         ("NVIDIA GeForce GTX 1660 Ti",          6,  5.4, None, 10.9, None, 288.0, _GEN3_X16),
-    ),
-    *_group("nvidia", (7, 5), "NVIDIA Turing whitepaper, GeForce RTX 20 product pages; reference clocks",
         ("NVIDIA GeForce RTX 2060 6GB",         6,  6.5, None, 25.8, None, 336.0, _GEN3_X16),
         ("NVIDIA GeForce RTX 2060 12GB",       12,  7.2, None, 28.7, None, 336.0, _GEN3_X16),
         ("NVIDIA GeForce RTX 2060 SUPER",       8,  7.2, None, 28.7, None, 448.0, _GEN3_X16),
@@ -152,15 +123,11 @@ GPU_TABLE: tuple[GpuSpec, ...] = (
         ("NVIDIA GeForce RTX 2060 with Max-Q Design", 6, 4.6, None, 18.2, None, 264.0, _GEN3_X16),
         ("NVIDIA GeForce RTX 2070 with Max-Q Design", 8, 5.5, None, 21.8, None, 384.0, _GEN3_X16),
         ("NVIDIA GeForce RTX 2080 with Max-Q Design", 8, 6.4, None, 25.8, None, 384.0, _GEN3_X16),
-    ),
-    *_group("nvidia", (7, 5), "NVIDIA Quadro RTX and TITAN RTX product pages, Turing whitepaper v01",
         ("NVIDIA Quadro RTX 4000",              8,  7.1, None,  57.0, None, 416.0, _GEN3_X16),
         ("NVIDIA Quadro RTX 5000",             16, 11.2, None,  89.2, None, 448.0, _GEN3_X16),
         ("NVIDIA Quadro RTX 6000",             24, 16.3, None, 130.5, None, 672.0, _GEN3_X16),
         ("NVIDIA Quadro RTX 8000",             48, 16.3, None, 130.5, None, 672.0, _GEN3_X16),
         ("NVIDIA TITAN RTX",                   24, 16.3, None, 130.5, None, 672.0, _GEN3_X16),
-    ),
-    *_group("nvidia", (7, 5), "NVIDIA T4 data sheet",
         ("NVIDIA Tesla T4",                    16,  8.1, None,  65.0, None, 320.0, _GEN3_X16),
     ),
     *_group("nvidia", (8, 0), "NVIDIA A100 and A30 data sheets, Ampere GA100 whitepaper v1.0",
@@ -172,13 +139,11 @@ GPU_TABLE: tuple[GpuSpec, ...] = (
         ("NVIDIA A800 PCIe 80GB",              80, 19.5, 156.0, 312.0, 312.0, 1935.0, _GEN4_X16),
         ("NVIDIA A800 SXM4 80GB",              80, 19.5, 156.0, 312.0, 312.0, 2039.0, _GEN4_X16),
     ),
-    *_group("nvidia", (8, 6), "NVIDIA A2, A10, A10G and A40 data sheets",
+    *_group("nvidia", (8, 6), "NVIDIA data sheets, GeForce RTX 30 product pages, Ampere GA102 whitepaper v2",
         ("NVIDIA A2",                          16,  4.5,   9.0,  18.0,  18.0,  200.0, _GEN4_X8),
         ("NVIDIA A10",                         24, 31.2,  62.5, 125.0, 125.0,  600.0, _GEN4_X16),
         ("NVIDIA A10G",                        24, 35.0,  35.0,  70.0,  70.0,  600.0, _GEN4_X16),
         ("NVIDIA A40",                         48, 37.4,  74.8, 149.7, 149.7,  696.0, _GEN4_X16),
-    ),
-    *_group("nvidia", (8, 6), "NVIDIA RTX A series data sheets, Ampere GA102 whitepaper v2",
         ("NVIDIA RTX A2000 6GB",                6,  8.0,  16.0,  31.9,  31.9,  288.0, _GEN4_X16),
         ("NVIDIA RTX A2000 12GB",              12,  8.0,  16.0,  31.9,  31.9,  288.0, _GEN4_X16),
         ("NVIDIA RTX A4000",                   16, 19.2,  38.3,  76.7,  76.7,  448.0, _GEN4_X16),
@@ -186,8 +151,6 @@ GPU_TABLE: tuple[GpuSpec, ...] = (
         ("NVIDIA RTX A5000",                   24, 27.8,  55.6, 111.1, 111.1,  768.0, _GEN4_X16),
         ("NVIDIA RTX A5500",                   24, 34.1,  68.2, 136.4, 136.4,  768.0, _GEN4_X16),
         ("NVIDIA RTX A6000",                   48, 38.7,  77.4, 154.8, 154.8,  768.0, _GEN4_X16),
-    ),
-    *_group("nvidia", (8, 6), "NVIDIA GeForce RTX 30 series product pages, Ampere GA102 whitepaper v2",
         ("NVIDIA GeForce RTX 3050 6GB",         6,  6.8,  6.8, 13.5, 13.5,  168.0, _GEN4_X8),
         ("NVIDIA GeForce RTX 3050 8GB",         8,  9.1,  9.1, 18.2, 18.2,  224.0, _GEN4_X8),
         ("NVIDIA GeForce RTX 3060",            12, 12.7, 12.7, 25.5, 25.5,  360.0, _GEN4_X16),
@@ -199,8 +162,6 @@ GPU_TABLE: tuple[GpuSpec, ...] = (
         ("NVIDIA GeForce RTX 3080 Ti",         12, 34.1, 34.1, 68.2, 68.2,  912.0, _GEN4_X16),
         ("NVIDIA GeForce RTX 3090",            24, 35.6, 35.6, 71.0, 71.0,  936.0, _GEN4_X16),
         ("NVIDIA GeForce RTX 3090 Ti",         24, 40.0, 40.0, 80.0, 80.0, 1008.0, _GEN4_X16),
-    ),
-    *_group("nvidia", (8, 6), "NVIDIA GeForce RTX 30 series laptop comparison, top of the boost range",
         ("NVIDIA GeForce RTX 3050 Laptop GPU",     4,  7.1,  7.1, 14.3, 14.3, 192.0, _GEN4_X8),
         ("NVIDIA GeForce RTX 3050 Ti Laptop GPU",  4,  8.7,  8.7, 17.4, 17.4, 192.0, _GEN4_X8),
         ("NVIDIA GeForce RTX 3060 Laptop GPU",     6, 13.1, 13.1, 26.2, 26.2, 336.0, _GEN4_X16),
@@ -210,7 +171,7 @@ GPU_TABLE: tuple[GpuSpec, ...] = (
         ("NVIDIA GeForce RTX 3080 Laptop GPU 16GB", 16, 21.0, 21.0, 42.0, 42.0, 448.0, _GEN4_X16),
         ("NVIDIA GeForce RTX 3080 Ti Laptop GPU", 16, 23.6, 23.6, 47.2, 47.2, 512.0, _GEN4_X16),
     ),
-    *_group("nvidia", (8, 9), "NVIDIA GeForce RTX 40 series product pages, Ada whitepaper v2",
+    *_group("nvidia", (8, 9), "NVIDIA GeForce RTX 40 product pages, L4, L40 and RTX Ada data sheets, Ada whitepaper v2",
         ("NVIDIA GeForce RTX 4060",             8, 15.1, 15.1,  30.2,  30.2,  272.0, _GEN4_X8),
         ("NVIDIA GeForce RTX 4060 Ti 8GB",      8, 22.1, 22.1,  44.1,  44.1,  288.0, _GEN4_X8),
         ("NVIDIA GeForce RTX 4060 Ti 16GB",    16, 22.1, 22.1,  44.1,  44.1,  288.0, _GEN4_X8),
@@ -222,28 +183,23 @@ GPU_TABLE: tuple[GpuSpec, ...] = (
         ("NVIDIA GeForce RTX 4080 SUPER",      16, 52.2, 52.2, 104.4, 104.4,  736.0, _GEN4_X16),
         ("NVIDIA GeForce RTX 4090 D",          24, 73.5, 73.5, 147.1, 147.1, 1008.0, _GEN4_X16),
         ("NVIDIA GeForce RTX 4090",            24, 82.6, 82.6, 165.2, 165.2, 1008.0, _GEN4_X16),
-    ),
-    *_group("nvidia", (8, 9), "NVIDIA GeForce RTX 40 series laptop comparison, top of the boost range",
         ("NVIDIA GeForce RTX 4050 Laptop GPU",  6, 12.1, 12.1, 24.3, 24.3, 192.0, _GEN4_X8),
         ("NVIDIA GeForce RTX 4060 Laptop GPU",  8, 14.6, 14.6, 29.1, 29.1, 256.0, _GEN4_X8),
         ("NVIDIA GeForce RTX 4070 Laptop GPU",  8, 20.0, 20.0, 40.1, 40.1, 256.0, _GEN4_X8),
         ("NVIDIA GeForce RTX 4080 Laptop GPU", 12, 33.9, 33.9, 67.7, 67.7, 432.0, _GEN4_X16),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", 16, 39.7, 39.7, 79.4, 79.4, 576.0, _GEN4_X16),
-    ),
-    *_group("nvidia", (8, 9), "NVIDIA RTX Ada data sheets; their tensor figure is sparse FP8, 4 x fp16",
+        # The tensor figure of their data sheets is sparse FP8: 4 x fp16.
         ("NVIDIA RTX 2000 Ada Generation",     16, 12.0,  24.0,  48.0,  48.0, 224.0, _GEN4_X8),
         ("NVIDIA RTX 4000 SFF Ada Generation", 20, 19.2,  38.4,  76.7,  76.7, 280.0, _GEN4_X16),
         ("NVIDIA RTX 4000 Ada Generation",     20, 26.7,  53.5, 106.9, 106.9, 360.0, _GEN4_X16),
         ("NVIDIA RTX 4500 Ada Generation",     24, 39.6,  79.3, 158.5, 158.5, 432.0, _GEN4_X16),
         ("NVIDIA RTX 5000 Ada Generation",     32, 65.3, 130.6, 261.1, 261.1, 576.0, _GEN4_X16),
         ("NVIDIA RTX 6000 Ada Generation",     48, 91.1, 182.1, 364.2, 364.2, 960.0, _GEN4_X16),
-    ),
-    *_group("nvidia", (8, 9), "NVIDIA L4, L40 and L40S data sheets",
         ("NVIDIA L4",                          24, 30.3,  60.0, 121.0, 121.0, 300.0, _GEN4_X16),
         ("NVIDIA L40",                         48, 90.5,  90.5, 181.0, 181.0, 864.0, _GEN4_X16),
         ("NVIDIA L40S",                        48, 91.6, 183.0, 362.0, 362.0, 864.0, _GEN4_X16),
     ),
-    *_group("nvidia", (9, 0), "NVIDIA H100, H200 and H20 data sheets, Hopper whitepaper v1.04",
+    *_group("nvidia", (9, 0), "NVIDIA H100, H200, H20 and GH200 data sheets, Hopper whitepaper v1.04",
         ("NVIDIA H20",                         96, 44.0,  74.0, 148.0, 148.0, 4000.0, _GEN5_X16),
         ("NVIDIA H100 PCIe 80GB",              80, 51.2, 378.0, 756.0, 756.0, 2039.0, _GEN5_X16),
         ("NVIDIA H100 SXM5 80GB",              80, 66.9, 494.7, 989.4, 989.4, 3350.0, _GEN5_X16),
@@ -251,8 +207,6 @@ GPU_TABLE: tuple[GpuSpec, ...] = (
         ("NVIDIA H800 SXM5 80GB",              80, 66.9, 494.7, 989.4, 989.4, 3350.0, _GEN5_X16),
         ("NVIDIA H200 NVL 141GB",             141, 60.0, 417.5, 835.5, 835.5, 4800.0, _GEN5_X16),
         ("NVIDIA H200 SXM5 141GB",            141, 66.9, 494.7, 989.4, 989.4, 4800.0, _GEN5_X16),
-    ),
-    *_group("nvidia", (9, 0), "NVIDIA GH200 data sheet; the 480 GB in its device name are its CPU's",
         ("NVIDIA GH200 96GB",                  96, 66.9, 494.7, 989.4, 989.4, 4000.0, _NVLINK_C2C),
         ("NVIDIA GH200 144GB",                144, 66.9, 494.7, 989.4, 989.4, 4900.0, _NVLINK_C2C),
     ),
@@ -260,7 +214,7 @@ GPU_TABLE: tuple[GpuSpec, ...] = (
         ("NVIDIA B200",                       180, 75.0, 1125.0, 2250.0, 2250.0, 8000.0, _GEN5_X16),
         ("NVIDIA GB200",                      186, 80.0, 1250.0, 2500.0, 2500.0, 8000.0, _NVLINK_C2C),
     ),
-    *_group("nvidia", (12, 0), "NVIDIA GeForce RTX 50 series product pages, RTX Blackwell whitepaper v1.1",
+    *_group("nvidia", (12, 0), "NVIDIA GeForce RTX 50 product pages, RTX PRO 6000 data sheets, Blackwell whitepapers",
         ("NVIDIA GeForce RTX 5050",             8, 13.2, 13.2,  26.3,  26.3,  320.0, _GEN5_X8),
         ("NVIDIA GeForce RTX 5060",             8, 19.2, 19.2,  38.4,  38.4,  448.0, _GEN5_X8),
         ("NVIDIA GeForce RTX 5060 Ti 8GB",      8, 23.7, 23.7,  47.4,  47.4,  448.0, _GEN5_X8),
@@ -270,15 +224,11 @@ GPU_TABLE: tuple[GpuSpec, ...] = (
         ("NVIDIA GeForce RTX 5080",            16, 56.3, 56.3, 112.6, 112.6,  960.0, _GEN5_X16),
         ("NVIDIA GeForce RTX 5090",            32, 104.8, 104.8, 209.5, 209.5, 1792.0, _GEN5_X16),
         ("NVIDIA GeForce RTX 5090 D",          32, 104.8, 104.8, 209.5, 209.5, 1792.0, _GEN5_X16),
-    ),
-    *_group("nvidia", (12, 0), "NVIDIA GeForce RTX 50 series laptop comparison, top of the boost range",
         ("NVIDIA GeForce RTX 5060 Laptop GPU",     8, 16.6, 16.6, 33.2, 33.2, 384.0, _GEN5_X8),
         ("NVIDIA GeForce RTX 5070 Laptop GPU",     8, 21.6, 21.6, 43.3, 43.3, 384.0, _GEN5_X8),
         ("NVIDIA GeForce RTX 5070 Ti Laptop GPU", 12, 26.1, 26.1, 52.3, 52.3, 672.0, _GEN5_X16),
         ("NVIDIA GeForce RTX 5080 Laptop GPU",    16, 35.1, 35.1, 70.3, 70.3, 896.0, _GEN5_X16),
         ("NVIDIA GeForce RTX 5090 Laptop GPU",    24, 45.3, 45.3, 90.7, 90.7, 896.0, _GEN5_X16),
-    ),
-    *_group("nvidia", (12, 0), "NVIDIA RTX PRO 6000 Blackwell data sheets, RTX PRO Blackwell whitepaper v1",
         ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
                                                96, 109.7, 219.5, 438.9, 438.9, 1792.0, _GEN5_X16),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition",
@@ -295,19 +245,16 @@ GPU_TABLE: tuple[GpuSpec, ...] = (
         ("AMD Instinct MI350X", 288, 144.2,  None, 2306.9, 2306.9, 8000.0, _GEN5_X16),
         ("AMD Instinct MI355X", 288, 157.3,  None, 2516.6, 2516.6, 8000.0, _GEN5_X16),
     ),
-    # torch sees each of the two dies as a device of its own, and no tensor can be larger than what one die
-    # has.
+    # torch sees each of the two dies as a device of its own.
     *_group("amd", None, "AMD Instinct MI250 and MI250X data sheets, halved: one die of the two of a card",
         ("AMD Instinct MI250",   64,  45.2,  None,  181.0,  181.0, 1638.4, _GEN4_X16),
         ("AMD Instinct MI250X",  64,  47.8,  None,  191.5,  191.5, 1638.4, _GEN4_X16),
     ),
-    *_group("amd", None, "AMD Radeon RX 6000 series product pages",
+    *_group("amd", None, "AMD Radeon RX 6000, RX 7000, PRO W7000 and RX 9000 product pages",
         ("AMD Radeon RX 6700 XT",  12, 13.2, None, 26.4, None, 384.0, _GEN4_X16),
         ("AMD Radeon RX 6800 XT",  16, 20.7, None, 41.5, None, 512.0, _GEN4_X16),
         ("AMD Radeon RX 6900 XT",  16, 23.0, None, 46.1, None, 512.0, _GEN4_X16),
         ("AMD Radeon RX 6950 XT",  16, 23.7, None, 47.3, None, 576.0, _GEN4_X16),
-    ),
-    *_group("amd", None, "AMD Radeon RX 7000 series and PRO W7000 series product pages",
         ("AMD Radeon RX 7600",      8, 21.8, None,  43.5,  43.5, 288.0, _GEN4_X8),
         ("AMD Radeon RX 7600 XT",  16, 22.6, None,  45.1,  45.1, 288.0, _GEN4_X8),
         ("AMD Radeon RX 7700 XT",  12, 35.2, None,  70.3,  70.3, 432.0, _GEN4_X16),
@@ -317,14 +264,11 @@ GPU_TABLE: tuple[GpuSpec, ...] = (
         ("AMD Radeon RX 7900 XTX", 24, 61.4, None, 122.8, 122.8, 960.0, _GEN4_X16),
         ("AMD Radeon PRO W7800",   32, 45.2, None,  90.5,  90.5, 576.0, _GEN4_X16),
         ("AMD Radeon PRO W7900",   48, 61.3, None, 122.6, 122.6, 864.0, _GEN4_X16),
-    ),
-    *_group("amd", None, "AMD Radeon RX 9000 series product pages",
         ("AMD Radeon RX 9070",     16, 36.1, None, 144.5, 144.5, 640.0, _GEN5_X16),
         ("AMD Radeon RX 9070 XT",  16, 48.7, None, 194.6, 194.6, 640.0, _GEN5_X16),
     ),
 )
 # fmt: on
-"""Every GPU known by name, oldest architecture first."""
 
 
 _VENDOR_WORDS: dict[Vendor, frozenset[str]] = {
@@ -406,19 +350,17 @@ class _Entry(NamedTuple):
 
 
 @cache
-def _entries() -> tuple[_Entry, ...]:
-    return tuple(map(_entry, GPU_TABLE))
-
-
-def _entry(gpu: GpuSpec) -> _Entry:
-    words = _words(gpu.name)
-    memory = f"{gpu.memory_bytes // 2**30}gb"
-    # "TITAN" is several GPUs, which only the product line tells apart.
-    line = frozenset[str]() if "titan" in words else _LINE_WORDS
-    vendor = _VENDOR_WORDS[gpu.vendor]
-    core = words - vendor - line - _DETAIL_WORDS - {memory}
-    allowed = words | vendor | {memory} | _DRIVER_WORDS.get(gpu.name, frozenset())
-    return _Entry(gpu, core, allowed)
+def _entries() -> list[_Entry]:
+    entries = []
+    for gpu in GPU_TABLE:
+        words, vendor = _words(gpu.name), _VENDOR_WORDS[gpu.vendor]
+        memory = f"{gpu.memory_bytes // 2**30}gb"
+        # "TITAN" is several GPUs, which only the product line tells apart.
+        line = frozenset[str]() if "titan" in words else _LINE_WORDS
+        core = words - vendor - line - _DETAIL_WORDS - {memory}
+        allowed = words | vendor | {memory} | _DRIVER_WORDS.get(gpu.name, frozenset())
+        entries.append(_Entry(gpu, core, allowed))
+    return entries
 
 
 def _words(name: str) -> frozenset[str]:
@@ -439,14 +381,13 @@ def _split(run: str) -> list[str]:
     return [*_PREFIX.findall(run[:end]), *filter(None, model)]
 
 
-def _nearest(words: frozenset[str], count: int = 5) -> tuple[str, ...]:
+def _nearest(words: frozenset[str], count: int = 5) -> list[str]:
     """Return the names most like `words`, those that share words of their core first."""
     known = words - _VENDOR_WORDS["nvidia"] - _VENDOR_WORDS["amd"] - _LINE_WORDS
     plain = "".join(sorted(word for word in known if not _MEMORY.fullmatch(word)))
-    scored: list[tuple[float, int, str]] = []
-    for position, entry in enumerate(_entries()):
+    scores: dict[str, float] = {}
+    for entry in _entries():
         likeness = SequenceMatcher(None, plain, "".join(sorted(entry.core)), autojunk=False).ratio()
-        score = likeness + len(words & entry.core) / len(entry.core)
-        if score > 0.5:
-            scored.append((-score, position, entry.gpu.name))
-    return tuple(name for _, _, name in sorted(scored)[:count])
+        scores[entry.gpu.name] = likeness + len(words & entry.core) / len(entry.core)
+    near = [name for name, score in scores.items() if score > 0.5]
+    return sorted(near, key=lambda name: -scores[name])[:count]

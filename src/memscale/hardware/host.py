@@ -17,8 +17,6 @@ from pathlib import Path, PurePosixPath
 from memscale.errors import ConfigTypeError, HardwareError, shown
 from memscale.hardware.specs import DiskSpec, HostSpec
 
-__all__ = ["OFFLOAD_DIR_VARIABLE", "PROC", "find_disk", "read_host"]
-
 PROC = Path("/proc")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OFFLOAD_DIR_VARIABLE = "MEMSCALE_OFFLOAD_DIR"
@@ -69,10 +67,9 @@ def _ram(proc: Path) -> tuple[int, int]:
 
 
 def _memory_limits(group: Path, version: int) -> Iterator[tuple[int, int]]:
-    """Yield the limit and the use of a group, in bytes.
+    """Yield the limit of a group and its use without the file cache that the kernel can drop, in bytes.
 
-    Use is without the file cache that the kernel can drop. "No limit" is "max" in version 2; in version 1 it is a
-    number near 2**63, more than any machine has.
+    "No limit" is "max" in version 2; in version 1 it is a number near 2**63, more than any machine has.
     """
     # Above memory.high the kernel slows a group down to nearly nothing, which is as good as a limit.
     files = ["memory.max", "memory.high"] if version == 2 else ["memory.limit_in_bytes"]
@@ -98,19 +95,16 @@ def _cpu_quota(group: Path, version: int) -> float | None:
 def _groups(proc: Path, cgroup_root: Path, controller: str) -> Iterator[tuple[Path, int]]:
     """Yield the directories of this process's groups, innermost first, with their version.
 
-    A line of `/proc/self/cgroup` is "0::/path" for version 2 and "4:memory:/path" for version 1; a machine may have
-    both.
+    A line of `/proc/self/cgroup` is "0::/path" for version 2, "4:memory:/path" for version 1; there may be both.
     """
     for line in _read(proc / "self" / "cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0" and not controllers:
             # With version 1 in use as well, version 2 is mounted beside its controllers.
-            candidates = [cgroup_root / "unified", cgroup_root]
-            version = 2
+            version, candidates = 2, [cgroup_root / "unified", cgroup_root]
         elif controller in controllers.split(","):
-            candidates = [cgroup_root / controllers, cgroup_root / controller]
-            version = 1
+            version, candidates = 1, [cgroup_root / controllers, cgroup_root / controller]
         else:
             continue
         mount = next((directory for directory in candidates if directory.is_dir()), None)
@@ -126,12 +120,10 @@ def _group_and_parents(mount: Path, path: str) -> Iterator[Path]:
     ("/job"), so the longest tail of the path that exists below the mount is the group.
     """
     parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
-    for start in range(len(parts) + 1):
-        tail = parts[start:]
-        if mount.joinpath(*tail).is_dir():
-            for length in range(len(tail), -1, -1):
-                yield mount.joinpath(*tail[:length])
-            return
+    while parts and not mount.joinpath(*parts).is_dir():
+        parts = parts[1:]
+    for length in range(len(parts), -1, -1):
+        yield mount.joinpath(*parts[:length])
 
 
 def _number(text: str) -> int | None:
@@ -162,11 +154,9 @@ def find_disk(
 ) -> DiskSpec:
     """Choose the directory of the disk tier and read how much it can hold. Nothing is created or written.
 
-    The directory is, in this order: the one given; the environment's `MEMSCALE_OFFLOAD_DIR`; the system's
-    directory for temporary files. The last is in RAM on many systems (tmpfs), where offloading would free nothing:
-    then it is `/var/tmp`, if that is on a disk and writable.
-
-    It need not exist yet; the nearest existing parent is examined.
+    The directory is the one given, or that of `MEMSCALE_OFFLOAD_DIR`, or the system's for temporary files; where the
+    last is in RAM (tmpfs), it is `/var/tmp`, if that is on a disk and writable. It need not exist yet: the nearest
+    existing parent is examined.
 
     Raises:
         HardwareError: The directory is a file, no parent of it exists, or it can't be examined.

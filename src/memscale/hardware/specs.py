@@ -11,8 +11,6 @@ from memscale.units import format_bytes
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeviceSpec", "DiskSpec", "Hardware", "HostSpec", "Rates"]
-
 # A dtype without hardware still runs: torch converts to fp32, computes, and converts back, which moves the tensors
 # twice (bf16 on Turing and Volta).
 _EMULATED_RATE = 0.5
@@ -20,14 +18,7 @@ _EMULATED_RATE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Floating point operations per second of a dense matrix product, by dtype.
-
-    Attributes:
-        fp32: IEEE single precision.
-        fp16: Half precision with fp32 accumulation where the device has it; None if it can't be used.
-        bf16: None where the device has no bf16 arithmetic and torch would emulate it.
-        tf32: fp32 tensors multiplied in TF32, which a user allows with `torch.set_float32_matmul_precision`; None where
-            the device has none.
+    """Floating point operations per second of a dense matrix product, by dtype; None where the device has none.
 
     Example:
         >>> import torch
@@ -35,39 +26,21 @@ class Rates:
         65000000000000.0
     """
 
-    fp32: float
-    fp16: float | None
+    fp32: float  # IEEE single precision
+    fp16: float | None  # with fp32 accumulation where the device has it
     bf16: float | None
-    tf32: float | None = None
+    tf32: float | None = None  # fp32 tensors in TF32, which torch.set_float32_matmul_precision allows
 
     def of(self, dtype: torch.dtype) -> float:
         """Return the rate at which matrices of `dtype` are multiplied; the fp32 rate for float64 and integers."""
         # By name, so that a table of GPUs can be read without importing torch.
-        match str(dtype):
-            case "torch.float16":
-                return self.fp32 * _EMULATED_RATE if self.fp16 is None else self.fp16
-            case "torch.bfloat16":
-                return self.fp32 * _EMULATED_RATE if self.bf16 is None else self.bf16
-            case _:
-                return self.fp32
+        rate = {"torch.float16": self.fp16, "torch.bfloat16": self.bf16}.get(str(dtype), self.fp32)
+        return self.fp32 * _EMULATED_RATE if rate is None else rate
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
     """A device that computes.
-
-    Attributes:
-        name: As its driver or the table of GPUs names it.
-        kind: The torch device type ("cuda", "cpu", "xpu", ...), or "virtual" for a GPU that is not there.
-        index: Which of several; None where there is only one of its kind.
-        total_bytes: Its memory. For the CPU: the RAM that the control group allows.
-        free_bytes: Free memory when it was read.
-        compute_capability: NVIDIA's (major, minor); None for everything else.
-        rates: FLOP/s by dtype.
-        memory_bandwidth: Of the device memory, in bytes per second.
-        link_bandwidth: To the tier it offloads to (host RAM for a GPU, disk for the CPU), in bytes per second, one
-            direction.
-        notes: What could not be read, why, and what was assumed instead.
 
     Example:
         >>> from memscale.hardware import virtual_hardware
@@ -76,16 +49,18 @@ class DeviceSpec:
         (False, True)
     """
 
-    name: str
-    kind: str
-    index: int | None
-    total_bytes: int
-    free_bytes: int
-    compute_capability: tuple[int, int] | None
+    name: str  # as its driver or the table of GPUs names it
+    kind: str  # the torch device type ("cuda", "cpu", "xpu", ...), or "virtual" for a GPU that is not there
+    index: int | None  # None where there is only one of its kind
+    total_bytes: int  # for the CPU: the RAM that the control group allows
+    free_bytes: int  # when it was read
+    compute_capability: tuple[int, int] | None  # NVIDIA's; None for everything else
     rates: Rates
-    memory_bandwidth: float
-    link_bandwidth: float
-    notes: tuple[str, ...] = ()
+    memory_bandwidth: float  # bytes per second
+    link_bandwidth: (
+        float  # to the tier it offloads to (host RAM; disk for the CPU), one direction, bytes per second
+    )
+    notes: tuple[str, ...] = ()  # what could not be read, why, and what was assumed instead
 
     @property
     def supports_bf16(self) -> bool:
@@ -114,50 +89,28 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True)
 class HostSpec:
-    """The memory and the cores of the host that this process may use.
+    """The memory and the cores of the host that this process may use."""
 
-    Attributes:
-        total_ram_bytes: The RAM, or the tightest limit of the control groups this process is in.
-        available_ram_bytes: What could be allocated now without swapping and within the limit.
-        cores: The cores this process may run on, by affinity and by quota.
-    """
-
-    total_ram_bytes: int
-    available_ram_bytes: int
-    cores: int
+    total_ram_bytes: int  # the RAM, or the tightest limit of the control groups this process is in
+    available_ram_bytes: int  # what could be allocated now without swapping and within the limit
+    cores: int  # by affinity and by quota
 
 
 @dataclass(frozen=True, slots=True)
 class DiskSpec:
-    """The directory of the disk tier.
+    """The directory of the disk tier."""
 
-    Attributes:
-        directory: The directory for offloaded tensors; it need not exist yet.
-        free_bytes: What an unprivileged process can still write there.
-        writable: Whether this process may write there.
-        read_bandwidth: In bytes per second; an assumption, never a measurement.
-        write_bandwidth: The same for writing.
-        ram_backed: Whether the file system is in RAM, so that offloading to it frees none.
-    """
-
-    directory: Path
-    free_bytes: int
+    directory: Path  # need not exist yet
+    free_bytes: int  # what an unprivileged process can still write there
     writable: bool
-    read_bandwidth: float
+    read_bandwidth: float  # bytes per second: an assumption, never a measurement
     write_bandwidth: float
-    ram_backed: bool = False
+    ram_backed: bool = False  # the file system is in RAM, so that offloading to it frees none
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """A device, its host and its disk.
-
-    Attributes:
-        device: The device that computes.
-        device_count: How many of its kind the machine has.
-        host: The host.
-        disk: The disk tier.
-        past_host: Whether an accelerator offloads to disk because the host has too little memory.
 
     Example:
         >>> from memscale.hardware import virtual_hardware
@@ -166,10 +119,10 @@ class Hardware:
     """
 
     device: DeviceSpec
-    device_count: int
+    device_count: int  # of its kind in the machine
     host: HostSpec
     disk: DiskSpec
-    past_host: bool = False
+    past_host: bool = False  # an accelerator offloads to disk because the host has too little memory
 
     @property
     def offloads_to_disk(self) -> bool:

@@ -98,19 +98,14 @@ class CachingAllocator(ExactAllocator):
     def free(self, block: Block) -> None:
         assert isinstance(block, CachedBlock)
         self.allocated -= block.size
-        if block.before is not None and block.before.free:
-            self._remove_free(block.before)
-            block.address = block.before.address
-            block.size += block.before.size
-            block.before = block.before.before
-            if block.before is not None:
-                block.before.after = block
-        if block.after is not None and block.after.free:
-            self._remove_free(block.after)
-            block.size += block.after.size
-            block.after = block.after.after
-            if block.after is not None:
-                block.after.before = block
+        before, after = block.before, block.after
+        if before is not None and before.free:
+            self._remove_free(before)
+            self._merge(before, block)
+            block = before
+        if after is not None and after.free:
+            self._remove_free(after)
+            self._merge(block, after)
         self._add_free(block)
 
     def empty_cache(self) -> None:
@@ -149,6 +144,12 @@ class CachingAllocator(ExactAllocator):
         block.after = rest
         block.size = size
         self._add_free(rest)
+
+    def _merge(self, block: CachedBlock, after: CachedBlock) -> None:
+        block.size += after.size
+        block.after = after.after
+        if block.after is not None:
+            block.after.before = block
 
     def _add_free(self, block: CachedBlock) -> None:
         block.free = True

@@ -2,10 +2,9 @@
 
 Note [Malloc threshold]
 glibc serves large blocks by mappings (unmapped when freed) and smaller ones from the heap (mostly kept for reuse). The
-threshold starts at 128 KiB and *grows* to 32 MiB as large blocks are freed: after a while most tensors are on the heap,
-and RSS is 6 to 20% above what is in use, and different in every run. With a fixed threshold every tensor is a mapping,
-and the peak of RSS is that of the tensors to 1 or 2%, repeatable to 1 MiB. Setting it stops the growing for the rest of
-the process.
+threshold starts at 128 KiB and grows to 32 MiB as large blocks are freed: after a while most tensors are on the heap,
+and RSS is 6 to 20% above what is in use, different in every run. With a fixed threshold the peak of RSS is that of the
+tensors to 1 or 2%, repeatable to 1 MiB. Setting it stops the growing for the rest of the process.
 """
 
 from __future__ import annotations
@@ -28,34 +27,17 @@ from typing import Any, Generic, TypeVar
 
 from memscale.errors import ProfileError
 
-__all__ = [
-    "ProcessMeasurement",
-    "fix_malloc_threshold",
-    "measure_in_fresh_process",
-    "peak_rss_bytes",
-    "reset_peak_rss",
-    "restore_malloc_threshold",
-    "rss_bytes",
-]
-
 T = TypeVar("T")
 
 _THRESHOLD = 65536
 _GLIBC_START_THRESHOLD = 128 * 2**10
-
-# From glibc's malloc.h.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
 
 def fix_malloc_threshold(threshold: int = _THRESHOLD) -> bool:
     """Return every block of `threshold` bytes or more to the system when it is freed, from now on.
 
     See Note [Malloc threshold]. Returns False where the C library is not glibc, or the threshold is above 32 MiB.
-
-    Example:
-        >>> measure_in_fresh_process(fix_malloc_threshold).result  # it stays fixed where it is called
-        True
     """
     mallopt = _mallopt() if sys.platform.startswith("linux") else None
     if mallopt is None:
@@ -66,8 +48,7 @@ def fix_malloc_threshold(threshold: int = _THRESHOLD) -> bool:
 
 
 def restore_malloc_threshold() -> bool:
-    """Set the thresholds back to what glibc starts with; return False where the C library is not glibc."""
-    # The start values only: glibc's own adjusting can't be turned on again.
+    """Set the thresholds back to what glibc starts with; its own adjusting can't be turned on again."""
     return fix_malloc_threshold(_GLIBC_START_THRESHOLD)
 
 
@@ -82,11 +63,7 @@ def _mallopt() -> Callable[[int, int], int] | None:
 
 
 def rss_bytes() -> int:
-    """Return the physical memory of this process now.
-
-    Raises:
-        ProfileError: The system is not Linux.
-    """
+    """Return the physical memory of this process now; a `ProfileError` where the system is not Linux."""
     return _status_bytes("VmRSS")
 
 
@@ -94,9 +71,6 @@ def peak_rss_bytes() -> int:
     """Return the largest physical memory of this process since it started or since `reset_peak_rss`.
 
     Accurate to a few hundred KiB: the kernel sums up its counters per core with a delay.
-
-    Raises:
-        ProfileError: The system is not Linux.
     """
     return _status_bytes("VmHWM")
 
@@ -127,19 +101,12 @@ def _status_bytes(key: str) -> int:
 
 @dataclass(frozen=True)
 class ProcessMeasurement(Generic[T]):
-    """The memory and time of a function in a process of its own.
+    """The memory and time of a function in a process of its own."""
 
-    Attributes:
-        peak_bytes: The largest physical memory of the process while the function ran.
-        baseline_bytes: Its memory just before: Python, torch and the other imports.
-        seconds: How long the function ran, without imports.
-        result: What it returned.
-    """
-
-    peak_bytes: int
-    baseline_bytes: int
-    seconds: float
-    result: T
+    peak_bytes: int  # the largest physical memory of the process while the function ran
+    baseline_bytes: int  # its memory just before: Python, torch and the other imports
+    seconds: float  # how long the function ran, without imports
+    result: T  # what it returned
 
     @property
     def peak_above_import_bytes(self) -> int:
@@ -158,9 +125,8 @@ def measure_in_fresh_process(
     Args:
         function: A function that `multiprocessing` can start: at the top level of a module, with arguments and a
             result that can be pickled.
-        args: Its arguments.
+        args: Its arguments; `kwargs` are its keyword arguments.
         imports: Modules to import before the baseline is read, besides torch and the function's own.
-        kwargs: Its keyword arguments.
 
     Raises:
         ProfileError: The process failed (the message ends with its traceback), or the system is not Linux.

@@ -1,12 +1,10 @@
 """Records of allocations: which are alive on which device, each device's peak, and summaries of them.
 
 Note [Finalizers during allocation]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A storage in a reference cycle dies when Python's garbage collector runs, which may be inside the allocator model, or
 in another thread. Meanwhile a death is only queued, and processed right after.
 
 Note [Replaying a step]
-~~~~~~~~~~~~~~~~~~~~~~~
 A caching allocator returns a block that may be up to a MiB larger than the request, depending on which blocks are free:
 the second step of training, which finds those of the first, may need more than the first, or less, with the same
 tensors. A step need not be run twice to know that: its requests are logged and repeated on the allocator model.
@@ -19,19 +17,25 @@ import enum
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from memscale.memory.allocator import Block, ExactAllocator
+from memscale.memory.allocator import Block, ExactAllocator, OutOfDeviceMemory
+from memscale.units import format_bytes
 
 AllocatorFactory = Callable[[], ExactAllocator]
 
 HISTORY = 100_000  # allocations and releases that the timeline goes back
 
 
-class Category(str, enum.Enum):
+class _Text(str, enum.Enum):
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Category(_Text):
     """What memory is used for."""
 
     WEIGHTS = "weights"
@@ -43,11 +47,8 @@ class Category(str, enum.Enum):
     TEMPORARY = "temporary"  # everything else
     WORKSPACE = "workspace"  # a library's scratch memory (cuBLAS)
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class Phase(str, enum.Enum):
+class Phase(_Text):
     """The phase of a training step."""
 
     SETUP = "setup"
@@ -56,27 +57,20 @@ class Phase(str, enum.Enum):
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
 
-    def __str__(self) -> str:
-        return self.value
-
 
 @dataclass(slots=True, eq=False)
 class Allocation:
-    """One allocation; times are ticks of the ledger's clock.
-
-    `category` is set once it is known (a tensor is known to be a gradient only when it has become one), at death at the
-    latest, and then holds for the whole life of the allocation. Without an `op` it existed before the tracker.
-    """
+    """One allocation."""
 
     nbytes: int
     device: str
-    born: int
+    born: int  # a tick of the ledger's clock
     phase: Phase
-    op: object
+    op: object  # None: it existed before the tracker
     module: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    category: Category | None = None
+    category: Category | None = None  # set once it is known, at death at the latest, for its whole life
 
     def current_category(self) -> Category:
         """Return the category as far as it is known: what forward allocated may yet become an activation."""
@@ -85,12 +79,7 @@ class Allocation:
         return Category.ACTIVATIONS if self.phase is Phase.FORWARD else Category.TEMPORARY
 
     def describe(self) -> str:
-        """Return one line for a person.
-
-        >>> Allocation(nbytes=8, device="cpu", born=0, phase=Phase.FORWARD, op="aten.mul.Tensor",
-        ...            module="h.0.mlp", shape=(2,), dtype=torch.float32).describe()
-        'float32[2] by aten.mul.Tensor in h.0.mlp (forward)'
-        """
+        """Return one line for a person: "float32[2] by aten.mul.Tensor in h.0.mlp (forward)"."""
         dtype = str(self.dtype).removeprefix("torch.")
         by = "from before" if self.op is None else f"by {self.op}"
         where = f" in {self.module}" if self.module else ""
@@ -202,26 +191,29 @@ class Ledger:
             memory = self._devices[device] = DeviceMemory(str(device), factory())
         return memory
 
-    def _find(self, device: str | torch.device) -> DeviceMemory | None:
-        """Return a device that memory was seen on; "cuda" means "cuda:0"."""
+    def _find(self, device: str | torch.device) -> DeviceMemory:
+        """Return the memory of a device, empty if none was seen there; "cuda" means "cuda:0"."""
         wanted = torch.device(device)
-        return self._devices.get(wanted) or self._devices.get(torch.device(wanted.type, wanted.index or 0))
+        first = torch.device(wanted.type, wanted.index or 0)
+        found = self._devices.get(wanted) or self._devices.get(first)
+        return found or DeviceMemory(str(device), ExactAllocator())
 
     def _claim_all(self) -> None:
         """Set the categories that are known by now."""
 
-    # ------------------------------------------------------------------ birth and death
+    def _current_module(self) -> str:
+        """Return the name of the module that is running; empty if unknown."""
+        return ""
 
-    def _allocate(self, memory: DeviceMemory, nbytes: int) -> Block:
-        """Allocate a block from the device's allocator and update the peaks.
-
-        Raises:
-            OutOfDeviceMemory: the device does not have that much left.
-        """
+    def _allocate(self, memory: DeviceMemory, nbytes: int, what: str | torch.Tensor) -> Block:
+        """Allocate a block from the device's allocator and update the peaks."""
         allocator = memory.allocator
         self._busy = True
         try:
             block = allocator.allocate(nbytes)
+        except OutOfDeviceMemory as full:
+            self._busy = False  # the message counts what is alive
+            raise self._out_of_memory(memory, full.requested, what) from None
         finally:
             self._busy = False
         self.clock += 1
@@ -235,27 +227,43 @@ class Ledger:
         self._release_queued()
         return block
 
+    def _out_of_memory(
+        self, memory: DeviceMemory, requested: int, what: str | torch.Tensor
+    ) -> torch.OutOfMemoryError:
+        if not isinstance(what, str):
+            what = f"for {str(what.dtype)[6:]}{list(what.shape)}"
+        module = self._current_module()
+        where = f" in {module}" if module else ""
+        allocator = memory.allocator
+        capacity, allocated, reserved = allocator.capacity or 0, allocator.allocated, allocator.reserved
+        here = self.now(memory.name, 5)
+        categories = ", ".join(f"{name} {format_bytes(count)}" for name, count in here.by_category)
+        largest = "".join(f"\n  {format_bytes(each.nbytes)}  {each.description}" for each in here.top)
+        return torch.OutOfMemoryError(
+            f"{memory.name} out of memory. Tried to allocate {format_bytes(requested)} {what}{where} "
+            f"({self.phase}). The device has a total capacity of {format_bytes(capacity)}, of which "
+            f"{format_bytes(capacity - reserved)} is free; {format_bytes(allocated)} is allocated and "
+            f"{format_bytes(reserved - allocated)} is reserved but unallocated.\n"
+            f"In use: {categories or 'nothing yet'}.\nLargest:{largest or ' none'}"
+        )
+
     def _follow(
-        self,
-        storage: torch.UntypedStorage,
-        tensor: torch.Tensor,
-        device: torch.device,
-        op: object,
-        module: str,
+        self, storage: torch.UntypedStorage, tensor: torch.Tensor, device: torch.device, op: object
     ) -> Entry:
         """Follow a storage until it dies; also an empty one, which may be resized later."""
         memory = self._devices.get(device) or self._device(device)
         size = storage.nbytes()
-        block = self._allocate(memory, size) if size else None
+        block = self._allocate(memory, size, tensor) if size else None
         entry = Entry(storage, self._on_death)
         entry.key, entry.size, entry.block, entry.device = storage._cdata, size, block, memory
+        nbytes = block.size if block else 0
         entry.allocation = Allocation(
-            block.size if block else 0,
+            nbytes,
             memory.name,
             self.clock,
             self.phase,
             op,
-            module,
+            self._current_module(),
             tensor.shape,
             tensor.dtype,
         )
@@ -263,12 +271,12 @@ class Ledger:
         self._record(entry.allocation, size)
         return entry
 
-    def _hold(
+    def hold(
         self, nbytes: int, device: torch.device, what: str, category: Category | None = None
     ) -> Callable[[], None]:
-        """Account for memory without a storage until the returned function is called."""
+        """Account for memory without a tensor until the returned function is called."""
         memory = self._device(device)
-        block = self._allocate(memory, nbytes)
+        block = self._allocate(memory, nbytes, f"for {what}")
         allocation = Allocation(
             block.size, memory.name, self.clock, self.phase, what, "", (nbytes,), torch.uint8, category
         )
@@ -284,17 +292,8 @@ class Ledger:
     def _replace(self, entry: Entry, block: Block | None, size: int) -> None:
         """Give a storage another block; its category stays."""
         old, old_block = entry.allocation, entry.block
-        entry.allocation = Allocation(
-            block.size if block else 0,
-            old.device,
-            self.clock,
-            self.phase,
-            old.op,
-            old.module,
-            old.shape,
-            old.dtype,
-            old.category,
-        )
+        nbytes = block.size if block else 0
+        entry.allocation = replace(old, nbytes=nbytes, born=self.clock, phase=self.phase)
         entry.block, entry.size = block, size
         self._record(entry.allocation, size)  # before the old one is freed: torch copies
         self._end(old, old_block, entry.device)
@@ -332,8 +331,6 @@ class Ledger:
         if self._log is not None and allocation.device == self._log.device:
             self._log.events.append((allocation, size))
 
-    # ------------------------------------------------------------------ time
-
     def _enter_phase(self, phase: Phase) -> None:
         if phase is not self.phase:
             self.phase = phase
@@ -349,8 +346,6 @@ class Ledger:
         self._events.clear()
         self._since = self.clock
 
-    # ------------------------------------------------------------------ results
-
     @property
     def devices(self) -> tuple[str, ...]:
         """The devices that memory was seen on."""
@@ -358,41 +353,35 @@ class Ledger:
 
     def live_bytes(self, device: str | torch.device = "cpu") -> int:
         """Return the bytes in use now."""
-        memory = self._find(device)
-        return memory.allocator.allocated if memory else 0
+        return self._find(device).allocator.allocated
 
     def workspace_bytes(self, device: str | torch.device = "cpu") -> int:
         """Return the bytes in use now by `reserve`."""
-        name = self._name(device)
+        name = self._find(device).name
         held = (each for each in self._held if each.category is Category.WORKSPACE and each.device == name)
         return sum(each.nbytes for each in held)
 
     def peak_bytes(self, device: str | torch.device = "cpu") -> int:
         """Return the most bytes in use at once since the start or the last `reset_peak`."""
-        memory = self._find(device)
-        return memory.peak if memory else 0
+        return self._find(device).peak
 
     def reserved_bytes(self, device: str | torch.device = "cpu") -> int:
         """Return the bytes that the allocator holds now, in use or cached."""
-        memory = self._find(device)
-        return memory.allocator.reserved if memory else 0
+        return self._find(device).allocator.reserved
 
     def peak_reserved_bytes(self, device: str | torch.device = "cpu") -> int:
         """Return the most bytes that the allocator held."""
-        memory = self._find(device)
-        return memory.peak_reserved if memory else 0
+        return self._find(device).peak_reserved
 
     def now(self, device: str | torch.device = "cpu", top: int = 10) -> Snapshot:
         """Return what is in use now, with the `top` largest tensors."""
         self._claim_all()
-        name = self._name(device)
+        name = self._find(device).name
         return _snapshot(self._alive(name), name, self.clock, self.phase, top)
 
     def at_peak(self, device: str | torch.device = "cpu", top: int = 10) -> Snapshot:
         """Return what was in use at the peak, with the `top` largest tensors and the modules they belong to."""
         memory = self._find(device)
-        if memory is None:
-            return self.now(device, top)
         self._claim_all()
         alive = [each for each in self._alive(memory.name) if each.born <= memory.peak_tick]
         allocations = [*memory.dead_at_peak, *alive]
@@ -401,7 +390,7 @@ class Ledger:
     def timeline(self, device: str | torch.device = "cpu") -> Timeline:
         """Return the memory over time, by category, with the phases of each step, for the last events."""
         self._claim_all()
-        name = self._name(device)
+        name = self._find(device).name
         now: Counter[Category] = Counter()
         for allocation in self._alive(name):
             if allocation.nbytes:
@@ -447,22 +436,18 @@ class Ledger:
     @contextlib.contextmanager
     def logging(self, device: str | torch.device) -> Iterator[StepLog]:
         """Log the requests to a device's allocator inside the block, to be replayed."""
-        log = self._log = StepLog(self._name(device))
+        log = self._log = StepLog(self._find(device).name)
         try:
             yield log
         finally:
             self._log = None
 
     def replay(self, log: StepLog, marks: Collection[int] = ()) -> Replay:
-        """Repeat the requests of a step whose memory was released in it. See Note [Replaying a step].
+        """Repeat a step's requests, but for what was not released; record what is in use before the events `marks`.
 
-        Args:
-            log: the requests; what was not released is there to stay, and is not requested again.
-            marks: numbers of events before which to record what is in use.
+        See Note [Replaying a step].
         """
-        memory = self._find(log.device)
-        assert memory is not None  # the log is of it
-        allocator = memory.allocator
+        allocator = self._find(log.device).allocator
         released = {id(allocation) for allocation, size in log.events if size is None}
         peak = start = allocator.allocated
         above_start: dict[int, int] = {}
@@ -484,10 +469,6 @@ class Ledger:
         """Release what the allocators hold without using it."""
         for memory in self._devices.values():
             memory.allocator.empty_cache()
-
-    def _name(self, device: str | torch.device) -> str:
-        memory = self._find(device)
-        return memory.name if memory else str(device)
 
     def _alive(self, device: str) -> list[Allocation]:
         found = [*self._held, *(entry.allocation for entry in list(self._live.values()))]
@@ -524,15 +505,10 @@ class StepLog:
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of replaying a step.
-
-    Attributes:
-        peak_bytes: the most in use at once.
-        above_start: by mark, what was in use above the start.
-    """
+    """The result of replaying a step."""
 
     peak_bytes: int
-    above_start: dict[int, int]
+    above_start: dict[int, int]  # by mark: what was in use above the start
 
 
 # Memory-mapped storages, which trackers leave out. To torch they are ordinary CPU tensors, but their pages come and go,
@@ -542,14 +518,7 @@ _counting_as_mapped = 0
 
 
 def mark_mapped(storage: torch.UntypedStorage) -> None:
-    """Exclude a memory-mapped storage from trackers; to be called before one sees it.
-
-    Example:
-        >>> x = torch.ones(2)
-        >>> mark_mapped(x.untyped_storage())
-        >>> is_mapped(x.untyped_storage()), is_mapped(torch.ones(2).untyped_storage())
-        (True, False)
-    """
+    """Exclude a memory-mapped storage from trackers; to be called before one sees it."""
     _mapped_storages[storage._cdata] = storage
 
 

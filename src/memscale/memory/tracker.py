@@ -1,17 +1,13 @@
 """The tracker: every tensor storage of a training step, to the byte, by device and category.
 
 Note [Following storages]
-~~~~~~~~~~~~~~~~~~~~~~~~~
-Memory belongs to storages, not tensors: views and aliases share one, in-place operations keep it, `.data =` exchanges
-it. The tracker is a dispatch mode: it sees the operands and the result of every operation (real or fake, forward or
-backward) and holds a weak reference to each storage. A storage's Python object lives exactly as long as the storage,
-so the reference dies when the memory is freed. An operand that was not seen before is memory from before the block,
-and is counted from then on. What a kernel allocates and frees internally is not seen.
-
-`UntypedStorage.resize_` is the one way to change memory without an operation; it is patched while a tracker is active.
+Memory belongs to storages, not tensors: views share one, `.data =` exchanges it. The tracker is a dispatch mode: it
+sees the operands and the result of every operation and holds a weak reference to each storage, whose Python object
+lives exactly as long as the memory. An operand that was not seen before is memory from before the block, and is
+counted from then on. What a kernel allocates and frees internally is not seen. `UntypedStorage.resize_`, the one way to
+change memory without an operation, is patched while a tracker is active.
 
 Note [Module names in backward]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Autograd numbers its nodes in the order of forward, so the number of the node that runs in backward tells which module
 was running in forward. Each thread has its own numbers: what the device's thread creates during backward (a reentrant
 recomputation) can't be ordered with the rest and gets no name.
@@ -23,7 +19,6 @@ import contextlib
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -48,23 +43,36 @@ from memscale._torch import (
     tree_leaves,
 )
 from memscale.errors import ProfileError
-from memscale.memory.allocator import OutOfDeviceMemory
-from memscale.memory.record import (
-    AllocatorFactory,
-    Category,
-    Entry,
-    Ledger,
-    Phase,
-    is_mapped,
-)
-from memscale.units import format_bytes
-
-__all__ = ["MemoryTracker", "ResidentPages"]
+from memscale.memory.record import AllocatorFactory, Category, Entry, Ledger, Phase, is_mapped
 
 Watchable = nn.Module | Optimizer | torch.Tensor
 
 _ORDINARY: frozenset[type] = frozenset({torch.Tensor, nn.Parameter})
 MAX_SPANS = 50_000  # module calls whose backward can be named; the oldest are dropped
+
+
+class ForwardSpans:
+    """Which module ran in forward when a node of autograd was made. See Note [Module names in backward]."""
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []  # autograd's sequence number at each change of the running module,
+        self._names: list[str | None] = []  # and the module that ran from then on
+
+    def begin(self, name: str | None) -> None:
+        """Note that a module, or none (None), runs from now on."""
+        number = next_sequence_number()
+        if self._numbers and self._numbers[-1] > number:
+            return
+        self._numbers.append(number)
+        self._names.append(name)
+        if len(self._numbers) > MAX_SPANS:
+            del self._numbers[: MAX_SPANS // 2], self._names[: MAX_SPANS // 2]
+
+    def in_backward(self) -> str | None:
+        """Return the module whose backward is running; None if unknown."""
+        number = running_sequence_number()
+        position = 0 if number is None else bisect_right(self._numbers, number)
+        return self._names[position - 1] if position else None
 
 
 class RunningModules:
@@ -74,8 +82,7 @@ class RunningModules:
         self.roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.stack: list[tuple[nn.Module, str]] = []
-        self._numbers: list[int] = []  # autograd's sequence number at each change of the running module,
-        self._from_then: list[str] = []  # and the module that ran from then on
+        self._spans = ForwardSpans()
 
     def __bool__(self) -> bool:
         """Return whether any module is running."""
@@ -92,35 +99,21 @@ class RunningModules:
 
     def enter(self, module: nn.Module) -> None:
         self.stack.append((module, self.names.get(module) or type(module).__name__))
-        self._mark()
+        self._spans.begin(self.stack[-1][1])
 
     def leave(self, module: nn.Module) -> bool:
         """Return False for a module that was never entered because its call failed before."""
         if not self.stack or self.stack[-1][0] is not module:
             return False
         self.stack.pop()
-        self._mark()
+        self._spans.begin(self.stack[-1][1] if self.stack else "")
         return True
 
     def current(self, in_backward: bool) -> str:
         """Return the name of the module that an operation belongs to; empty if unknown."""
         if self.stack:
             return self.stack[-1][1]
-        number = running_sequence_number() if in_backward else None
-        if number is None:
-            return ""
-        position = bisect_right(self._numbers, number)
-        return self._from_then[position - 1] if position else ""
-
-    def _mark(self) -> None:
-        """See Note [Module names in backward]."""
-        number = next_sequence_number()
-        if self._numbers and self._numbers[-1] > number:
-            return
-        self._numbers.append(number)
-        self._from_then.append(self.stack[-1][1] if self.stack else "")
-        if len(self._numbers) > MAX_SPANS:
-            del self._numbers[: MAX_SPANS // 2], self._from_then[: MAX_SPANS // 2]
+        return (self._spans.in_backward() if in_backward else None) or ""
 
 
 class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
@@ -163,8 +156,6 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
         for each in watched:
             self.watch(each)
 
-    # ------------------------------------------------------------------ input
-
     def watch(self, target: Watchable) -> None:
         """Count what exists: a module's parameters, gradients and buffers, an optimizer's state, a tensor."""
         if isinstance(target, nn.Module):
@@ -184,17 +175,6 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
     def reserve(self, nbytes: int, device: torch.device, what: str) -> None:
         """Account for memory without a tensor, such as a library's workspace, from now on."""
         self.hold(nbytes, device, what, Category.WORKSPACE)
-
-    def hold(
-        self, nbytes: int, device: torch.device, what: str, category: Category | None = None
-    ) -> Callable[[], None]:
-        """Account for memory without a tensor until the returned function is called."""
-        try:
-            return self._hold(nbytes, device, what, category)
-        except OutOfDeviceMemory as full:
-            raise self._out_of_memory(device, full.requested, f" for {what}") from None
-
-    # ------------------------------------------------------------------ the mode
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -231,13 +211,8 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         if self._active is not None:
             self._active.close()
             self._active = None
@@ -246,13 +221,7 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
         self._claim_all()
         self._enter_phase(Phase.SETUP)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._in_backward != (graph_task_id() != OUTSIDE_BACKWARD):
             if self._in_backward:
                 self._end_backward()
@@ -311,11 +280,10 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
         device = self._device_of(tensor, storage)
         if device is None or is_mapped(storage):
             return None
-        try:
-            return self._follow(storage, tensor, device, op, self._running.current(self._in_backward))
-        except OutOfDeviceMemory as full:
-            what = f" for {str(tensor.dtype)[6:]}{list(tensor.shape)}"
-            raise self._out_of_memory(device, full.requested, what) from None
+        return self._follow(storage, tensor, device, op)
+
+    def _current_module(self) -> str:
+        return self._running.current(self._in_backward)
 
     def _device_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.device | None:
         """Return where a tensor's memory is; None for a meta tensor, or one of a simulation inside the block."""
@@ -329,13 +297,8 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
         if entry is None or size == entry.size:
             return lambda: None  # not tracked
         # The new memory is allocated before the old is released: torch copies from one to the other.
-        try:
-            block = self._allocate(entry.device, size) if size else None
-        except OutOfDeviceMemory as full:
-            raise self._out_of_memory(entry.device.name, full.requested, " to resize a storage") from None
+        block = self._allocate(entry.device, size, "to resize a storage") if size else None
         return lambda: self._replace(entry, block, size)
-
-    # ------------------------------------------------------------------ categories
 
     def _claim(self, tensor: torch.Tensor, category: Category, module: str = "") -> None:
         for part in self._strided(tensor):
@@ -370,10 +333,9 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
                 self._claim_parameter(parameter)
         for parameter, state in optimizer.state.items():
             module = self._module_of(parameter)
-            for leaf in state.values() if isinstance(state, dict) else tree_leaves(state):
-                for each in (leaf,) if isinstance(leaf, torch.Tensor) else tree_leaves(leaf):
-                    if isinstance(each, torch.Tensor):
-                        self._claim(each, Category.OPTIMIZER, module)
+            for leaf in tree_leaves(state):
+                if isinstance(leaf, torch.Tensor):
+                    self._claim(leaf, Category.OPTIMIZER, module)
 
     def _claim_inputs(self, inputs: Any) -> None:
         for leaf in tree_leaves(inputs):
@@ -393,8 +355,6 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
         entry = None if part is None else self._live.get(part.untyped_storage()._cdata)
         return entry.allocation.module if entry else ""
 
-    # ------------------------------------------------------------------ phases
-
     def _end_backward(self) -> None:
         if self._in_backward:
             self._in_backward = False
@@ -412,10 +372,8 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
         self._running.enter(module)
 
     def _after_module(self, module: nn.Module, inputs: Any, *rest: Any) -> None:
-        if not self._running.leave(module) or self._running:
-            return
         # A global pre-hook gets no keyword arguments; after an error, neither does this hook.
-        if len(rest) == 2:
+        if self._running.leave(module) and not self._running and len(rest) == 2:
             self._claim_inputs(rest[0])
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -427,26 +385,6 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._claim_optimizer(optimizer)
         self._enter_phase(Phase.SETUP)
-
-    # ------------------------------------------------------------------ messages
-
-    def _out_of_memory(self, device: str | torch.device, requested: int, what: str) -> torch.OutOfMemoryError:
-        memory = self._find(device)
-        assert memory is not None
-        module = self._running.current(self._in_backward)
-        where = f" in {module}" if module else ""
-        allocator = memory.allocator
-        capacity, allocated, reserved = allocator.capacity or 0, allocator.allocated, allocator.reserved
-        here = self.now(memory.name, 5)
-        categories = ", ".join(f"{name} {format_bytes(count)}" for name, count in here.by_category)
-        largest = "".join(f"\n  {format_bytes(each.nbytes)}  {each.description}" for each in here.top)
-        return torch.OutOfMemoryError(
-            f"{memory.name} out of memory. Tried to allocate {format_bytes(requested)}{what}{where} "
-            f"({self.phase}). The device has a total capacity of {format_bytes(capacity)}, of which "
-            f"{format_bytes(capacity - reserved)} is free; {format_bytes(allocated)} is allocated and "
-            f"{format_bytes(reserved - allocated)} is reserved but unallocated.\n"
-            f"In use: {categories or 'nothing yet'}.\nLargest:{largest or ' none'}"
-        )
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -467,14 +405,6 @@ class ResidentPages:
     """Bytes of memory-mapped tensors that are in memory until `release` is called.
 
     All active trackers count them; if they are `simulated`, only that of the simulation.
-
-    Example:
-        >>> with MemoryTracker() as tracker:
-        ...     pages = ResidentPages(4096)
-        ...     before = tracker.live_bytes("cpu")
-        ...     pages.release()
-        >>> before, tracker.live_bytes("cpu")
-        (4096, 0)
     """
 
     def __init__(self, nbytes: int, *, simulated: bool = False) -> None:

@@ -9,9 +9,8 @@ Note [Which level is the block]
     - Members that are alike are blocks, whatever repeats inside them (Mixtral: the layer, not the expert).
     - Members that differ and hold stacks of their own are stages; their inner layers are the blocks
       (ResNet, U-Net).
-    - What inside a member looks like a run but is only the inside of a layer (two convolutions, three
-      linears) is not a stack: a stack is two members with two or more weight matrices each, or four
-      members of any kind.
+    - The inside of a layer may look like a run (two convolutions, three linears). A stack is two members with
+      two or more weight matrices each, or four members of any kind.
     - A module without a forward (ModuleList) is never called, so it is never a block; its children may be.
     - A scripted module (torch.jit) takes neither hooks nor another forward, so it is never a block.
 """
@@ -45,26 +44,16 @@ _PLACE_NAMES = ("idx", "index", "layer_id", "layer_num", "layer_number")
 
 @dataclass(frozen=True)
 class Block:
-    """One unit of a model that techniques are attached to.
+    """One unit of a model that techniques are attached to."""
 
-    Attributes:
-        name: Dotted path of the module; for several neighbours in an `nn.Sequential`, a slice:
-            `"features[0:3]"`. The model itself is `""`.
-        container: Path of the list that holds it, or of the parent module.
-        members: Dotted paths of its modules, in call order: one, or several for a slice.
-        role: `"repeated"` for a layer of a stack, otherwise what the odd one is.
-        signature: Text that is equal for blocks equal in structure (classes, shapes, dtypes, trained or
-            frozen, settings), the same in every process.
-        parameter_names: The model's parameters that belong to this block, as `named_parameters()` calls
-            them. A tied parameter belongs to the first block that has it.
-    """
-
-    name: str
-    container: str
-    members: tuple[str, ...]
+    name: str  # dotted path; of neighbours in an `nn.Sequential` a slice, "features[0:3]"; of the model itself ""
+    container: str  # path of the list that holds it, or of the parent module
+    members: tuple[str, ...]  # dotted paths of its modules, in call order: one, or several for a slice
     role: Role
-    signature: str
-    parameter_names: tuple[str, ...]
+    signature: (
+        str  # equal for blocks equal in classes, shapes, dtypes, training and settings; in every process
+    )
+    parameter_names: tuple[str, ...]  # of the model; a tied parameter belongs to the first block that has it
 
 
 def find_blocks(model: nn.Module) -> tuple[Block, ...]:
@@ -113,13 +102,10 @@ def stacks(blocks: Iterable[Block]) -> tuple[tuple[Block, ...], ...]:
 
 
 def find_head(model: nn.Module) -> tuple[str, nn.Linear | None, str]:
-    """Find the linear layer that computes the logits.
+    """Find the linear layer that computes the logits: its name, the layer, or None and the reason why not.
 
     It is the model's own `get_output_embeddings()` (Hugging Face), or else a linear layer outside of the repeated
     blocks: the last one with an output for each row of an embedding, or the one with the most outputs.
-
-    Returns:
-        The name of the layer; the layer, or None if there is none whose computation is known; and then the reason.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 16), nn.Linear(16, 100))
@@ -130,7 +116,13 @@ def find_head(model: nn.Module) -> tuple[str, nn.Linear | None, str]:
     output_embeddings = getattr(model, "get_output_embeddings", None)
     head = output_embeddings() if callable(output_embeddings) else None
     if head is None or id(head) not in names:
-        head = _largest_linear(model)
+        layers = [block for block in find_blocks(model) if block.role == "repeated"]
+        inside = tuple(f"{member}." for block in layers for member in block.members)
+        modules = [module for name, module in model.named_modules() if not name.startswith(inside)]
+        linear = [module for module in reversed(modules) if isinstance(module, nn.Linear)]
+        rows = {table.num_embeddings for table in model.modules() if isinstance(table, nn.Embedding)}
+        widest = max(linear, key=lambda module: module.out_features, default=None)
+        head = next((module for module in linear if module.out_features in rows), widest)
     if head is None:
         return "", None, f"{type(model).__name__} has no linear layer for a head"
     name = names[id(head)]
@@ -141,21 +133,8 @@ def find_head(model: nn.Module) -> tuple[str, nn.Linear | None, str]:
         return name, None, f"{name} has a weight that is not an ordinary parameter"
     forward = vars(head).get("forward")
     if forward is not None and forward is not vars(head).get(_OVERRIDE):
-        reason = f"{name} has a forward of its own ({type(forward).__name__}), put there by others"
-        return name, None, reason
+        return name, None, f"{name} has a forward of its own ({type(forward).__name__}), put there by others"
     return name, head, ""
-
-
-def _largest_linear(model: nn.Module) -> nn.Linear | None:
-    layers = [block for block in find_blocks(model) if block.role == "repeated"]
-    inside = tuple(f"{member}." for block in layers for member in block.members)
-    modules = [module for name, module in model.named_modules() if not name.startswith(inside)]
-    linear = [module for module in modules if isinstance(module, nn.Linear)]
-    rows = {table.num_embeddings for table in model.modules() if isinstance(table, nn.Embedding)}
-    for module in reversed(linear):
-        if module.out_features in rows:
-            return module
-    return max(reversed(linear), key=lambda module: module.out_features, default=None)
 
 
 # The search --------------------------------------------------------------------------------------
@@ -170,10 +149,8 @@ class _Found:
     paths: tuple[str, ...]
     modules: tuple[nn.Module, ...]
     role: Role = "other"
-    # One of several slices of a Sequential.
-    sliced: bool = False
-    # Repeated, but only as attributes side by side: see _group_attributes.
-    guessed: bool = False
+    sliced: bool = False  # one of several slices of a Sequential
+    guessed: bool = False  # repeated, but only as attributes side by side: see _group_attributes
 
     @property
     def opens(self) -> bool:
@@ -203,7 +180,7 @@ def _open(path: str, module: nn.Module) -> list[_Found]:
 
 def _walk(path: str, module: nn.Module, around: int) -> list[_Found]:
     """Find the blocks in a part of the model, inside a module of size `around`; a part without any is one block."""
-    if not _has_parameters(module) or _is_scripted(module):
+    if not _has_parameters(module) or isinstance(module, torch.jit.ScriptModule):
         return []
     found = _split(path, module, around)
     if _is_called(module) and not any(item.opens for item in found):
@@ -215,7 +192,7 @@ def _split(path: str, module: nn.Module, around: int) -> list[_Found]:
     """Find the blocks among the children of a module. See Note [Which level is the block]."""
     children = [(_join(path, name), child) for name, child in _children(module)]
     in_order = _class_forward(module) is nn.Sequential.forward and "forward" not in vars(module)
-    simple = [in_order and _is_simple(child) and not _is_scripted(child) for _, child in children]
+    simple = [in_order and _is_simple(child) for _, child in children]
 
     size = _size(module)
     # A list of one is a layer that is called many times, if the module around it is mostly that.
@@ -225,7 +202,7 @@ def _split(path: str, module: nn.Module, around: int) -> list[_Found]:
     for (child_path, child), is_simple in zip(children, simple, strict=True):
         if not is_simple:
             results[child_path] = _walk(child_path, child, size)
-            if _has_parameters(child) and not _is_scripted(child):
+            if _has_parameters(child) and not isinstance(child, torch.jit.ScriptModule):
                 groups.setdefault(_class_name(child), []).append((child_path, child))
     for group in groups.values():
         if not isinstance(module, _CONTAINERS):
@@ -261,8 +238,8 @@ def _are_blocks(group: _Children, results: dict[str, list[_Found]], alone: bool)
 def _group_attributes(group: _Children, results: dict[str, list[_Found]]) -> None:
     """Treat attributes such as down1, down2, down3 as blocks.
 
-    That is a guess: two of a class may be towers, so it takes three, each with two weights or more. It gives
-    way to any stack inside, and is not one to the module around: q, k and v with adapters look like it too.
+    That is a guess (q, k and v with adapters look like it too), so it takes three, each with two weights or more,
+    gives way to any stack inside, and is no stack to the module around.
     """
     if len(group) < 3 or not _is_called(group[0][1]) or type(group[0][1]) is nn.Sequential:
         return
@@ -339,20 +316,16 @@ def _with_roles(found: list[_Found]) -> list[_Found]:
             found[index] = replace(item, role="head")
     # A slice whose only like has become the head repeats nothing.
     repeated = Counter(item.container for item in found if item.role == "repeated")
-    return [
-        replace(item, role="other")
-        if item.sliced and item.role == "repeated" and repeated[item.container] == 1
-        else item
-        for item in found
-    ]
+    for index, item in enumerate(found):
+        if item.sliced and item.role == "repeated" and repeated[item.container] == 1:
+            found[index] = replace(item, role="other")
+    return found
 
 
 def _breaks_pattern(found: list[_Found]) -> bool:
     """Return whether the last block is a slice unlike the one before: a last Linear without activation."""
-    if len(found) < 2 or not found[-1].sliced:
-        return False
-    before, last = ([type(module) for module in item.modules] for item in found[-2:])
-    return before != last
+    kinds = [[type(module) for module in item.modules] for item in found[-2:]]
+    return found[-1].sliced and len(kinds) == 2 and kinds[0] != kinds[1]
 
 
 # What is known about modules ---------------------------------------------------------------------
@@ -365,10 +338,6 @@ def _join(path: str, name: str) -> str:
 def _class_name(value: object) -> str:
     # By name: parametrized modules have a class of their own each, all of one name.
     return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _is_scripted(module: nn.Module) -> bool:
-    return isinstance(module, torch.jit.ScriptModule)
 
 
 def _class_forward(module: nn.Module) -> object:
@@ -390,7 +359,8 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _is_simple(module: nn.Module) -> bool:
-    return _is_called(module) and not (_children(module) and _has_parameters(module))
+    is_leaf = not (_children(module) and _has_parameters(module))
+    return is_leaf and _is_called(module) and not isinstance(module, torch.jit.ScriptModule)
 
 
 def _numel(parameter: nn.Parameter) -> int:
@@ -470,7 +440,8 @@ def _digest(module: nn.Module, *, settings: bool) -> str:
     """Digest the structure of a module, with or without its plain attributes."""
     lines = [_class_name(module)]
     if settings:
-        lines += [f"{name} = {_setting(value)}" for name, value in sorted(_attributes(module))]
+        plain = {name: value for name, value in vars(module).items() if not _is_hidden(name, value)}
+        lines += [f"{name} = {_setting(value)}" for name, value in sorted(plain.items())]
     for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
         lines += [f"{kind} {name}: {_tensor(t)}" for name, t in tensors.items() if t is not None]
     for name, child in module._modules.items():
@@ -485,11 +456,9 @@ def _tensor(tensor: torch.Tensor) -> str:
     return f"{shape} {tensor.dtype} {tensor.requires_grad}"
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
-    for name, value in vars(module).items():
-        is_place = type(value) is int and name.endswith(_PLACE_NAMES)
-        if not name.startswith("_") and name not in ("training", "forward") and not is_place:
-            yield name, value
+def _is_hidden(name: str, value: object) -> bool:
+    is_place = type(value) is int and name.endswith(_PLACE_NAMES)
+    return name.startswith("_") or name in ("training", "forward") or is_place
 
 
 def _setting(value: object, depth: int = 3) -> str:

@@ -1,12 +1,10 @@
 """The profile of a model, block by block, which the planner decides on.
 
 Note [Held bytes]
-~~~~~~~~~~~~~~~~~
 The memory of a step is counted in two parts. *Held* bytes follow from the plan: parameters, optimizer state, resident
-tensors, what forward saves outside of blocks; in forward what the blocks so far have saved; in backward what the
-remaining blocks have saved, and the gradients of the finished ones. *Peaks* are bytes in use above that while a block
-runs: temporaries, the incoming gradient, the gradients it creates. They may be negative: what a loss saves counts as
-held from the start, and is allocated at the end.
+tensors, what forward saves outside of blocks and in the blocks that have run (in backward: that remain), and the
+gradients so far. *Peaks* are bytes in use above that while a block runs: temporaries, the incoming gradient, the
+gradients it creates. They may be negative: what a loss saves counts as held from the start, and comes at the end.
 """
 
 from __future__ import annotations
@@ -19,147 +17,90 @@ from torch import nn
 
 from memscale.memory.allocator import CachingAllocator
 from memscale.profiler.blocks import Block, Role
-from memscale.profiler.recorder import OpProfile, StepRecord
-
-__all__ = ["BlockProfile", "ModelProfile", "OpProfile", "ProfileSource", "Unseen", "build_profile"]
+from memscale.profiler.recorder import OpProfile as OpProfile
+from memscale.profiler.recorder import StepRecord
 
 ProfileSource = Literal["static", "empirical", "hints"]
 
 
 @dataclass(frozen=True)
 class BlockProfile:
-    """The needs of one block in one training step; bytes are device memory as the allocator counts it.
-
-    Attributes:
-        name: the block's name in the model.
-        container: the list that holds it; blocks that may be chained share it.
-        members: paths of its modules.
-        role: a layer of a stack, or what else it is.
-        signature: equal for blocks of equal structure.
-        calls: how often forward calls it.
-        order: its position in the order of first calls; -1 if forward never calls it.
-        parameter_bytes: its parameters.
-        gradient_bytes: the gradients that its backward creates; that of a tied parameter belongs to the block that is
-            called last.
-        optimizer_bytes: the optimizer state of its parameters; AdamW's if the optimizer is not known.
-        parameter_count: the number of its parameters (tensors).
-        used_bytes: all parameters that it computes with, including those of another block (ties).
-        saved_bytes: what its forward saves for backward, all calls together, without its inputs and outputs.
-        boundary_bytes: its inputs that nothing else holds: the output of the block before it.
-        output_bytes: its outputs that are saved for backward.
-        passed_bytes: its outputs that are not.
-        forward_peak_bytes: the most in use in its forward, above the held bytes (Note [Held bytes]).
-        backward_peak_bytes: the same for its backward.
-        forward_flops: floating-point operations of forward.
-        backward_flops: floating-point operations of backward.
-        forward_half_flops: those of forward in 16 bits.
-        backward_half_flops: those of backward in 16 bits.
-        forward_traffic: bytes that forward's operations read and write.
-        backward_traffic: bytes that backward's operations read and write.
-        has_own_checkpointing: whether the model itself recomputes this block.
-        ops: the operations whose results may be kept if the block is recomputed.
-        dropped_bytes: what its forward allocates that lives until the model returns, and no longer (a cache).
-        resident: names of its parameters that cannot leave the device, since they are read while the block does not
-            run: by another module, a hook, or a checkpoint inside it. The other figures are without them.
-        changes_input: whether its forward writes into its inputs (an in-place activation first), so that it can't be
-            run again from them.
-    """
+    """The needs of one block in one training step; bytes are device memory as the allocator counts it."""
 
     name: str
-    container: str
-    members: tuple[str, ...]
+    container: str  # the list that holds it; blocks that may be chained share it
+    members: tuple[str, ...]  # paths of its modules
     role: Role
-    signature: str
-    calls: int
-    order: int
+    signature: str  # equal for blocks of equal structure
+    calls: int  # how often forward calls it
+    order: int  # its position in the order of first calls; -1 if forward never calls it
     parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    used_bytes: int
-    saved_bytes: int
-    boundary_bytes: int
-    output_bytes: int
-    forward_peak_bytes: int
+    gradient_bytes: int  # that its backward creates; of a tied parameter in the block that is called last
+    optimizer_bytes: int  # the optimizer state of its parameters; AdamW's if the optimizer is not known
+    used_bytes: int  # all parameters that it computes with, including those of another block (ties)
+    saved_bytes: (
+        int  # what its forward saves for backward, all calls together, without its inputs and outputs
+    )
+    boundary_bytes: int  # its inputs that nothing else holds: the output of the block before it
+    output_bytes: int  # its outputs that are saved for backward
+    forward_peak_bytes: int  # the most in use in its forward, above the held bytes: Note [Held bytes]
     backward_peak_bytes: int
-    forward_flops: int
+    forward_flops: int  # floating-point operations
     backward_flops: int
-    forward_traffic: int
+    forward_traffic: int  # bytes that operations read and write
     backward_traffic: int
-    has_own_checkpointing: bool
-    ops: tuple[OpProfile, ...]
-    dropped_bytes: int = 0
+    has_own_checkpointing: bool  # the model itself recomputes this block
+    ops: tuple[OpProfile, ...]  # the operations whose results may be kept if the block is recomputed
+    dropped_bytes: int = (
+        0  # what its forward allocates that lives until the model returns, and no longer (a cache)
+    )
+    # Its forward writes into its inputs (an in-place activation first), so that it can't be run again from them.
     changes_input: bool = False
-    passed_bytes: int = 0
-    parameter_count: int = 0
+    passed_bytes: int = 0  # its outputs that are not saved for backward
+    parameter_count: int = 0  # its parameters (tensors)
+    # Names of its parameters that cannot leave the device, since they are read while the block does not run: by another
+    # module, a hook, or a checkpoint inside it. The other figures are without them.
     resident: tuple[str, ...] = ()
-    forward_half_flops: int = 0
+    forward_half_flops: int = 0  # those in 16 bits
     backward_half_flops: int = 0
 
 
 @dataclass(frozen=True)
 class Unseen:
-    """Memory that a step may need and a simulation does not show.
+    """Memory that a step may need and a simulation does not show."""
 
-    Attributes:
-        what: in words, for the user.
-        nbytes: an upper bound.
-        share: an upper bound as a share of the plain step's peak, where none in bytes is known.
-    """
-
-    what: str
-    nbytes: int = 0
-    share: float = 0.0
+    what: str  # in words, for the user
+    nbytes: int = 0  # an upper bound
+    share: float = 0.0  # an upper bound as a share of the plain step's peak, where none in bytes is known
 
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """The needs of a model in one training step.
+    """The needs of a model in one training step."""
 
-    Attributes:
-        blocks: in model order.
-        source: how it was found: "static" (fake tensors), "empirical" (a real run) or "hints" (structure only).
-        reason: why that way.
-        batch: the batch it holds for, in words.
-        parameter_bytes: all parameters.
-        gradient_bytes: all gradients.
-        largest_gradient_bytes: the gradient of the largest parameter that is trained.
-        optimizer_bytes: all of the optimizer's state.
-        resident_bytes: what else is allocated all the time: buffers, inputs, workspaces.
-        other_saved_bytes: what forward saves for backward outside of the blocks.
-        loss_peak_bytes: the most in use from the end of the last block's forward to that of the model's (head, loss),
-            above the held bytes.
-        tail_peak_bytes: the most in use from there to the first backward of a block, above the held bytes.
-        other_flops: floating-point operations of a step outside of the blocks.
-        other_traffic: bytes read and written outside of the blocks.
-        other_half_flops: those operations outside of the blocks in 16 bits.
-        peak_bytes: the recorded peak of the step; 0 if the model was shortened.
-        blocks_left_out: how many blocks did not run, and have the figures of an equal one.
-        at_home: parameters were offloaded: peaks of blocks include their working copies.
-        unseen: what a step may need beyond that.
-        step_temporaries: bytes of temporaries of the optimizer's step, for each byte of all parameters stepped at once,
-            and for each byte of the largest; None for AdamW's.
-    """
-
-    blocks: tuple[BlockProfile, ...]
-    source: ProfileSource
-    reason: str
-    batch: str
+    blocks: tuple[BlockProfile, ...]  # in model order
+    source: ProfileSource  # "static" (fake tensors), "empirical" (a real run) or "hints" (structure only)
+    reason: str  # why that way
+    batch: str  # the batch it holds for, in words
     parameter_bytes: int
     gradient_bytes: int
-    largest_gradient_bytes: int
+    largest_gradient_bytes: int  # the gradient of the largest parameter that is trained
     optimizer_bytes: int
-    resident_bytes: int
-    other_saved_bytes: int
+    resident_bytes: int  # what else is allocated all the time: buffers, inputs, workspaces
+    other_saved_bytes: int  # what forward saves for backward outside of the blocks
+    # The most in use, above the held bytes, from the end of the last block's forward to that of the model's,
     loss_peak_bytes: int
-    tail_peak_bytes: int
-    other_flops: int
-    other_traffic: int
-    peak_bytes: int
-    blocks_left_out: int = 0
-    at_home: bool = False
-    unseen: tuple[Unseen, ...] = ()
+    tail_peak_bytes: int  # and from there to the first backward of a block
+    other_flops: int  # of a step, outside of the blocks
+    other_traffic: int  # bytes read and written outside of the blocks
+    peak_bytes: int  # the recorded peak of the step; 0 if the model was shortened
+    blocks_left_out: int = 0  # how many blocks did not run, and have the figures of an equal one
+    at_home: bool = False  # parameters were offloaded: peaks of blocks include their working copies
+    unseen: tuple[Unseen, ...] = ()  # what a step may need beyond that
+    # Bytes of temporaries of the optimizer's step, for each byte of all parameters stepped at once, and for each byte
+    # of the largest; None for AdamW's.
     step_temporaries: tuple[float, float] | None = None
-    other_half_flops: int = 0
+    other_half_flops: int = 0  # those in 16 bits
 
     @property
     def calls_blocks(self) -> bool:
@@ -289,12 +230,12 @@ def build_profile(
                 dropped_bytes=record.dropped,
                 forward_peak_bytes=forward_peak,
                 backward_peak_bytes=backward_peak,
-                forward_flops=record.forward_flops,
-                backward_flops=record.backward_flops,
-                forward_traffic=record.forward_traffic,
-                backward_traffic=record.backward_traffic,
-                forward_half_flops=record.forward_half_flops,
-                backward_half_flops=record.backward_half_flops,
+                forward_flops=record.forward.flops,
+                backward_flops=record.backward.flops,
+                forward_traffic=record.forward.traffic,
+                backward_traffic=record.backward.traffic,
+                forward_half_flops=record.forward.half_flops,
+                backward_half_flops=record.backward.half_flops,
                 has_own_checkpointing=any(
                     not name or f"{member}.".startswith(f"{name}.")
                     for member in block.members
@@ -326,9 +267,9 @@ def build_profile(
         other_saved_bytes=other_saved,
         loss_peak_bytes=loss_peak,
         tail_peak_bytes=step.tail_peak - step.resident - step.saved_total,
-        other_flops=step.other_flops,
-        other_traffic=step.other_traffic,
-        other_half_flops=step.other_half_flops,
+        other_flops=step.other.flops,
+        other_traffic=step.other.traffic,
+        other_half_flops=step.other.half_flops,
         peak_bytes=0 if stand_ins else step.peak,
         blocks_left_out=len(stand_ins),
         at_home=at_home,
@@ -353,8 +294,8 @@ def _peaks(step: StepRecord, gradients: Mapping[str, int]) -> tuple[dict[str, tu
     held = step.resident + step.saved_total
     found: dict[str, tuple[int, int]] = {}
     for name, record in reversed(ran):
-        forward = record.forward_peak - before[name] if record.forward_peak else 0
-        backward = record.backward_peak - held if record.backward_peak else 0
+        forward = record.forward.peak - before[name] if record.forward.peak else 0
+        backward = record.backward.peak - held if record.backward.peak else 0
         found[name] = (forward, backward)
         held += gradients.get(name, 0) - record.saved - record.output
     return found, other_saved, loss

@@ -7,51 +7,46 @@ mode and the memory tracker. In backward, autograd's sequence numbers tell which
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
-from memscale._torch import (
-    LightDispatchMode,
-    changed_since_saved,
-    in_backward,
-    next_sequence_number,
-    pytree,
-    running_sequence_number,
-)
+from memscale._torch import LightDispatchMode, changed_since_saved, graph_nodes, in_backward, pytree
 from memscale._util.trees import Tree, is_lazy
-from memscale.memory.tracker import MemoryTracker, parts_of
+from memscale.memory.tracker import ForwardSpans, MemoryTracker, parts_of
 from memscale.profiler.sample import Sample
 
 
 @dataclass(frozen=True)
 class OpProfile:
-    """An expensive operation of a block's forward: a matrix product, attention, a convolution.
+    """An expensive operation of a block's forward: a matrix product, attention, a convolution."""
 
-    Attributes:
-        key: the overload and its number among the block's calls of it: "aten.addmm.default#3".
-        flops: floating-point operations of one call.
-        output_bytes: device memory of its result.
-        half: whether it computes in 16 bits.
-    """
+    key: str  # the overload and its number among the block's calls of it: "aten.addmm.default#3"
+    flops: int  # floating-point operations of one call
+    output_bytes: int  # device memory of its result
+    half: bool = False  # it computes in 16 bits
 
-    key: str
-    flops: int
-    output_bytes: int
-    half: bool = False
+
+@dataclass
+class Work:
+    """What a forward or backward did."""
+
+    peak: int = 0  # all bytes in use, without workspaces
+    flops: int = 0
+    half_flops: int = 0  # those in 16 bits
+    traffic: int = 0  # bytes that operations read and wrote
 
 
 @dataclass
 class BlockRecord:
-    """The record of one block; peaks are all bytes in use, without workspaces."""
+    """The record of one block; see `BlockProfile`."""
 
     calls: int = 0
     order: int = -1
@@ -61,14 +56,8 @@ class BlockRecord:
     output: int = 0
     passed: int = 0
     dropped: int = 0
-    forward_peak: int = 0
-    backward_peak: int = 0
-    forward_flops: int = 0
-    backward_flops: int = 0
-    forward_traffic: int = 0
-    backward_traffic: int = 0
-    forward_half_flops: int = 0
-    backward_half_flops: int = 0
+    forward: Work = field(default_factory=Work)
+    backward: Work = field(default_factory=Work)
     ops: list[OpProfile] = field(default_factory=list)
     # Parameters, as (member, name in it), that were read while no block that has them was running: in forward
     # by another module or a hook, in backward by a checkpoint inside the block, which runs a part of it again.
@@ -85,9 +74,7 @@ class StepRecord:
     saved_total: int = 0  # bytes in use at the end of forward, above `resident`
     loss_peak: int = 0  # after the last block's forward, to the end of the model's
     tail_peak: int = 0  # from there to the first operation of a block's backward
-    other_flops: int = 0
-    other_traffic: int = 0
-    other_half_flops: int = 0
+    other: Work = field(default_factory=Work)  # outside of the blocks
     peak: int = 0
     largest_convolution: int = 0  # bytes of its operands and its result
     guesses: int = 0  # made-up numbers that Python code read
@@ -111,13 +98,11 @@ class Recorder(LightDispatchMode):
         self._calls: list[tuple[str, int, int, frozenset[int]]] = []
         self._inputs: list[list[tuple[weakref.ref[torch.Tensor], int]]] = []
         self._counts: list[Counter[str]] = []
-        self._spans: list[tuple[int, str | None]] = []
+        self._spans = ForwardSpans()
         # Storages that a block returned; weakly, as addresses are reused.
         self._outputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._between = 0  # the peak outside of blocks since the last block
-        self._last_backward: BlockRecord | None = None
-
-    # ------------------------------------------------------------------ the step
+        self._last_backward: Work | None = None
 
     def run_step(
         self,
@@ -168,9 +153,12 @@ class Recorder(LightDispatchMode):
                     owners.append((name, member, path))
                     self._parameters[name].add((member, path))
                 # Innermost: what other hooks read (spectral norm), they read outside of the block.
-                handles.append(module.register_forward_pre_hook(partial(self._begin_module, name)))
+                handles.append(module.register_forward_pre_hook(functools.partial(self._begin_module, name)))
                 handles.append(module.register_forward_hook(self._end_module, prepend=True, always_call=True))
-            enter, leave = partial(self._enter_block, name), partial(self._leave_block, name)
+            enter, leave = (
+                functools.partial(self._enter_block, name),
+                functools.partial(self._leave_block, name),
+            )
             handles.append(modules[0].register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
             handles.append(modules[-1].register_forward_hook(leave, with_kwargs=True, always_call=True))
         try:
@@ -178,8 +166,6 @@ class Recorder(LightDispatchMode):
         finally:
             for handle in handles:
                 handle.remove()
-
-    # ------------------------------------------------------------------ blocks
 
     def _begin_module(self, name: str, module: nn.Module, args: Any) -> None:
         self._inside.append(name)
@@ -200,7 +186,7 @@ class Recorder(LightDispatchMode):
                 for key, storage in _storages((args, kwargs)).items()
                 if key in self._outputs and self._outputs[key]() is storage
             )
-        record.forward_peak = max(record.forward_peak, self._between)
+        record.forward.peak = max(record.forward.peak, self._between)
         self._between = 0
         self._inputs.append(
             [(weakref.ref(each), each._version) for each in Tree.of((args, kwargs)).tensors()]
@@ -208,7 +194,7 @@ class Recorder(LightDispatchMode):
         self._running.append(name)
         self._counts.append(Counter())
         self._entered.append(self._tracker.clock)
-        self._span()
+        self._spans.begin(self._running[-1] if self._running else None)
 
     def _leave_block(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if in_backward() or not self._running:
@@ -224,21 +210,9 @@ class Recorder(LightDispatchMode):
         self._outputs.update({key: weakref.ref(storage) for key, storage in outputs.items()})
         made = self._alive(entered)
         record.passed += sum(size for key, size in made.items() if key in outputs)
-        self._span()
+        self._spans.begin(self._running[-1] if self._running else None)
 
-    def _span(self) -> None:
-        name = self._running[-1] if self._running else None
-        self._spans.append((next_sequence_number(), name))
-
-    # ------------------------------------------------------------------ operations
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record an operation after the tracker has counted it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -253,34 +227,28 @@ class Recorder(LightDispatchMode):
         in_use = self._in_use() + self._tracker.temporary_bytes
         if func is torch.ops.aten.convolution.default:
             self.step.largest_convolution = max(self.step.largest_convolution, traffic)
-        name = self._block_in_backward() if backward else (self._running[-1] if self._running else None)
+        name = self._spans.in_backward() if backward else self._running[-1] if self._running else None
         if name is None:
-            self.step.other_flops += flops
-            self.step.other_traffic += traffic
-            self.step.other_half_flops += half
+            work = self.step.other
             if backward and self._last_backward is not None:
-                self._last_backward.backward_peak = max(self._last_backward.backward_peak, in_use)
+                self._last_backward.peak = max(self._last_backward.peak, in_use)
             else:
                 self._between = max(self._between, in_use)
-            return result
-        record = self.step.blocks[name]
-        if backward:
-            self._last_backward = record
-            record.backward_peak = max(record.backward_peak, in_use)
-            record.backward_flops += flops
-            record.backward_traffic += traffic
-            record.backward_half_flops += half
-            return result
-        record.forward_peak = max(record.forward_peak, in_use)
-        record.forward_flops += flops
-        record.forward_traffic += traffic
-        record.forward_half_flops += half
-        if record.calls == 1:
-            overload, counts = str(func), self._counts[-1]
-            if flops:
-                key = f"{overload}#{counts[overload]}"
-                record.ops.append(OpProfile(key, flops, _bytes(result), half > 0))
-            counts[overload] += 1
+        else:
+            record = self.step.blocks[name]
+            work = record.backward if backward else record.forward
+            work.peak = max(work.peak, in_use)
+            if backward:
+                self._last_backward = work
+            elif record.calls == 1:
+                overload, counts = str(func), self._counts[-1]
+                if flops:
+                    key = f"{overload}#{counts[overload]}"
+                    record.ops.append(OpProfile(key, flops, _bytes(result), half > 0))
+                counts[overload] += 1
+        work.flops += flops
+        work.half_flops += half
+        work.traffic += traffic
         return result
 
     def _record_reads(self, args: tuple[Any, ...], kwargs: dict[str, Any], backward: bool) -> None:
@@ -300,13 +268,6 @@ class Recorder(LightDispatchMode):
                 # A checkpoint stops as soon as it has what backward needs: the rest of its reads is not seen.
                 read = self._parameters[name] if backward else {(member, path)}
                 self.step.blocks[name].read_outside.update(read)
-
-    def _block_in_backward(self) -> str | None:
-        number = running_sequence_number()
-        if number is None:
-            return None
-        position = bisect_right(self._spans, number, key=lambda span: span[0])
-        return self._spans[position - 1][1] if position else None
 
     def _alive(self, since: int, until: int | None = None) -> dict[int, int]:
         return self._tracker.alive_since(since, self._device, until)
@@ -357,27 +318,8 @@ def _differentiable(targets: list[torch.Tensor]) -> list[torch.Tensor]:
 
     A model with such outputs trains if its loss does not use them.
     """
-    found = []
-    good: set[Any] = {None}  # nodes of the outputs that can be differentiated
-    bad: set[Any] = set()
-    for target in targets:
-        waiting: list[Any] = [target.grad_fn]
-        seen = set(waiting)
-        while waiting:
-            node = waiting.pop()
-            if node in good:
-                continue
-            if node in bad or changed_since_saved(node):
-                bad.add(node)
-                break
-            for following, _ in node.next_functions:
-                if following not in seen:
-                    seen.add(following)
-                    waiting.append(following)
-        else:
-            good |= seen
-            found.append(target)
-    return found or targets
+    changed = functools.cache(changed_since_saved)  # outputs share most of the graph
+    return [each for each in targets if not any(map(changed, graph_nodes([each])))] or targets
 
 
 def loss_of(targets: list[torch.Tensor]) -> torch.Tensor:

@@ -1,14 +1,11 @@
 """Profile one training step: on fake tensors, or where they fail by a guarded real run.
 
 Note [Shortened models]
-~~~~~~~~~~~~~~~~~~~~~~~
-Forty-eight equal layers need the same: it is enough to run two of them (two, because the first may differ: its input
-may need no gradient). So the fake copy of the model is shortened: of each run of equal blocks in a `ModuleList` only
-the first two stay. The cost grows with the number of distinct blocks, not with depth. A model that does not run
-without its other blocks (a U-Net's skip connections) is run whole.
+Equal layers need the same: of each run of equal blocks in a `ModuleList` only the first two stay in the fake copy (two,
+because the first may differ: its input may need no gradient). A model that does not run without its other blocks (a
+U-Net's skip connections) is run whole.
 
 Note [Guarded runs]
-~~~~~~~~~~~~~~~~~~~
 A real run serves where fake tensors fail (shapes that depend on data), and must leave the model as it was: weights are
 not stepped; gradients are returned instead of accumulated, so that hooks that wait for them (DistributedDataParallel's,
 or those of an optimizer in backward) do not run, except for reentrant checkpoints, which require accumulation, where
@@ -46,24 +43,14 @@ DEFAULT_CAPABILITY = (8, 6)
 
 @dataclass(frozen=True)
 class Place:
-    """The device of a simulated step.
+    """The device of a simulated step."""
 
-    Attributes:
-        kind: "cpu", with the CPU's kernels and exact bytes, or "vgpu", with CUDA's and its allocator.
-        capability: NVIDIA's compute capability, which decides on attention kernels and workspaces.
-    """
-
-    kind: Literal["cpu", "vgpu"]
-    capability: tuple[int, int] = DEFAULT_CAPABILITY
+    kind: Literal["cpu", "vgpu"]  # the CPU's kernels and exact bytes, or CUDA's and its allocator
+    capability: tuple[int, int] = DEFAULT_CAPABILITY  # decides on attention kernels and workspaces
 
     @classmethod
     def of(cls, device: DeviceSpec) -> Place:
-        """Return the simulated counterpart of a device.
-
-        >>> from memscale.hardware import virtual_hardware
-        >>> Place.of(virtual_hardware("H100").device)
-        Place(kind='vgpu', capability=(9, 0))
-        """
+        """Return the simulated counterpart of a device."""
         if device.kind == "cpu":
             return cls("cpu")
         return cls("vgpu", device.compute_capability or DEFAULT_CAPABILITY)
@@ -115,19 +102,16 @@ def profile_static(
     at_home: bool = False,
     resident: Mapping[str, tuple[str, ...]] | None = None,
 ) -> ModelProfile:
-    """Profile a training step on fake tensors.
+    """Profile a training step on fake tensors; the model is not changed.
 
     Args:
-        model: the model; it is not changed.
-        sample: the batch.
-        place: the device to account for.
         with_cache: leave the cache for generation on if the model has it on; it is off while a plan is attached.
         prepare: called with the shortened fake copy before it runs, to attach techniques.
         at_home: whether `prepare` offloads the parameters to the tier below.
         resident: names of the parameters that stay on the device, by block; found by the profile if not given.
 
     Raises:
-        Exception: whatever the model raises on fake tensors; the caller falls back to a real run.
+        Exception: whatever the model raises on fake tensors.
     """
     blocks = find_blocks(model)
 
@@ -150,9 +134,7 @@ def profile_static(
             step,
             stand_ins=short,
             source="static",
-            reason=f"{len(kept)} of {len(blocks)} blocks run on fake tensors"
-            if short
-            else "run on fake tensors",
+            reason=f"{f'{len(kept)} of {len(blocks)} blocks ' if short else ''}run on fake tensors",
             batch=sample.describe(),
             exact_bytes=place.counts_exactly,
             at_home=at_home,
@@ -189,13 +171,10 @@ def _shortening(model: nn.Module, blocks: Sequence[Block]) -> dict[str, str]:
 
 
 def _shorten(twin: nn.Module, short: dict[str, str]) -> None:
-    by_container: dict[str, set[str]] = {}
-    for name in short:
-        container, _, index = name.rpartition(".")
-        by_container.setdefault(container, set()).add(index)
-    for container, dropped in by_container.items():
+    for container in {name.rpartition(".")[0] for name in short}:
         modules = twin.get_submodule(container)
-        kept = [module for index, module in modules._modules.items() if index not in dropped]
+        prefix = f"{container}." if container else ""
+        kept = [module for index, module in modules._modules.items() if f"{prefix}{index}" not in short]
         modules._modules.clear()
         modules._modules.update({str(index): module for index, module in enumerate(kept)})
 
@@ -273,7 +252,7 @@ def gradients_of(model: nn.Module) -> Callable[[torch.Tensor], object]:
 
 
 def is_reentrant(loss: torch.Tensor) -> bool:
-    """Return whether the graph of a loss has reentrant checkpoints, which `torch.autograd.grad` refuses."""
+    """Return whether a graph has reentrant checkpoints, which `torch.autograd.grad` refuses."""
     return any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph_nodes([loss]))
 
 
@@ -283,10 +262,7 @@ def profile_model(
     """Profile one training step: on fake tensors if possible (`static`), else by a guarded real run (`empirical`).
 
     Where a copy of the model calls no block (an instance forward may refer to the original model), a real run is tried
-    too.
-
-    Raises:
-        ProfileError: neither way worked, with the reasons.
+    too. Where neither works, a `ProfileError` has the reasons.
     """
     why_not_static = "use_static_profiling=False"
     is_on_meta = any(parameter.is_meta for parameter in model.parameters())

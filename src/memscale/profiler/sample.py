@@ -1,7 +1,6 @@
 """The batch to plan for, given by the user or derived from the model, and the batches that plans cover.
 
 Note [Covered batches]
-~~~~~~~~~~~~~~~~~~~~~~
 A batch is covered if it has the same tensors as one that was planned for, and none is larger: neither in its number of
 elements nor, since attention grows with the square of the length, in that number times the longest dimension but the
 first. Before each forward in training this is looked up by the shapes of the call.
@@ -26,25 +25,17 @@ from torch import nn
 from memscale._torch import pytree
 from memscale.errors import ProfileError
 
-__all__ = ["PlannedBatches", "call_key", "named_shapes", "named_tensors", "resized", "roundings"]
-
 HINT_LENGTH = 512
 HINT_BATCH = 1
 
 
 @dataclass(frozen=True)
 class Sample:
-    """How the model is called in training.
-
-    Attributes:
-        args: positional arguments.
-        kwargs: keyword arguments.
-        beside: the rest of the batch, such as targets.
-    """
+    """How the model is called in training."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    beside: tuple[Any, ...] = ()
+    beside: tuple[Any, ...] = ()  # the rest of the batch, such as targets
 
     def describe(self) -> str:
         """Return the shapes in words.
@@ -169,39 +160,20 @@ def _shape(value: Any) -> str:
     return texts[0] if len(texts) == 1 else "(" + ", ".join(texts) + ")" if texts else ""
 
 
-Shapes: TypeAlias = dict[str, tuple[int, ...]]
-"""Shapes of a call's tensors, by path."""
+Shapes: TypeAlias = dict[str, tuple[int, ...]]  # of a call's tensors, by path
 
 MOST_KEYS = 4096
 MOST_PLANS = 5  # in one run
 STEPS_OF_A_POWER = 16
 
-_PLAIN = frozenset({int, float, bool, str, type(None)})
-
 
 def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the shapes of a call as a key; at every step, so without pytree where possible."""
-    key: list[Any] = [value.shape if isinstance(value, torch.Tensor) else _shapes_in(value) for value in args]
-    for name, value in kwargs.items():
-        key.append(name)
-        key.append(value.shape if isinstance(value, torch.Tensor) else _shapes_in(value))
-    return tuple(key)
-
-
-def _shapes_in(value: Any) -> tuple[Any, ...] | None:
-    if type(value) in _PLAIN:
-        return None
-    return tuple(leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in pytree.tree_leaves(value))
+    """Return the shapes of a call as a key."""
+    return (*kwargs, *(getattr(leaf, "shape", None) for leaf in pytree.tree_leaves((args, kwargs))))
 
 
 def named_shapes(model: nn.Module, sample: Sample) -> Shapes:
-    """Return the shapes of a call by the names of forward's arguments, passed by position or by name.
-
-    Example:
-        >>> layer, x = nn.Linear(2, 2), torch.ones(3, 2)
-        >>> named_shapes(layer, Sample((x,), {})) == named_shapes(layer, Sample((), {"input": x}))
-        True
-    """
+    """Return the shapes of a call by the names of forward's arguments, passed by position or by name."""
     return {name: tuple(tensor.shape) for name, tensor in named_tensors(model, sample)}
 
 
@@ -218,10 +190,6 @@ def named_tensors(model: nn.Module, sample: Sample) -> Iterator[tuple[str, torch
 class PlannedBatches:
     """The batches that a model's plans were made for. See Note [Covered batches].
 
-    Attributes:
-        ceiling: the bytes that plans may need from now on: one that needed more ran out of memory.
-        said_full: whether the user was told that no more plans are made.
-
     Example:
         >>> batches = PlannedBatches()
         >>> batches.add({"x": (8, 128)})
@@ -232,11 +200,13 @@ class PlannedBatches:
     """
 
     def __init__(self) -> None:
-        self.ceiling: int | None = None
+        self.ceiling: int | None = (
+            None  # bytes that plans may need from now on: one of more ran out of memory
+        )
+        self.said_full = False  # the user was told that no more plans are made
         self._planned: list[Shapes] = []
         self._given_up: set[frozenset[tuple[str, int]]] = set()
         self._keys: set[tuple[Any, ...]] = set()
-        self.said_full = False
 
     def __bool__(self) -> bool:
         return bool(self._planned or self._given_up)

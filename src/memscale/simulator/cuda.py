@@ -1,8 +1,7 @@
 """Make the virtual device behave as CUDA does: attention kernels, autocast, fused kernels, and the name "cuda".
 
-Attention. On CUDA `scaled_dot_product_attention` chooses a kernel that never builds the score matrix: flash for 16 bits
-without a mask, memory-efficient for the rest. Both are aten operations with shape rules and gradients of their own, so
-calling them on fake tensors shows what they allocate and save for backward.
+Attention. On CUDA `scaled_dot_product_attention` chooses a kernel that never builds the score matrix. They are aten
+operations with shape rules and gradients: calling them on fake tensors shows what they allocate and save for backward.
 
 Autocast. torch has autocast rules for the devices it ships; for a device registered from Python autocast would silently
 do nothing. The lists of operations are those of CUDA in torch 2.13 (`aten/src/ATen/autocast_mode.h`).
@@ -18,11 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -46,12 +46,7 @@ AMPERE = (8, 0)
 
 
 def choose_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    capability: tuple[int, int],
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, capability: tuple[int, int]
 ) -> str:
     """Return the kernel that CUDA would choose: "flash", "efficient" or "math"."""
     if query.dim() != 4:
@@ -82,7 +77,7 @@ def choose_kernel(
     return "math"
 
 
-def _expand_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _expand_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Make an additive mask with rows aligned to 16 elements, as the efficient kernel requires."""
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
@@ -93,17 +88,17 @@ def _expand_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> 
 
 
 def fused_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
     capability: tuple[int, int] = AMPERE,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute attention by the aten operations of CUDA's kernels."""
     kernel = choose_kernel(query, key, value, attn_mask, is_causal, capability)
     if kernel == "flash":
@@ -111,7 +106,7 @@ def fused_attention(
         if width % 8:
             scale = scale if scale is not None else 1 / math.sqrt(width)
             query, key, value = (functional.pad(each, (0, -width % 8)) for each in (query, key, value))
-        flash: torch.Tensor = aten._scaled_dot_product_flash_attention(
+        flash: Tensor = aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]
         return flash[..., :width] if flash.size(-1) != width else flash
@@ -119,13 +114,13 @@ def fused_attention(
         groups = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     if kernel == "math":
-        math_out: torch.Tensor = aten._scaled_dot_product_attention_math(
+        math_out: Tensor = aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
         )[0]
         return math_out
     needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     mask = None if attn_mask is None else _expand_mask(attn_mask, query, key)
-    out: torch.Tensor = aten._scaled_dot_product_efficient_attention(
+    out: Tensor = aten._scaled_dot_product_efficient_attention(
         query, key, value, mask, needs_grad, dropout_p, is_causal, scale=scale
     )[0]
     return out
@@ -164,7 +159,7 @@ WIDEST_INPUT = """
 
 def _castable(value: Any) -> bool:
     return (
-        isinstance(value, torch.Tensor)
+        isinstance(value, Tensor)
         and value.is_floating_point()
         and value.device.type == NAME
         and value.dtype is not torch.float64
@@ -177,7 +172,7 @@ def _operator(name: str) -> Any | None:
     return getattr(packet, overload or "default", None) if packet is not None else None
 
 
-def _cast(value: Any, dtype: torch.dtype, cache: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
+def _cast(value: Any, dtype: torch.dtype, cache: dict[int, tuple[Tensor, Tensor]]) -> Any:
     """Cast a tensor as autocast does; the copy of a weight is cached until the autocast block ends."""
     if not _castable(value) or value.dtype is dtype:
         return value
@@ -196,7 +191,7 @@ def _cast(value: Any, dtype: torch.dtype, cache: dict[int, tuple[torch.Tensor, t
 
 
 def _autocast_kernel(
-    operator: Any, policy: str, cache: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    operator: Any, policy: str, cache: dict[int, tuple[Tensor, Tensor]]
 ) -> Callable[..., Any]:
     takes_dtype = any(argument.name == "dtype" for argument in operator._schema.arguments)
     off = DispatchKeySet(getattr(DispatchKey, KEY))
@@ -223,7 +218,7 @@ def _autocast_kernel(
 @contextlib.contextmanager
 def cuda_autocast() -> Iterator[None]:
     """Let `torch.autocast("vgpu")` do what `torch.autocast("cuda")` does inside the block."""
-    cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    cache: dict[int, tuple[Tensor, Tensor]] = {}
     clear = torch.clear_autocast_cache
     rest = cast(Any, torch.library.Library)("_", "IMPL")
 
@@ -288,13 +283,7 @@ class _RenameDevice(TorchFunctionMode):
             return self._target
         return value
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.to:
             args = tuple(map(self.device, args))
         elif func is torch.Tensor.cuda:

@@ -4,13 +4,10 @@ torch has one such slot per process and no way to clear it: after the first use 
 outside a `simulate` or `executing` block the device reports that it is not available.
 
 Note [Errors in backward]
-~~~~~~~~~~~~~~~~~~~~~~~~~
 While autograd unwinds from an error it asks the device's guard for its device type. A guard written in Python fails
 when it runs with an error set, in a place where C++ allows no exceptions: the process ends (torch 2.13). So the guard
-stores the error before it answers, and the error is raised again where the user called `backward`. An error in a
-hook, in the unpacking of a saved tensor or in an operation then behaves as on any other device.
-
-This relies on a detail of CPython: `ctypes` raises an error that is set.
+stores the error before it answers (`ctypes` raises an error that is set: a detail of CPython), and it is raised again
+where the user called `backward`.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -47,23 +44,14 @@ NAME = "vgpu"
 
 @dataclass(eq=False)
 class VirtualDevice:
-    """A device that answers for `vgpu` while a block runs, and its memory.
+    """A device that answers for `vgpu` while a block runs, and its memory."""
 
-    Attributes:
-        computes: True for real numbers, False for shapes only.
-        device_name: as `torch.cuda.get_device_name` reports it.
-        capacity: its memory in bytes.
-        compute_capability: NVIDIA's (major, minor), which decides on attention kernels and workspaces.
-        device: the torch device.
-        tracker: the memory tracker of the device and its host.
-    """
-
-    computes: ClassVar[bool] = False
-    device_name: str
-    capacity: int
-    compute_capability: tuple[int, int]
+    computes: ClassVar[bool] = False  # real numbers, not only shapes
+    device_name: str  # as `torch.cuda.get_device_name` reports it
+    capacity: int  # its memory in bytes
+    compute_capability: tuple[int, int]  # decides on attention kernels and workspaces
     device: torch.device
-    tracker: MemoryTracker
+    tracker: MemoryTracker  # of the device and its host
 
     @property
     def peak_bytes(self) -> int:
@@ -190,12 +178,11 @@ class _DeviceModule:
     Event = VirtualEvent
     _lazy_init = init = set_device = set_stream = synchronize = ipc_collect = staticmethod(_do_nothing)
     stream = device = staticmethod(contextlib.nullcontext)
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def is_initialized(self) -> bool:
-        return True
+    is_initialized = staticmethod(lambda: True)
+    _is_in_bad_fork = staticmethod(lambda: False)
+    current_device = staticmethod(lambda: 0)
+    current_stream = default_stream = staticmethod(lambda device=None: VirtualStream())
+    get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16, torch.float32])
 
     def is_available(self) -> bool:
         return _active is not None
@@ -203,21 +190,8 @@ class _DeviceModule:
     def device_count(self) -> int:
         return int(_active is not None)
 
-    def current_device(self) -> int:
-        return 0
-
-    def current_stream(self, device: Any = None) -> torch.Stream:
-        return VirtualStream()
-
-    default_stream = current_stream
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16, torch.float32]
-
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
         return _active is not None and _active.compute_capability >= (8, 0)
-
-    # ---- random numbers
 
     def manual_seed(self, seed: int) -> None:
         if _active is not None:
@@ -237,8 +211,6 @@ class _DeviceModule:
     def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
         self.set_rng_state(states[0])
 
-    # ---- memory
-
     def memory_stats(self, device: Any = None) -> dict[str, int]:
         """Return the figures of `torch.cuda.memory_stats` that exist here."""
         tracker = MemoryTracker() if _active is None else _active.tracker
@@ -249,17 +221,13 @@ class _DeviceModule:
             "reserved_bytes.all.peak": tracker.peak_reserved_bytes(NAME),
         }
 
-    def memory_allocated(self, device: Any = None) -> int:
-        return self.memory_stats()["allocated_bytes.all.current"]
+    def _memory(self, figure: str, device: Any = None) -> int:
+        return self.memory_stats()[figure]
 
-    def max_memory_allocated(self, device: Any = None) -> int:
-        return self.memory_stats()["allocated_bytes.all.peak"]
-
-    def memory_reserved(self, device: Any = None) -> int:
-        return self.memory_stats()["reserved_bytes.all.current"]
-
-    def max_memory_reserved(self, device: Any = None) -> int:
-        return self.memory_stats()["reserved_bytes.all.peak"]
+    memory_allocated = functools.partialmethod(_memory, "allocated_bytes.all.current")
+    max_memory_allocated = functools.partialmethod(_memory, "allocated_bytes.all.peak")
+    memory_reserved = functools.partialmethod(_memory, "reserved_bytes.all.current")
+    max_memory_reserved = functools.partialmethod(_memory, "reserved_bytes.all.peak")
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         _require_active().tracker.reset_peak()
@@ -277,8 +245,6 @@ class _DeviceModule:
         capacity = _require_active().capacity
         return capacity - self.memory_reserved(), capacity
 
-    # ---- properties
-
     def get_device_name(self, device: Any = None) -> str:
         return _require_active().device_name
 
@@ -286,19 +252,15 @@ class _DeviceModule:
         return _require_active().compute_capability
 
     def get_device_properties(self, device: Any = None) -> SimpleNamespace:
-        active = _require_active()
-        major, minor = active.compute_capability
-        return SimpleNamespace(
-            name=active.device_name, total_memory=active.capacity, major=major, minor=minor
-        )
+        (major, minor), memory = self.get_device_capability(), _require_active().capacity
+        return SimpleNamespace(name=self.get_device_name(), total_memory=memory, major=major, minor=minor)
 
 
 class _Hooks(PrivateDeviceHooks):
-    def is_available(self) -> bool:
+    def is_available(self, device_index: int = 0) -> bool:
         return _active is not None
 
-    def has_primary_context(self, device_index: int) -> bool:
-        return _active is not None
+    has_primary_context = is_available
 
     def is_built(self) -> bool:
         return True
@@ -317,11 +279,10 @@ def register() -> None:
 
 
 def virtual_device() -> torch.device:
-    """Return the device of simulated tensors.
+    """Return the device of simulated tensors: `vgpu`, or `cuda` on a machine that has one.
 
-    On a machine with a CUDA device it is `cuda`: fake CUDA tensors work there as they are, and a device in the
-    PrivateUse1 slot would replace the real one wherever torch asks for "the accelerator" (autograd's streams, for
-    one). Elsewhere it is `vgpu`. (The first case has not been run: the project has no such machine.)
+    Fake CUDA tensors work there as they are, and a device in the PrivateUse1 slot would replace the real one wherever
+    torch asks for "the accelerator". (That case has not been run: the project has no such machine.)
     """
     if torch.cuda.is_available() and not is_active():
         return torch.device("cuda", 0)
@@ -372,9 +333,8 @@ def operators(key: str) -> Iterator[Callable[[Any, Callable[..., Any]], None]]:
 def like_cuda_tensors(kind: type[torch.Tensor]) -> Iterator[None]:
     """Let optimizers, `module.to` and backward treat tensors of a class as CUDA tensors inside the block.
 
-    Optimizers use `foreach`. `module.to(device)` swaps whole tensors, as the data of virtual ones can't be exchanged,
-    and leaves the hooks on a parameter's gradient with it. Backward runs in the calling thread, to which dispatch modes
-    belong, and its errors are raised there.
+    Optimizers use `foreach`. `module.to(device)` swaps whole tensors, as the data of virtual ones can't be exchanged.
+    Backward runs in the calling thread, to which dispatch modes belong, and its errors are raised there.
     """
     swap_before = torch.__future__.get_swap_module_params_on_conversion()
     swap: Any = torch.utils.swap_tensors
@@ -420,13 +380,7 @@ class DeviceTracker(MemoryTracker):  # type: ignore[no-untyped-call]  # its `__i
         self._workspace_bytes = workspace_bytes
         self._workspaces: set[bool] = set()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self._workspace_bytes:
             self.temporary_bytes = 0
@@ -462,27 +416,12 @@ def workspace_bytes(capability: tuple[int, int]) -> int:
     return CUBLAS_WORKSPACE_HOPPER if capability >= HOPPER else CUBLAS_WORKSPACE
 
 
-def _softmax_backward(grad: torch.Tensor, output: torch.Tensor, *_: Any) -> tuple[int, ...]:
-    # The product of gradient and output is a tensor of its own.
-    return (grad.nbytes, 0 if output.is_contiguous() else output.nbytes)
+def _copy_bytes(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_contiguous() else tensor.nbytes
 
 
-def _log_softmax_backward(grad: torch.Tensor, output: torch.Tensor, *_: Any) -> tuple[int, ...]:
-    return tuple(each.nbytes for each in (grad, output) if not each.is_contiguous())
-
-
-def _group_norm_backward(
-    grad: torch.Tensor,
-    values: torch.Tensor,
-    mean: torch.Tensor,
-    scale: torch.Tensor,
-    weight: torch.Tensor | None,
-    samples: int,
-    channels: int,
-    pixels: int,
-    groups: int,
-    *_: Any,
-) -> tuple[int, ...]:
+def _group_norm_backward(grad: torch.Tensor, values: torch.Tensor, *args: Any) -> tuple[int, ...]:
+    _, _, weight, samples, channels, pixels, groups, _ = args
     # Two sums for each sample and channel, the scale of each, and two numbers for each group.
     width = max(4, values.element_size())
     of_groups = (width * samples * groups,) * 2
@@ -494,7 +433,8 @@ def _group_norm_backward(
 # By operation: the bytes that its CUDA kernel allocates besides its results and frees before it returns
 # (aten/src/ATen/native/cuda/SoftMax.cu and group_norm_kernel.cu of torch 2.13).
 TEMPORARIES: dict[str, Callable[..., tuple[int, ...]]] = {
-    "_softmax_backward_data": _softmax_backward,
-    "_log_softmax_backward_data": _log_softmax_backward,
+    # The product of gradient and output, and copies of what is not contiguous.
+    "_softmax_backward_data": lambda grad, output, *_: (grad.nbytes, _copy_bytes(output)),
+    "_log_softmax_backward_data": lambda grad, output, *_: (_copy_bytes(grad), _copy_bytes(output)),
     "native_group_norm_backward": _group_norm_backward,
 }

@@ -1,7 +1,6 @@
 """Fake tensors on a device that does not exist: shapes and lifetimes without data.
 
 Note [Values of a batch]
-~~~~~~~~~~~~~~~~~~~~~~~~
 A padding mask decides whether an attention mask is built, and with it which kernel runs and what is saved for
 backward. So a fake batch remembers the integer values of the real one, and the operations by which code inspects
 a mask (is all of it set? does it equal this value?) are answered from them. Weights and activations have no values.
@@ -10,17 +9,16 @@ a mask (is all of it set? does it equal this value?) are answered from them. Wei
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memscale._torch import (
     FakeTensor,
     FakeTensorMode,
     attribute,
-    current_fake_mode,
     disable_current_modes,
     tree_leaves,
 )
@@ -36,18 +34,8 @@ PAGE = 4096
 MANY = ("_foreach_", "_fused_")  # operations on many tensors at once
 
 
-def _group_norm_backward(
-    gradient: torch.Tensor,
-    values: torch.Tensor,
-    mean: torch.Tensor,
-    scale: torch.Tensor,
-    weight: torch.Tensor | None,
-    samples: int,
-    channels: int,
-    pixels: int,
-    groups: int,
-    wanted: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def _group_norm_backward(gradient: Tensor, values: Tensor, *args: Any) -> tuple[Any, ...]:
+    _, _, weight, _, channels, _, _, wanted = args
     of_weight = values.new_empty(channels) if weight is None else torch.empty_like(weight)
     made = (torch.empty_like(values), of_weight, torch.empty_like(of_weight))
     return tuple(tensor if asked else None for tensor, asked in zip(made, wanted, strict=True))
@@ -70,7 +58,7 @@ def _padded(width: int) -> int:
     return padded + 16 if padded % 256 == 0 else padded
 
 
-def _mkldnn_rnn_layer(values: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+def _mkldnn_rnn_layer(values: Tensor, *args: Any) -> tuple[Tensor, ...]:
     output, hidden, cell, workspace = aten.mkldnn_rnn_layer.default(values, *args)
     mode, hidden_size, is_training = args[8], args[9], args[14]
     if is_training and mode == LSTM and values.dim() == 3:  # (steps, samples, width), also if batch_first
@@ -79,19 +67,19 @@ def _mkldnn_rnn_layer(values: torch.Tensor, *args: Any) -> tuple[torch.Tensor, .
     return output, hidden, cell, workspace
 
 
-def _mkldnn_rnn_layer_backward(*args: Any) -> tuple[torch.Tensor, ...]:
+def _mkldnn_rnn_layer_backward(*args: Any) -> tuple[Tensor, ...]:
     found = list(aten.mkldnn_rnn_layer_backward.default(*args))
     found[4] = torch.empty_like(found[3])
     return tuple(found)
 
 
 def gru_cell(
-    input_gates: torch.Tensor,
-    hidden_gates: torch.Tensor,
-    hidden: torch.Tensor,
-    input_bias: torch.Tensor | None = None,
-    hidden_bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    hidden: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Compute CUDA's fused GRU cell from elementary operations: the hidden state and its workspace."""
     if input_bias is not None and hidden_bias is not None:
         input_gates, hidden_gates = input_gates + input_bias, hidden_gates + hidden_bias
@@ -104,9 +92,7 @@ def gru_cell(
     return new + update * (hidden - new), workspace
 
 
-def gru_cell_backward(
-    gradient: torch.Tensor, workspace: torch.Tensor, has_bias: bool
-) -> tuple[torch.Tensor | None, ...]:
+def gru_cell_backward(gradient: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Tensor | None, ...]:
     """Compute the backward of `gru_cell` from its workspace."""
     reset, update, new, hidden, new_hidden = workspace.chunk(5, 1)
     update_gate = gradient * (hidden - new) * update * (1 - update)
@@ -173,23 +159,12 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `__init_
         return self  # a copied tensor (nn.TransformerEncoder copies its layer) belongs to the same mode
 
 
-def is_simulating() -> bool:
-    """Return whether tensors created in this thread now are fake."""
-    return current_fake_mode() is not None
-
-
 class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
     """A device's tracker that also answers the few operations that need data or a real device."""
 
     _plain = DeviceTracker._plain | {FakeTensor}
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         global _value_reads
         # Two thirds of all dispatches only ask a fake tensor for its device.
         if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
@@ -222,7 +197,7 @@ class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__ini
         own = SHAPE_RULES.get(op_name(func))
         return own(*args, **kwargs) if own is not None else super()._run(func, args, kwargs)
 
-    def _device_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.device | None:
+    def _device_of(self, tensor: Tensor, storage: torch.UntypedStorage) -> torch.device | None:
         if not isinstance(tensor, FakeTensor):
             return super()._device_of(tensor, storage)
         return None if tensor.fake_device.type == "meta" else tensor.fake_device
@@ -238,7 +213,7 @@ def _changes_values_only(name: str, args: tuple[Any, ...]) -> bool:
         return False
     targets = args[0]
     for others in args:
-        if not isinstance(others, (list, tuple)) or not others or not isinstance(others[0], torch.Tensor):
+        if not isinstance(others, (list, tuple)) or not others or not isinstance(others[0], Tensor):
             continue
         if len(others) != len(targets) or not all(map(_alike, others, targets)):
             return False
@@ -247,7 +222,7 @@ def _changes_values_only(name: str, args: tuple[Any, ...]) -> bool:
     return True
 
 
-def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+def _alike(first: Tensor, second: Tensor) -> bool:
     return (
         isinstance(first, FakeTensor)
         and isinstance(second, FakeTensor)
@@ -260,7 +235,7 @@ def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
 def _is_guess(name: str, args: tuple[Any, ...]) -> bool:
     """Return whether the values of a boolean result are made up."""
     if name in COMPARISONS:
-        return isinstance(args[0], torch.Tensor) and args[0].is_floating_point()
+        return isinstance(args[0], Tensor) and args[0].is_floating_point()
     return (name in SAME_VALUE or name in LOGIC) and any(
         getattr(each, "_memscale_guess", False) for each in args
     )
@@ -279,9 +254,9 @@ def _remember_value(result: FakeTensor, name: str, args: tuple[Any, ...]) -> Non
     result._memscale_value = value if isinstance(value, (bool, int, float)) else None  # type: ignore[attr-defined]
 
 
-def remember_values(twin: torch.Tensor, real: torch.Tensor) -> None:
+def remember_values(twin: Tensor, real: Tensor) -> None:
     """Give a fake tensor of a batch the values of the real one. See Note [Values of a batch]."""
-    has_values = type(real) is torch.Tensor and not real.is_meta and not isinstance(real, FakeTensor)
+    has_values = type(real) is Tensor and not real.is_meta and not isinstance(real, FakeTensor)
     if has_values and not real.is_floating_point() and not real.is_complex() and real.numel() <= LARGEST_MASK:
         twin._memscale_known = real  # type: ignore[attr-defined]
 
@@ -296,7 +271,7 @@ def _propagate_values(
         return
     if name.endswith("_"):
         operand._memscale_known = None  # type: ignore[union-attr]  # changed in place to unknown values
-    if name not in VALUES_PROPAGATED or any(isinstance(each, torch.Tensor) for each in args[1:]):
+    if name not in VALUES_PROPAGATED or any(isinstance(each, Tensor) for each in args[1:]):
         return
     options = {key: value for key, value in (kwargs or {}).items() if key == "dtype"}
     with disable_current_modes():

@@ -1,11 +1,9 @@
 """Run unchanged PyTorch training code on a device that is not there.
 
 Note [The virtual GPU]
-~~~~~~~~~~~~~~~~~~~~~~
 Inside the block every tensor is fake: it has a shape, a dtype, a device and a lifetime, but no data. The device is
 torch's PrivateUse1 slot under the name `vgpu` (`device.py`), attention and autocast behave as on CUDA (`cuda.py`), and
-the memory tracker follows every storage through a model of CUDA's caching allocator (`device.py`). Nothing is
-computed, so GPT-2 XL takes seconds. All patches are undone at the end.
+the memory tracker follows every storage through a model of CUDA's caching allocator. All patches are undone at the end.
 
 `simulate(..., device="cpu")` simulates the CPU: the same with the CPU's own kernels and exact bytes.
 """
@@ -20,15 +18,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from memscale._torch import FakeTensor, attribute, pytree
+from memscale._torch import FakeTensor, attribute, current_fake_mode, pytree
 from memscale.errors import SimulationError
 from memscale.hardware import GpuSpec, find_gpu
 from memscale.memory.allocator import CachingAllocator, ExactAllocator
 from memscale.simulator import device as backend
 from memscale.simulator.cuda import behaving_as_cuda, cuda_attention
-from memscale.simulator.fake import FakeMode, StepTracker, data_protected, is_simulating, remember_values
+from memscale.simulator.fake import FakeMode, StepTracker, data_protected, remember_values
 from memscale.units import parse_bytes
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -44,7 +42,7 @@ class Simulation(backend.VirtualDevice):
 
         Storage shared by several tensors (views, ties by `.data`) stays shared.
         """
-        storages: dict[int, torch.Tensor] = {}
+        storages: dict[int, Tensor] = {}
         left_out = set(without)
         memo: dict[int, Any] = {id(module): nn.Module() for module in left_out}
         for tensor in _tensors_of(model, left_out):
@@ -58,10 +56,10 @@ class Simulation(backend.VirtualDevice):
 
     def batch_of(self, batch: Any) -> Any:
         """Return a copy of a real batch (nested containers of tensors) on this device, without data."""
-        storages: dict[int, torch.Tensor] = {}
+        storages: dict[int, Tensor] = {}
 
         def twin(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
+            if not isinstance(leaf, Tensor):
                 return leaf
             fake = _fake_twin(leaf, self.device, storages)
             remember_values(fake, leaf)
@@ -103,7 +101,7 @@ def simulate(on: str | int | GpuSpec = "RTX 3090", *, device: str = backend.NAME
     """
     if device not in (backend.NAME, "cpu"):
         raise SimulationError(f"simulate(device={device!r}): allowed are {backend.NAME!r} and 'cpu'.")
-    if is_simulating():
+    if current_fake_mode() is not None:
         raise SimulationError("A simulation is running already; leave its block before you open another.")
     name, capacity, capability = _resolve(on)
     tracker = StepTracker(allocators={"cpu": lambda: ExactAllocator(capacity)})
@@ -140,12 +138,12 @@ _ATOMS = {bool, int, float, str, type(None)}
 _CONTAINERS = {dict, OrderedDict, list, tuple, set}
 
 # Classes of tensors that are nothing but memory; others may have more than a shape.
-PLAIN_KINDS: set[type] = {torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor}
+PLAIN_KINDS: set[type] = {Tensor, nn.Parameter, nn.Buffer, FakeTensor}
 
 
-def _tensors_of(model: nn.Module, without: set[nn.Module]) -> list[torch.Tensor]:
+def _tensors_of(model: nn.Module, without: set[nn.Module]) -> list[Tensor]:
     """Return the parameters, buffers and tensors in plain attributes of all modules but those in `without`."""
-    found: dict[int, torch.Tensor] = {}
+    found: dict[int, Tensor] = {}
     for _, module in model.named_modules(memo=without):
         if isinstance(module, torch.jit.ScriptModule):
             raise SimulationError("A scripted module can't be simulated; profile with a real run instead.")
@@ -157,12 +155,12 @@ def _tensors_of(model: nn.Module, without: set[nn.Module]) -> list[torch.Tensor]
             if name in _REGISTERED or kind in _ATOMS or (kind in _CONTAINERS and not value):
                 continue  # nearly all: flattening each is slow in deep models
             for leaf in pytree.tree_leaves(value):
-                if isinstance(leaf, torch.Tensor):
+                if isinstance(leaf, Tensor):
                     found[id(leaf)] = leaf
     return list(found.values())
 
 
-def _fake_twin(tensor: torch.Tensor, device: torch.device, storages: dict[int, torch.Tensor]) -> torch.Tensor:
+def _fake_twin(tensor: Tensor, device: torch.device, storages: dict[int, Tensor]) -> Tensor:
     if tensor.layout is not torch.strided:
         raise SimulationError(
             f"A {tensor.layout} tensor can't be simulated; profile with a real run instead."
@@ -183,11 +181,8 @@ def _fake_twin(tensor: torch.Tensor, device: torch.device, storages: dict[int, t
 
 
 def _view(
-    tensor: torch.Tensor,
-    storage: torch.UntypedStorage,
-    device: torch.device,
-    storages: dict[int, torch.Tensor],
-) -> torch.Tensor:
+    tensor: Tensor, storage: torch.UntypedStorage, device: torch.device, storages: dict[int, Tensor]
+) -> Tensor:
     """Return a fake tensor that shares its storage with others as `tensor` does."""
     if storage._cdata not in storages:
         elements = storage.nbytes() // max(1, tensor.element_size())
