@@ -18,7 +18,7 @@ from memscale.hardware import Hardware
 from memscale.observe.log import open_log
 from memscale.optimizer.needs import OptimizerNeeds, needs_of, with_optimizer
 from memscale.planner.assembly import plain_point, plan_by_structure, unseen_bytes
-from memscale.planner.cache import PlanCache, plan_key
+from memscale.planner.cache import keep_plan, plan_key, plans_made, values_of
 from memscale.planner.decide import decide, room_of
 from memscale.planner.estimates import Estimates, batch_size_of, length_of, with_batch_size, with_length
 from memscale.planner.predict import Step, measure, predict, rehearsal, with_figures_of
@@ -53,8 +53,6 @@ OVERESTIMATE = (
 )
 NEAR_LIMIT = 0.95  # of a limit: where a plan's estimate is lower, the limit did not decide
 DEEP = 8  # equal blocks beyond the two that the profile runs, from which on a plain step is not simulated
-
-plans_made = PlanCache()
 
 
 @dataclass(frozen=True)
@@ -102,10 +100,10 @@ def make_plan(
     if isinstance(optimizer, Optimizer):
         with rehearsal(model):
             optimizer = needs_of(optimizer, model, Place.of(hardware.device))
-    key = plan_key(model, sample, config, hardware, optimizer)
-    found = None if key is None else plans_made.find((key, suggest), sample)
-    if found is not None:
-        return found
+    key = plan_key(model, sample, config, hardware, optimizer, suggest=suggest)
+    with_values = (key, values_of(sample))
+    if key is not None and (key in plans_made or with_values in plans_made):
+        return plans_made[key if key in plans_made else with_values]
     value_reads = batch_value_reads()
     with rehearsal(model):
         plan, excess = simulated_plan(model, sample, config, hardware, None, optimizer)
@@ -114,7 +112,7 @@ def make_plan(
             advice = _what_would_fit(model, sample, config, hardware, excess, optimizer)
             plan = replace(plan, notes=(*plan.notes, advice))
     if key is not None and plan.prediction_source == "simulated":
-        plans_made.add((key, suggest), sample, plan, by_values=batch_value_reads() > value_reads)
+        keep_plan(with_values if batch_value_reads() > value_reads else key, plan)
     return plan
 
 
