@@ -30,8 +30,6 @@ from memscale.planner.predict import rehearsal
 from memscale.profiler import ModelProfile, Sample
 from memscale.units import format_bytes
 
-__all__ = ["BatchFit", "BatchSizes", "batch_sizes"]
-
 MOST_SAMPLES = 2**16  # the largest batch considered
 LARGEST_PRECISION = 1 / 64  # to which the largest size is found; exactly up to 64
 FASTEST_PRECISION = 1 / 32  # to which the fastest size is found: its neighbours are about as fast
@@ -89,19 +87,11 @@ class BatchSizes:
         for name in ("largest", "longest", "fastest"):
             fit: BatchFit | None = getattr(self, name)
             if fit is not None:
-                rows.append(
-                    (
-                        name,
-                        str(fit.batch_size),
-                        str(fit.length),
-                        format_bytes(fit.plan.predicted_peak_bytes),
-                        f"{fit.plan.predicted_time_ratio:.2f}×",
-                        f"{fit.samples_per_second:.3g}",
-                    )
-                )
-        title = (
-            f"Batches in {format_bytes(self.room_bytes)} of {self.device} (simulated; samples/s estimated)"
-        )
+                size = (str(fit.batch_size), str(fit.length), format_bytes(fit.plan.predicted_peak_bytes))
+                ratio = f"{fit.plan.predicted_time_ratio:.2f}×"
+                rows.append((name, *size, ratio, f"{fit.samples_per_second:.3g}"))
+        room = format_bytes(self.room_bytes)
+        title = f"Batches in {room} of {self.device} (simulated; samples/s estimated)"
         columns = ["batch", "samples", "length", "peak", "step time", "samples/s"]
         return table(title, columns, rows, terminal=terminal or Terminal.detect())
 
@@ -133,17 +123,11 @@ def batch_sizes(model: nn.Module, sample: Sample, config: Config, hardware: Hard
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Batches that differ in one size.
+    """Batches that differ in one size."""
 
-    Attributes:
-        sample: the batch of a size.
-        known: sizes to estimate the others from.
-        most: the largest to consider.
-    """
-
-    sample: Callable[[int], Sample]
-    known: Sequence[int]
-    most: int
+    sample: Callable[[int], Sample]  # the batch of a size
+    known: Sequence[int]  # sizes to estimate the others from
+    most: int  # the largest to consider
 
 
 class _Search:

@@ -22,7 +22,7 @@ from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from memscale.config import Config
 from memscale.errors import ProfileError
@@ -35,30 +35,15 @@ from memscale.planner.settings import Under
 from memscale.profiler import ModelProfile
 from memscale.profiler.sample import Sample, named_tensors, resized
 
-__all__ = [
-    "Estimates",
-    "batch_size_of",
-    "largest_that",
-    "length_of",
-    "most_positions",
-    "profile_between",
-    "with_batch_size",
-    "with_length",
-]
-
 FIRST_STEP = 1 / 64  # of where a search begins
 FRONTIER_WIDTH = 40  # partial plans kept at a position of the frontiers whose plans are costed at other sizes
 MOST_POSITIONS = 2**20  # of a model that does not say how long its sequences may be
 
 
 class Estimates:
-    """Estimates for batches of any size. See Note [Sizes between].
+    """Estimates for batches of any size, from what two or three sizes need. See Note [Sizes between].
 
-    Args:
-        known: What some sizes need: two, or three if something grows with their square.
-        hardware: What there is.
-        config: What the user wants.
-        room: The highest peak of a plan that fits, before what no prediction sees.
+    `room` is the highest peak of a plan that fits, before what no prediction sees.
 
     Raises:
         ProfileError: The model does other operations at each of the sizes.
@@ -138,10 +123,7 @@ class Estimates:
 def largest_that(fits: Callable[[int], bool], most: int, *, around: int) -> int:
     """Return the largest number up to `most` that fits, if all below one that fits do; 0 if none does.
 
-    Args:
-        fits: Expensive, so it is called as seldom as possible.
-        most: The largest to consider.
-        around: Where to start, in steps that double.
+    The search starts `around` a number, in steps that double.
 
     Example:
         >>> largest_that(lambda number: number <= 700, 1000, around=690)
@@ -164,11 +146,7 @@ def largest_that(fits: Callable[[int], bool], most: int, *, around: int) -> int:
 
 
 def profile_between(known: Sequence[tuple[int, ModelProfile]], size: int) -> ModelProfile:
-    """Interpolate the profile of a size from those of others.
-
-    Raises:
-        ProfileError: They are not of the same operations.
-    """
+    """Interpolate the profile of a size from those of others."""
     # Profiling a batch without values may have guessed more: the guesses of the largest hold for all.
     unseen = max(known, key=lambda each: each[0])[1].unseen
     if any(len(profile.unseen) != len(unseen) for _, profile in known):
@@ -194,11 +172,8 @@ def _interpolated(values: Sequence[Any], weights: Sequence[float]) -> Any:
     if type(first) is str:
         return first  # the batch in words
     if is_dataclass(first) and not isinstance(first, type):
-        names = [field.name for field in fields(first)]
-        return replace(
-            first,
-            **{name: _interpolated([getattr(value, name) for value in values], weights) for name in names},
-        )
+        columns = {field.name: [getattr(value, field.name) for value in values] for field in fields(first)}
+        return replace(first, **{name: _interpolated(each, weights) for name, each in columns.items()})
     if type(first) is tuple and len({len(value) for value in values}) == 1:
         return tuple(_interpolated(each, weights) for each in zip(*values, strict=True))
     raise ProfileError(
@@ -236,16 +211,11 @@ def with_length(model: nn.Module, sample: Sample, length: int) -> Sample:
     before = length_of(sample)
     shapes = {}
     for name, tensor in named_tensors(model, sample):
-        changed = _sequence_dimensions(tensor, before)
+        changed = {index for index, size in enumerate(tensor.shape) if index and size == before}
+        if tensor.is_floating_point():
+            changed &= {2, 3} if tensor.dim() == 4 else {1}
         shapes[name] = tuple(length if index in changed else size for index, size in enumerate(tensor.shape))
     return resized(model, sample, shapes)
-
-
-def _sequence_dimensions(tensor: Tensor, length: int) -> set[int]:
-    of_that_size = {index for index, size in enumerate(tensor.shape) if index and size == length}
-    if not tensor.is_floating_point():
-        return of_that_size
-    return of_that_size & ({2, 3} if tensor.dim() == 4 else {1})
 
 
 def most_positions(model: nn.Module) -> int:

@@ -22,13 +22,11 @@ from memscale.planner.cache import keep_plan, plan_key, plans_made, values_of
 from memscale.planner.decide import decide, room_of
 from memscale.planner.estimates import Estimates, batch_size_of, length_of, with_batch_size, with_length
 from memscale.planner.predict import Step, measure, predict, rehearsal, with_figures_of
-from memscale.planner.settings import BatchSize, Under, settings_for
+from memscale.planner.settings import Under, settings_for
 from memscale.profiler import ModelProfile, Place, Sample, find_blocks, find_head, profile_model
 from memscale.profiler.run import profile_static, uses_cache
 from memscale.simulator.fake import batch_value_reads
 from memscale.units import format_bytes
-
-__all__ = ["ProfiledModel", "fits", "make_plan", "profile_settings", "simulated_plan", "usable"]
 
 # Whether each attempt at a plan that fits by simulation refines the frontier. A refined plan uses its limit to the
 # last byte, and is the first to be rejected; before the limit is lowered further, the coarse one is tried.
@@ -48,26 +46,19 @@ FEWER_TECHNIQUES: tuple[tuple[str, ConfigFields], ...] = (
     ("any technique", {**_ONLY_CHECKPOINTING, "enable_checkpointing": False}),
 )
 """What a plan is made without, one after the other, if a step with the plan before it raises."""
-OVERESTIMATE = (
-    0.01  # of a limit: what a plan must need less than was estimated for a faster one to be looked for
-)
+# Of a limit: what a plan must need less than was estimated for a faster one to be looked for.
+OVERESTIMATE = 0.01
 NEAR_LIMIT = 0.95  # of a limit: where a plan's estimate is lower, the limit did not decide
 DEEP = 8  # equal blocks beyond the two that the profile runs, from which on a plain step is not simulated
 
 
 @dataclass(frozen=True)
 class ProfiledModel:
-    """What a model needs for a batch: plain, and under each setting that there is to choose from.
-
-    Attributes:
-        profile: plain.
-        under: under each setting.
-        optimizer: what the optimizer needs, counted in both; None for AdamW.
-    """
+    """What a model needs for a batch: plain, and under each setting that there is to choose from."""
 
     profile: ModelProfile
     under: Under
-    optimizer: OptimizerNeeds | None = None
+    optimizer: OptimizerNeeds | None = None  # what it needs is counted in both; None for AdamW
 
 
 def make_plan(
@@ -127,9 +118,7 @@ def simulated_plan(
     """Return a plan with which a step runs, and the simulated peak of the first plan over its estimate.
 
     A plan with which the simulated step raises would raise in training, and one that the plain model beats in memory
-    and time is of no use: it is replaced by one with fewer techniques (`FEWER_TECHNIQUES`), and a note says which were
-    left out and why.
-
+    and time is of no use: it is replaced by one with fewer techniques, and a note says which were left out and why.
     To be called in a `rehearsal`; the model is not profiled again where its profile is `known`.
     """
     try:
@@ -197,22 +186,16 @@ def _plan_that_fits(
         difference = predicted.predicted_peak_bytes - plan.predicted_peak_bytes
         if attempt == 0:
             excess = predicted.predicted_peak_bytes / max(1, plan.predicted_peak_bytes)
-        if best is not None:  # the second plan, made with what the first was overestimated by
-            if (
-                fits(predicted, hardware, config)
-                and predicted.predicted_time_ratio < best.predicted_time_ratio
-            ):
-                best = predicted
-            predicted = best
+        does_fit = fits(predicted, hardware, config)
+        if best is not None:  # this is the second plan, made with what the first was overestimated by
+            is_faster = predicted.predicted_time_ratio < best.predicted_time_ratio
+            predicted = predicted if does_fit and is_faster else best
             break
         if plan.predicted_peak_bytes > limit:
             break
-        if fits(predicted, hardware, config):
-            if (
-                attempt
-                or difference > -OVERESTIMATE * limit
-                or plan.predicted_peak_bytes < NEAR_LIMIT * limit
-            ):
+        if does_fit:
+            near_limit = plan.predicted_peak_bytes >= NEAR_LIMIT * limit
+            if attempt or not near_limit or difference > -OVERESTIMATE * limit:
                 break
             best = predicted
     notes = list(predicted.notes)
@@ -260,11 +243,8 @@ def _scripted_note(model: nn.Module) -> tuple[str, ...]:
     """Return a note that names the parts of a model to which no technique can be attached."""
     scripted = [name for name, each in model.named_modules() if isinstance(each, torch.jit.ScriptModule)]
     outermost = [name for name in scripted if not any(name.startswith(f"{other}.") for other in scripted)]
-    if not outermost:
-        return ()
-    return (
-        f"scripted modules (torch.jit) take no technique and are left as they are: {', '.join(outermost)}",
-    )
+    note = f"scripted modules (torch.jit) take no technique and are left as they are: {', '.join(outermost)}"
+    return (note,) if outermost else ()
 
 
 # Profiles --------------------------------------------------------------------------------------------
@@ -274,13 +254,8 @@ def _profile(
     model: nn.Module, sample: Sample, config: Config, hardware: Hardware, optimizer: OptimizerNeeds | None
 ) -> ModelProfile:
     place = Place.of(hardware.device)
-    profile = profile_model(
-        model,
-        sample,
-        place,
-        static=config.use_static_profiling,
-        empirical=config.use_empirical_fallback,
-    )
+    static, empirical = config.use_static_profiling, config.use_empirical_fallback
+    profile = profile_model(model, sample, place, static=static, empirical=empirical)
     return with_optimizer(profile, model, optimizer, place)
 
 
@@ -292,21 +267,18 @@ def profile_settings(
     profile: ModelProfile | None = None,
     optimizer: OptimizerNeeds | None = None,
 ) -> ProfiledModel:
-    """Profile a model under each setting that there is to choose from, and plain unless that `profile` is given.
-
-    To be called in a `rehearsal`.
-    """
+    """Profile a model, in a `rehearsal`, under each setting to choose from, and plain unless `profile` is given."""
     profile = profile or _profile(model, sample, config, hardware, optimizer)
     place = Place.of(hardware.device)
     head = find_head(model)[1]
-    batch = BatchSize(*sample.positions_and_tokens(), 0 if head is None else head.out_features)
+    sizes = (*sample.positions_and_tokens(), 0 if head is None else head.out_features)
     quiet = config.replace(enable_logging=False)
     tier: Tier = "disk" if hardware.device.kind == "cpu" else "host"
     offload_to = tier if config.enable_offloading else None
     if optimizer is not None and not optimizer.eight_bit:
         config = config.replace(use_8bit_optimizer=False)
     under = []
-    for setting in settings_for(hardware, config, batch):
+    for setting in settings_for(hardware, config, *sizes):
         needs = profile
         if setting.changes_the_profile and profile.source == "static":
             resident = {block.name: block.resident for block in profile.blocks if block.resident}

@@ -19,8 +19,6 @@ from memscale.profiler import Sample
 from memscale.profiler.sample import MOST_PLANS, call_key, named_shapes, resized, roundings
 from memscale.units import format_bytes
 
-__all__ = ["follow_batch"]
-
 
 def follow_batch(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Plan again if the batch is larger than what was planned for; called before each training forward.
