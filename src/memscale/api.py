@@ -129,9 +129,7 @@ def optimize(
         >>> hasattr(model, "_memscale_executor")
         False
     """
-    if not isinstance(model, nn.Module):
-        raise WrapTypeError(f"memscale.optimize takes an nn.Module, got {_kind(model)}.")
-    model = _uncompiled(model)
+    model = _checked(model, "optimize")
     wrap(model, config, sample_input, optimizer=optimizer)
     executor: Executor = vars(model)[EXECUTOR]
     try:
@@ -170,10 +168,7 @@ def plan(
         >>> plan(model, torch.ones(32, 8, 64), hardware="RTX 3090").predicted_peak_bytes > 0
         True
     """
-    if not isinstance(model, nn.Module):
-        raise WrapTypeError(f"memscale.plan takes an nn.Module, got {_kind(model)}.")
-    model = _uncompiled(model)
-    _check_scripted(model)
+    model = _checked(model, "plan")
     settings = _settings(config, None, None)
     _check_optimizer(optimizer)
     there = _hardware(model, hardware, settings)
@@ -211,14 +206,10 @@ def find_batch_size(
         >>> found.batch_size > 8
         True
     """
-    if not isinstance(model, nn.Module):
-        raise WrapTypeError(f"memscale.find_batch_size takes an nn.Module, got {_kind(model)}.")
-    model = _uncompiled(model)
-    _check_scripted(model)
+    model = _checked(model, "find_batch_size")
     settings = _settings(config, None, None)
     there = _hardware(model, hardware, settings)
-    executor = executor_of(model)
-    with executor.suspended() if executor is not None else contextlib.nullcontext():
+    with _without_techniques(model):
         return batch_sizes(model, sample_of(sample_input, model), settings, there)
 
 
@@ -229,6 +220,15 @@ def _uncompiled(model: nn.Module) -> nn.Module:
     """Return the model that `torch.compile(model)` calls: techniques go on that one."""
     is_compiled = type(model).__name__ == "OptimizedModule"  # by name: to import the class takes a second
     return cast(nn.Module, model._orig_mod) if is_compiled else model
+
+
+def _checked(model: nn.Module, function: str) -> nn.Module:
+    """Return the model that a function of this module works on."""
+    if not isinstance(model, nn.Module):
+        raise WrapTypeError(f"memscale.{function} takes an nn.Module, got {_kind(model)}.")
+    model = _uncompiled(model)
+    _check_scripted(model)
+    return model
 
 
 def _check_scripted(model: nn.Module) -> None:
@@ -292,6 +292,11 @@ def _attach(executor: Executor, say: Callable[[], None]) -> None:
             raise
 
 
+def _without_techniques(model: nn.Module) -> contextlib.AbstractContextManager[object]:
+    executor = executor_of(model)
+    return contextlib.nullcontext() if executor is None else executor.suspended()
+
+
 def _plan(
     model: nn.Module,
     sample_input: Any,
@@ -301,14 +306,11 @@ def _plan(
     optimizer: Optimizer | OptimizerNeeds | None = None,
 ) -> Plan:
     """Plan a model as it is without MemScale, whether or not it is wrapped now."""
-    executor = executor_of(model)
-    with executor.suspended() if executor is not None else contextlib.nullcontext():
+    with _without_techniques(model):
         if sample_input is not None:
-            sample = sample_of(sample_input, model)
-            return make_plan(model, sample, config, hardware, optimizer=optimizer)
+            return make_plan(model, sample_of(sample_input, model), config, hardware, optimizer=optimizer)
         try:
-            hinted = hinted_sample(model)
-            return make_plan(model, hinted, config, hardware, optimizer=optimizer)
+            return make_plan(model, hinted_sample(model), config, hardware, optimizer=optimizer)
         except ProfileError:
             # The model's hints were a guess of ours, and a wrong one.
             return make_plan(model, None, config, hardware)

@@ -79,28 +79,17 @@ def _boolean(field: str, value: object) -> bool:
     return value
 
 
-def _integer(allowed: str, accepts: Callable[[int], bool]) -> _Check:
-    def check(field: str, value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigTypeError(_refusal(field, value, allowed))
-        if not accepts(value):
-            raise ConfigError(_refusal(field, value, allowed))
-        return int(value)
-
-    return check
-
-
-def _real(allowed: str, accepts: Callable[[float], bool]) -> _Check:
+def _number(kind: type[int] | type[float], allowed: str, accepts: Callable[[float], bool]) -> _Check:
     def check(field: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
             raise ConfigTypeError(_refusal(field, value, allowed))
         try:
-            number = float(value)
+            is_allowed = math.isfinite(value) and accepts(value)
         except OverflowError:  # an int past the range of floats
-            number = math.inf
-        if not (math.isfinite(number) and accepts(number)):
+            is_allowed = False
+        if not is_allowed:
             raise ConfigError(_refusal(field, value, allowed))
-        return number
+        return kind(value)
 
     return check
 
@@ -183,19 +172,22 @@ def _gb_to_bytes(gigabytes: float | None) -> int | None:
 
 
 _offload_limit = _optional(
-    _real("a number of GB (10⁹ bytes), 0 for none, or None for what is free", lambda gb: gb >= 0)
+    _number(float, "a number of GB (10⁹ bytes), 0 for none, or None for what is free", lambda gb: gb >= 0)
 )
-_share = _real("a share above 0 and at most 1, such as 0.85 for 85%", lambda share: 0 < share <= 1)
-_port = _integer(
-    "a port from 0 (any that is free) to 65535, or None for no metrics", lambda port: 0 <= port <= 65535
+_share = _number(float, "a share above 0 and at most 1, such as 0.85 for 85%", lambda share: 0 < share <= 1)
+_port = _number(
+    int, "a port from 0 (any that is free) to 65535, or None for no metrics", lambda port: 0 <= port <= 65535
 )
-_steps = _integer("a whole number, 0 or more", lambda steps: steps >= 0)
-_depth = _integer(
+_steps = _number(int, "a whole number, 0 or more", lambda steps: steps >= 0)
+_depth = _number(
+    int,
     "a whole number of layers, 1 or more (for no prefetch at all, async_offload=False)",
     lambda depth: depth >= 1,
 )
-_pool = _real("a number of GB (10⁹ bytes) above 0, or None to size it from the plan", lambda gb: gb > 0)
-_threads = _integer("a whole number of threads, 1 or more", lambda workers: workers >= 1)
+_pool = _number(
+    float, "a number of GB (10⁹ bytes) above 0, or None to size it from the plan", lambda gb: gb > 0
+)
+_threads = _number(int, "a whole number of threads, 1 or more", lambda workers: workers >= 1)
 
 
 # ---------------------------------------------------------------------- the settings
@@ -289,10 +281,9 @@ class ConfigFields(TypedDict, total=False):
 class Config:
     """What to optimize, how hard, and with which limits.
 
-    A field that is set wins over the default of the mode, in both directions: CONSERVATIVE turns offloading
-    off, and AGGRESSIVE turns tiling, mixed precision and the 8-bit optimizer on, unless that field is
-    given. The attributes show what holds, :attr:`explicit_fields` says which of them were given. Two
-    Configs are equal when the same values hold, however they came about.
+    A field that is set wins over the default of the mode: CONSERVATIVE turns offloading off, and AGGRESSIVE turns
+    tiling, mixed precision and the 8-bit optimizer on, unless that field is given. The attributes show what holds,
+    :attr:`explicit_fields` which of them were given. Two Configs are equal when the same values hold.
 
     Args:
         mode: An :class:`OptimizationMode` or its name.

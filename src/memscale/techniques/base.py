@@ -19,30 +19,21 @@ if TYPE_CHECKING:
     from memscale.techniques.cost import BlockOption, CostTerms
     from memscale.techniques.undo_log import UndoLog
 
-__all__ = ["EXECUTOR", "LayerSite", "LayerTechnique", "ModelSite", "ModelTechnique"]
-
 EXECUTOR = "_memscale_executor"
 """The attribute under which a wrapped model has its executor."""
 
 
 @dataclass(frozen=True)
 class ModelSite:
-    """A model that a plan is being attached to.
-
-    Attributes:
-        device: Where the model trains.
-        placement: Where the model's tensors are, and the disk tier.
-        meter: Counts what a technique does.
-        state: What techniques keep from one plan of the model to the next, by names of their choice.
-    """
+    """A model that a plan is being attached to."""
 
     model: nn.Module
     plan: Plan
-    device: torch.device
+    device: torch.device  # where the model trains
     config: Config | None
     placement: ModelPlacement
     meter: Meter
-    state: dict[str, Any]
+    state: dict[str, Any]  # what techniques keep from one plan to the next, by names of their choice
 
     @property
     def logs(self) -> bool:

@@ -16,13 +16,9 @@ from memscale.execution_plan import Checkpointing
 from memscale.hardware import Hardware
 from memscale.profiler.profile import BlockProfile, ModelProfile, OpProfile
 
-__all__ = ["BlockOption", "CostTerms", "Rates"]
-
 COMPUTE_EFFICIENCY = 0.65  # of the published rate, which training code reaches
 MEMORY_EFFICIENCY = 0.8  # of the published bandwidth of device memory, which pointwise kernels reach
-LINK_EFFICIENCY = (
-    0.83  # of the link's theoretical rate, from page-locked memory (torchtitan: 53.1 of 64 GB/s)
-)
+LINK_EFFICIENCY = 0.83  # of the link's theoretical rate, page-locked (torchtitan: 53.1 of 64 GB/s)
 PAGEABLE_BANDWIDTH = 11e9  # bytes per second from memory that is not page-locked (torchtitan: 11.2 GB/s)
 # Seconds of Adam on the host for each byte of fp32 parameters: torch's loop over parameters takes 2.5 ns and more a
 # parameter (DeepSpeed PR 735: 4.8), its fused implementation 0.7 to 1.1.
@@ -39,27 +35,16 @@ HOOK_SECONDS = 100e-6  # of Python around the forward and backward of a block th
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of a device and of the tier below it, as training code reaches them.
+    """The rates of a device and of the tier below it, as training code reaches them."""
 
-    Attributes:
-        fp32_flops: products of fp32 a second, in TF32 if torch's switch allows it.
-        half_flops: products in 16 bits a second.
-        bytes_per_second: of the device's own memory.
-        h2d_per_second: bytes copied to the device from page-locked memory, or from disk.
-        d2h_per_second: bytes copied back.
-        pageable_per_second: bytes copied each way from memory that is not page-locked.
-        latency: fixed seconds of each transfer of a tensor.
-        below_is_disk: whether the tier below is the disk, not host memory.
-    """
-
-    fp32_flops: float
-    half_flops: float
-    bytes_per_second: float
-    h2d_per_second: float
-    d2h_per_second: float
-    pageable_per_second: float
-    latency: float = LINK_LATENCY
-    below_is_disk: bool = False
+    fp32_flops: float  # products of fp32 a second, in TF32 if torch's switch allows it
+    half_flops: float  # products in 16 bits a second
+    bytes_per_second: float  # of the device's own memory
+    h2d_per_second: float  # bytes copied to the device from page-locked memory, or from disk
+    d2h_per_second: float  # bytes copied back
+    pageable_per_second: float  # bytes copied each way from memory that is not page-locked
+    latency: float = LINK_LATENCY  # fixed seconds of each transfer of a tensor
+    below_is_disk: bool = False  # whether the tier below is the disk, not host memory
 
     @classmethod
     def of(cls, hardware: Hardware) -> Rates:
@@ -112,21 +97,13 @@ class Rates:
 
 @dataclass(frozen=True)
 class CostTerms:
-    """What the cost of an option depends on beside the block.
-
-    Attributes:
-        rates: of the device.
-        config: what the user allows.
-        working_share: the size of a working copy as a share of the parameters': one half in 16 bits.
-        prefetch: whether transfers overlap with computation.
-        page_locked: whether what is offloaded fits page-locked memory.
-    """
+    """What the cost of an option depends on beside the block."""
 
     rates: Rates
     config: Config
-    working_share: float = 1.0
-    prefetch: bool = False
-    page_locked: bool = True
+    working_share: float = 1.0  # the size of a working copy over that of the parameters: one half in 16 bits
+    prefetch: bool = False  # whether transfers overlap with computation
+    page_locked: bool = True  # whether what is offloaded fits page-locked memory
 
     @property
     def link(self) -> tuple[float, float]:

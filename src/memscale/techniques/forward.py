@@ -3,9 +3,8 @@
 Note [Forward override]
 ~~~~~~~~~~~~~~~~~~~~~~~
 A technique changes what a module computes by a `ForwardStage`. All stages of a module share one `ForwardOverride`, an
-instance attribute `forward` that hides the class's method. The module keeps its class, its parameters and its hooks,
-which run outside of the override, once per call. Stages run in the order of `Stage`, whatever the order in which they
-were added; each decides whether and how to call the next, and the last one calls the module's own forward.
+instance attribute `forward` that hides the class's method. Stages run in the order of `Stage`, inside of the module's
+hooks; each decides whether and how to call the next, and the last one calls the module's own forward.
 
 *References.* The module owns its override, and the override refers to the module weakly: a cycle would keep
 the memory of a model that its user has dropped until the garbage collector runs. Copied by itself, as from an
@@ -40,15 +39,6 @@ from torch import nn
 
 from memscale._torch import outside_compiler
 from memscale.errors import WrapError
-
-__all__ = [
-    "OVERRIDE",
-    "CompileNotice",
-    "ForwardOverride",
-    "ForwardStage",
-    "Stage",
-    "override_of",
-]
 
 OVERRIDE = "_memscale_forward"
 """The attribute under which a module has its override, also where another forward covers that."""
