@@ -117,7 +117,7 @@ def batch_sizes(model: nn.Module, sample: Sample, config: Config, hardware: Hard
             limit = max(most_positions(model), length)
             known = sorted({length, max(1, length // 2), min(limit, 4 * length)})
             lengths = _Sizes(functools.partial(with_length, model, sample), known, limit)
-            longest = search.at_limit(lengths) or search.most(lengths, search.estimates(lengths))
+            longest = search.most(lengths, search.estimates(lengths))
     return BatchSizes(hardware.device.describe(), search.room, largest, longest, fastest)
 
 
@@ -142,15 +142,6 @@ class _Search:
     def estimates(self, sizes: _Sizes) -> Estimates:
         known = [(size, self._profiled(sizes.sample(size), self._config).under) for size in sizes.known]
         return Estimates(known, self._hardware, self._config, usable(self.room))
-
-    def at_limit(self, sizes: _Sizes) -> BatchFit | None:
-        """Return the largest size of all, if it is among those profiled, and fits."""
-        if sizes.most not in sizes.known:
-            return None
-        sample = sizes.sample(sizes.most)
-        known = [(sizes.most, self._profiled(sample, self._config).under)]
-        alone = Estimates(known, self._hardware, self._config, usable(self.room))
-        return self._fit(sample, self._config)[0] if alone.has_room(sizes.most) else None
 
     def most(self, sizes: _Sizes, estimates: Estimates) -> BatchFit | None:
         """Return the largest size that fits, by simulation; that no larger one does is estimated.

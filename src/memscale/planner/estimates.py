@@ -17,7 +17,7 @@ masks), the second one in features, and the last two in masks of four dimensions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any
@@ -28,8 +28,7 @@ from memscale.config import Config
 from memscale.errors import ProfileError
 from memscale.hardware import Hardware
 from memscale.planner.assembly import unseen_bytes
-from memscale.planner.cost_model import CostModel, Point
-from memscale.planner.decide import cost_models, frontier_points
+from memscale.planner.decide import cost_models
 from memscale.planner.frontier import fastest_within
 from memscale.planner.settings import Under
 from memscale.profiler import ModelProfile
@@ -56,8 +55,7 @@ class Estimates:
         self._hardware = hardware
         self._config = config
         self._room = room
-        self._frontier = cache(self._frontier_at)
-        self._models = cache(self._models_at)
+        self.seconds = cache(self._seconds)
 
     def knowing(self, size: int, under: Under) -> Estimates:
         """Return estimates that know one size more, in place of the one nearest to it."""
@@ -72,41 +70,19 @@ class Estimates:
 
     def has_room(self, size: int) -> bool:
         """Return whether there is a plan for a size that fits."""
-        if next(self._fitting(size), None) is not None:
-            return True  # mostly a plan of another size fits if any does
-        room, models = self._models(size)
-        rows = (row for model in models for row in model.rows())
-        return any(fastest_within(row, room, FRONTIER_WIDTH) is not None for row in rows)
-
-    def seconds(self, size: int) -> float | None:
-        """Return the step time of the fastest plan for a size that fits; None if none does."""
-        return min((point.seconds for point in self._fitting(size)), default=None)
+        return self.seconds(size) is not None
 
     def largest(self, most: int) -> int:
         """Return the largest size up to `most` that fits; 0 if not even 1 does."""
         return largest_that(self.has_room, most, around=self._known[-1][0])
 
-    def _fitting(self, size: int) -> Iterator[Point]:
-        """Yield the plans on the frontier of the nearest size that is known, costed at this one, if they fit."""
-        nearest = min((known for known, _ in self._known), key=lambda known: abs(known - size))
-        room, models = self._models(size)
-        for setting, point in self._frontier(nearest):
-            here = models[setting].point(point.choices)
-            if here.peak_bytes <= room:
-                yield here
-
-    def _frontier_at(self, size: int) -> list[tuple[int, Point]]:
-        """Return the plans on the frontier of a size, smallest first, each with the index of its setting."""
+    def _seconds(self, size: int) -> float | None:
+        """Return the step time of the fastest plan for a size that fits; None if none does."""
         under = self._under(size)
-        points = frontier_points(under, self._hardware, self._config, prefetch=False, most=FRONTIER_WIDTH)
-        index = {id(setting): number for number, (setting, _) in enumerate(under)}
-        return [(index[id(each.setting)], each) for each in sorted(points, key=lambda each: each.peak_bytes)]
-
-    def _models_at(self, size: int) -> tuple[int, list[CostModel]]:
-        """Return the highest peak of a plan for a size (what no prediction sees grows with it), and cost models."""
-        under = self._under(size)
-        models = list(cost_models(under, self._hardware, self._config, prefetch=False))
-        return self._room - unseen_bytes(under[0][1], self._hardware), models
+        room = self._room - unseen_bytes(under[0][1], self._hardware)  # what no prediction sees grows with it
+        models = cost_models(under, self._hardware, self._config, prefetch=False)
+        trades = [fastest_within(row, room, FRONTIER_WIDTH) for model in models for row in model.rows()]
+        return min((trade.seconds for trade in trades if trade is not None), default=None)
 
     def _under(self, size: int) -> Under:
         for at, needs in self._known:
