@@ -81,9 +81,8 @@ class OptimizerPlan:
         state: the tier it is on between steps. ``"device"``: with its parameters; ``"host"``: in host memory, that of
             parameters on an accelerator, which are stepped on it; ``"disk"``: memory-mapped, on an accelerator's host
             only that of parameters on disk.
-        bucket_bytes: the most that parameters, gradients and loaded state of one call of the optimizer's arithmetic
-            take; with it torch's temporaries, about as much again at most, are those of a bucket. 0: with
-            ``state="device"`` the parameters on the device are stepped all at once, else a default.
+        bucket_bytes: the most that parameters, gradients and loaded state take in one call of the optimizer's
+            arithmetic. 0: with ``state="device"`` the parameters on the device are stepped all at once, else a default.
         eight_bit: Adam's moments are kept in 8 bits between steps.
         rule: the planner's rule that decided.
         reason: that rule in words and numbers.
@@ -251,20 +250,14 @@ class Plan:
         """Read a plan back from what `to_json` wrote.
 
         Raises:
-            PlanError: The text is not JSON, of another schema, or has a field that is missing, unknown or of
-                a wrong type; or two of its values contradict each other.
+            PlanError: The text is no plan of this schema, or two of its values contradict each other.
         """
         from memscale.execution_plan.serialization import plan_from_json
 
         return plan_from_json(text)
 
     def explain(self, *, trades: bool = True, terminal: Terminal | None = None) -> str:
-        """Return the plan as tables: what each layer gets and why, what it saves and costs.
-
-        Args:
-            trades: Show the points of the frontier as well.
-            terminal: What to write for; by default what `Terminal.detect` finds.
-        """
+        """Return the plan as tables: what each layer gets and why, what it saves and costs; with `trades` the frontier."""
         from memscale.execution_plan.explain import explain_plan
 
         return explain_plan(self, trades=trades, terminal=terminal)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -100,11 +100,7 @@ class BatchSizes:
 
 
 def batch_sizes(model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> BatchSizes:
-    """Search for the batches that fit; the model is not changed.
-
-    Raises:
-        ProfileError: the model does not run on the sample, or cannot be followed on fake tensors.
-    """
+    """Search for the batches that fit; the model is not changed."""
     search = _Search(model, config, hardware)
     batch, length = batch_size_of(sample), length_of(sample)
     longest = None
@@ -156,7 +152,7 @@ class _Search:
             found = None
             if estimates.has_room(size):
                 found, excess = self._fit(sample, self._config)
-                estimates = estimates.within(int(usable(self.room) / excess))
+                estimates = replace(estimates, room=int(usable(self.room) / excess))
             if found is not None:
                 low, best = size, found
             else:
@@ -168,10 +164,7 @@ class _Search:
         return best
 
     def fastest(self, sizes: _Sizes, estimates: Estimates, largest: int) -> BatchFit | None:
-        """Return the batch with the most samples a second, of those up to the largest that fits.
-
-        Sizes are compared by plans on the frontier of another size (`Estimates`); the answer has its own plan.
-        """
+        """Return the batch with the most samples a second, of those up to the largest that fits."""
 
         @functools.cache
         def about(size: int) -> float:

@@ -47,9 +47,7 @@ def decide(
     margin: int = 0,
     refine: bool = True,
 ) -> Plan:
-    """Choose what each block gets.
-
-    The same profile, hardware and Config give the same plan, byte for byte.
+    """Choose what each block gets; the same profile, hardware and Config give the same plan, byte for byte.
 
     Args:
         profile: what the plain model needs.
