@@ -257,7 +257,7 @@ class Plan:
         return plan_from_json(text)
 
     def explain(self, *, trades: bool = True, terminal: Terminal | None = None) -> str:
-        """Return the plan as tables: what each layer gets and why, what it saves and costs; with `trades` the frontier."""
+        """Return the plan as tables: what each layer gets and why, what it saves and costs; and the frontier."""
         from memscale.execution_plan.explain import explain_plan
 
         return explain_plan(self, trades=trades, terminal=terminal)
