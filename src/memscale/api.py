@@ -44,19 +44,18 @@ def wrap(
 ) -> TargetT:
     """Make a model train in less memory, and return the same object.
 
-    A model that was built under ``torch.device("meta")`` gets its weights: here from the files that
-    ``load_safetensors`` was given, or by the initialisation of its own modules; a module at a time, and directly on
-    the tier that the plan names. So it may be larger than memory.
+    A model that was built under ``torch.device("meta")`` gets its weights here, from the files that
+    ``load_safetensors`` was given or by the initialisation of its own modules: a module at a time, directly on the tier
+    that the plan names. So it may be larger than memory.
 
     Args:
         target: any ``nn.Module``, or a Hugging Face ``Trainer``. Of ``torch.compile(model)`` the model itself is
-            wrapped. In training, what has a technique on it runs without the compiler, and the log says so.
+            wrapped, and in training what has a technique on it runs without the compiler.
         config: what to use and how far to go; the defaults of BALANCED if not given.
         sample_input: a batch as the model is called with it: a tensor, a tuple, a dict or a batch object.
             Without it the plan is made from the first training batch, and nothing is moved before.
-        optimizer: the optimizer, if there is one already: the plan reckons with the state that it keeps, by its
-            class, its settings (``amsgrad``, ``momentum``, ...) and the parameters that it steps. AdamW over all of
-            them if not given.
+        optimizer: the optimizer, if there is one already: the plan counts the state that it keeps for the parameters
+            that it steps. AdamW over all of them if not given.
         async_offload: overrides ``config.async_offload``.
         async_config: overrides ``config.async_config``.
 
@@ -93,10 +92,8 @@ def wrap(
 def detach(model: Any) -> None:
     """Remove every trace of MemScale from a model (or a Trainer's model).
 
-    What is at home on disk or on the host goes back to where it was before ``wrap``. A model that was built on the meta
-    device is left as ordinary tensors in host memory, whole: there must be room for it.
-
-    On a model that is not wrapped it logs a warning and does nothing.
+    What is on disk or on the host goes back to where it was before ``wrap``; a model that was built on the meta device
+    to host memory, which must have room for it. On a model that is not wrapped it logs a warning and does nothing.
     """
     if _is_trainer(model):
         from memscale.integrations.huggingface import detach_trainer
@@ -117,9 +114,7 @@ def optimize(
     config: Config | None = None,
     sample_input: Any = None,
 ) -> Iterator[Executor]:
-    """Wrap a model for the length of a block; it is detached at the end, also after an exception.
-
-    The arguments are those of ``wrap``.
+    """Wrap a model, as ``wrap`` does, for the length of a block; it is detached at the end, also after an exception.
 
     Example:
         >>> model = nn.Linear(4, 1)
@@ -129,9 +124,7 @@ def optimize(
         >>> hasattr(model, "_memscale_executor")
         False
     """
-    if not isinstance(model, nn.Module):
-        raise WrapTypeError(f"memscale.optimize takes an nn.Module, got {_kind(model)}.")
-    model = _uncompiled(model)
+    model = _checked(model, "optimize")
     wrap(model, config, sample_input, optimizer=optimizer)
     executor: Executor = vars(model)[EXECUTOR]
     try:
@@ -170,10 +163,7 @@ def plan(
         >>> plan(model, torch.ones(32, 8, 64), hardware="RTX 3090").predicted_peak_bytes > 0
         True
     """
-    if not isinstance(model, nn.Module):
-        raise WrapTypeError(f"memscale.plan takes an nn.Module, got {_kind(model)}.")
-    model = _uncompiled(model)
-    _check_scripted(model)
+    model = _checked(model, "plan")
     settings = _settings(config, None, None)
     _check_optimizer(optimizer)
     there = _hardware(model, hardware, settings)
@@ -191,9 +181,9 @@ def find_batch_size(
 ) -> BatchSizes:
     """Find the largest batch that fits, the longest sequences, and the batch that trains the most samples a second.
 
-    By prediction, not by crashing: batches are profiled on fake tensors, and what is returned was simulated. Each of
-    the three has its plan and the Config to give to ``wrap``; the mode that is searched is that of ``config``. The
-    optimizer is taken to be AdamW: ``plan(optimizer=...)`` says what one size needs with another.
+    By prediction: batches are profiled on fake tensors, and what is returned was simulated. Each of the three has its
+    plan and the Config to give to ``wrap``. The optimizer is taken to be AdamW: ``plan(optimizer=...)`` says what one
+    size needs with another.
 
     Args:
         model: the model; its weights may be on the meta device.
@@ -211,14 +201,10 @@ def find_batch_size(
         >>> found.batch_size > 8
         True
     """
-    if not isinstance(model, nn.Module):
-        raise WrapTypeError(f"memscale.find_batch_size takes an nn.Module, got {_kind(model)}.")
-    model = _uncompiled(model)
-    _check_scripted(model)
+    model = _checked(model, "find_batch_size")
     settings = _settings(config, None, None)
     there = _hardware(model, hardware, settings)
-    executor = executor_of(model)
-    with executor.suspended() if executor is not None else contextlib.nullcontext():
+    with _without_techniques(model):
         return batch_sizes(model, sample_of(sample_input, model), settings, there)
 
 
@@ -229,6 +215,15 @@ def _uncompiled(model: nn.Module) -> nn.Module:
     """Return the model that `torch.compile(model)` calls: techniques go on that one."""
     is_compiled = type(model).__name__ == "OptimizedModule"  # by name: to import the class takes a second
     return cast(nn.Module, model._orig_mod) if is_compiled else model
+
+
+def _checked(model: nn.Module, function: str) -> nn.Module:
+    """Return the model that a function of this module works on."""
+    if not isinstance(model, nn.Module):
+        raise WrapTypeError(f"memscale.{function} takes an nn.Module, got {_kind(model)}.")
+    model = _uncompiled(model)
+    _check_scripted(model)
+    return model
 
 
 def _check_scripted(model: nn.Module) -> None:
@@ -292,6 +287,11 @@ def _attach(executor: Executor, say: Callable[[], None]) -> None:
             raise
 
 
+def _without_techniques(model: nn.Module) -> contextlib.AbstractContextManager[object]:
+    executor = executor_of(model)
+    return contextlib.nullcontext() if executor is None else executor.suspended()
+
+
 def _plan(
     model: nn.Module,
     sample_input: Any,
@@ -301,14 +301,11 @@ def _plan(
     optimizer: Optimizer | OptimizerNeeds | None = None,
 ) -> Plan:
     """Plan a model as it is without MemScale, whether or not it is wrapped now."""
-    executor = executor_of(model)
-    with executor.suspended() if executor is not None else contextlib.nullcontext():
+    with _without_techniques(model):
         if sample_input is not None:
-            sample = sample_of(sample_input, model)
-            return make_plan(model, sample, config, hardware, optimizer=optimizer)
+            return make_plan(model, sample_of(sample_input, model), config, hardware, optimizer=optimizer)
         try:
-            hinted = hinted_sample(model)
-            return make_plan(model, hinted, config, hardware, optimizer=optimizer)
+            return make_plan(model, hinted_sample(model), config, hardware, optimizer=optimizer)
         except ProfileError:
             # The model's hints were a guess of ours, and a wrong one.
             return make_plan(model, None, config, hardware)

@@ -21,9 +21,7 @@ __all__ = ["AsyncOffloadConfig", "Config", "ConfigFields", "OptimizationMode"]
 
 
 class OptimizationMode(str, Enum):
-    """How hard to press for memory. A starting point, not a lock: fields set on a Config win over its mode.
-
-    Wherever a mode is taken its name is too, in any case.
+    """How hard to press for memory; fields set on a Config win over its mode. Its name, in any case, serves as well.
 
     Example:
         >>> OptimizationMode("Aggressive") is OptimizationMode.AGGRESSIVE
@@ -79,28 +77,17 @@ def _boolean(field: str, value: object) -> bool:
     return value
 
 
-def _integer(allowed: str, accepts: Callable[[int], bool]) -> _Check:
-    def check(field: str, value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigTypeError(_refusal(field, value, allowed))
-        if not accepts(value):
-            raise ConfigError(_refusal(field, value, allowed))
-        return int(value)
-
-    return check
-
-
-def _real(allowed: str, accepts: Callable[[float], bool]) -> _Check:
+def _number(kind: type[int] | type[float], allowed: str, accepts: Callable[[float], bool]) -> _Check:
     def check(field: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
             raise ConfigTypeError(_refusal(field, value, allowed))
         try:
-            number = float(value)
+            is_allowed = math.isfinite(value) and accepts(value)
         except OverflowError:  # an int past the range of floats
-            number = math.inf
-        if not (math.isfinite(number) and accepts(number)):
+            is_allowed = False
+        if not is_allowed:
             raise ConfigError(_refusal(field, value, allowed))
-        return number
+        return kind(value)
 
     return check
 
@@ -183,19 +170,22 @@ def _gb_to_bytes(gigabytes: float | None) -> int | None:
 
 
 _offload_limit = _optional(
-    _real("a number of GB (10⁹ bytes), 0 for none, or None for what is free", lambda gb: gb >= 0)
+    _number(float, "a number of GB (10⁹ bytes), 0 for none, or None for what is free", lambda gb: gb >= 0)
 )
-_share = _real("a share above 0 and at most 1, such as 0.85 for 85%", lambda share: 0 < share <= 1)
-_port = _integer(
-    "a port from 0 (any that is free) to 65535, or None for no metrics", lambda port: 0 <= port <= 65535
+_share = _number(float, "a share above 0 and at most 1, such as 0.85 for 85%", lambda share: 0 < share <= 1)
+_port = _number(
+    int, "a port from 0 (any that is free) to 65535, or None for no metrics", lambda port: 0 <= port <= 65535
 )
-_steps = _integer("a whole number, 0 or more", lambda steps: steps >= 0)
-_depth = _integer(
+_steps = _number(int, "a whole number, 0 or more", lambda steps: steps >= 0)
+_depth = _number(
+    int,
     "a whole number of layers, 1 or more (for no prefetch at all, async_offload=False)",
     lambda depth: depth >= 1,
 )
-_pool = _real("a number of GB (10⁹ bytes) above 0, or None to size it from the plan", lambda gb: gb > 0)
-_threads = _integer("a whole number of threads, 1 or more", lambda workers: workers >= 1)
+_pool = _number(
+    float, "a number of GB (10⁹ bytes) above 0, or None to size it from the plan", lambda gb: gb > 0
+)
+_threads = _number(int, "a whole number of threads, 1 or more", lambda workers: workers >= 1)
 
 
 # ---------------------------------------------------------------------- the settings
@@ -289,10 +279,9 @@ class ConfigFields(TypedDict, total=False):
 class Config:
     """What to optimize, how hard, and with which limits.
 
-    A field that is set wins over the default of the mode, in both directions: CONSERVATIVE turns offloading
-    off, and AGGRESSIVE turns tiling, mixed precision and the 8-bit optimizer on, unless that field is
-    given. The attributes show what holds, :attr:`explicit_fields` says which of them were given. Two
-    Configs are equal when the same values hold, however they came about.
+    A field that is set wins over the default of the mode: CONSERVATIVE turns offloading off, and AGGRESSIVE turns
+    tiling, mixed precision and the 8-bit optimizer on, unless that field is given. The attributes show what holds,
+    :attr:`explicit_fields` which of them were given. Two Configs are equal when the same values hold.
 
     Args:
         mode: An :class:`OptimizationMode` or its name.
@@ -301,19 +290,16 @@ class Config:
         enable_tiling: May compute attention, MLPs and the loss in tiles. On in AGGRESSIVE.
         use_mixed_precision: May compute in 16 bits. On in AGGRESSIVE.
         use_8bit_optimizer: May keep Adam's moments in 8 bits. On in AGGRESSIVE.
-        max_cpu_offload_gb: The most host memory to offload to, in GB (10⁹ bytes). 0: none; None: what is
-            free.
+        max_cpu_offload_gb: The most host memory to offload to, in GB (10⁹ bytes). 0: none; None: what is free.
         target_gpu_utilization: The share of the device's memory that a plan may fill, above 0 and at most 1.
         force_optimize: Optimize also a model that fits as it is.
         use_static_profiling: Profile without running the model, on fake tensors.
         use_empirical_fallback: Where that fails, run the model to profile it.
-        warmup_steps: Training steps to watch before what was measured is trusted. Not implemented yet: only the
-            default is taken.
+        warmup_steps: Training steps to watch before what was measured is trusted. Not implemented yet: only 2 is taken.
         enable_logging: Log the hardware and the plan.
         log_file: A file to log to as well.
         observability_port: Serve metrics for Prometheus on this port of 127.0.0.1; 0 for any that is free.
-        verify_correctness: Compare loss and gradients with those of the plain model. Not implemented yet: only False is
-            taken.
+        verify_correctness: Compare loss and gradients with the plain model's. Not implemented yet: only False is taken.
         async_offload: Overlap transfers with compute.
         async_config: How; see :class:`AsyncOffloadConfig`.
         auto_policy: Let the learned policy choose the strategy. Not implemented yet: only False is taken.
@@ -323,9 +309,8 @@ class Config:
         max_disk_offload_gb: The most disk to offload to, in GB (10⁹ bytes). 0: none; None: what is free. Below an
             accelerator the disk is used where nothing fits with the host memory that there is, or that is allowed.
         fused_host_step: Step parameters that are kept on the host of an accelerator by torch's fused CPU
-            implementation, where the optimizer has one and was given neither `foreach` nor `fused`. It is several
-            times as fast as torch's loop; a step differs from the plain model's in the last bits. False: to the bit
-            as the plain model.
+            implementation, where the optimizer has one and was given neither `foreach` nor `fused`: several times as
+            fast as torch's loop, with other last bits. False: to the bit as the plain model.
 
     Raises:
         ConfigError: A value is out of range, or asks for what is not implemented yet.

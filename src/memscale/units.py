@@ -18,7 +18,7 @@ _FACTORS = (
     | {f"{prefix}b": 1000**power for power, prefix in enumerate(_PREFIXES, start=1)}
     | {f"{prefix}ib": 1024**power for power, prefix in enumerate(_PREFIXES, start=1)}
 )
-_BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _SIZE = re.compile(r"(?P<sign>[+-]?)(?P<number>[0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*(?P<unit>[A-Za-z]*)")
 _LARGEST = 2**63 - 1  # ssize_t
 _ALLOWED = 'a size such as "6GB" (6·10⁹ bytes), "6GiB" (6·2³⁰ bytes), "512 MiB", or a whole number of bytes'
@@ -28,9 +28,8 @@ def parse_bytes(value: int | str, *, field: str) -> int:
     """Read a size as a number of bytes; a fraction of a byte is dropped.
 
     Args:
-        value: A whole number of bytes, or a number with a unit: decimal (`kB`, `MB`, `GB`, ...: powers of
-            1000) or binary (`KiB`, `MiB`, `GiB`, ...: powers of 1024), in any case, with or without a space
-            between.
+        value: A whole number of bytes, or a number with a unit in any case: decimal (`kB`, `MB`, `GB`, ...: powers
+            of 1000) or binary (`KiB`, `MiB`, `GiB`, ...: powers of 1024).
         field: What the size is for; error messages name it.
 
     Raises:
@@ -85,18 +84,11 @@ def format_bytes(n: int) -> str:
     sign, size = ("-", -n) if n < 0 else ("", n)
     if size < 1024:
         return f"{sign}{size} B"
-    power = min((size.bit_length() - 1) // 10, len(_BINARY_UNITS) - 1)
-    hundredths = _in_hundredths(size, power)
-    # 1023.999 KiB rounds to 1024.0 KiB, which is to be read as 1.0 MiB.
-    if hundredths >= 102400 and power + 1 < len(_BINARY_UNITS):
+    power = 0
+    hundredths = size * 100
+    while hundredths >= 102400 and power < len(_BINARY_UNITS):  # 1023.999 KiB is to be read as 1.0 MiB
         power += 1
-        hundredths = _in_hundredths(size, power)
+        hundredths = (size * 100 + 1024**power // 2) // 1024**power
     whole, fraction = divmod(hundredths, 100)
     decimals = f"{fraction:02d}".removesuffix("0")
-    return f"{sign}{whole}.{decimals} {_BINARY_UNITS[power]}"
-
-
-def _in_hundredths(size: int, power: int) -> int:
-    """Return `size` in hundredths of 1024**power, rounded half up, by integer arithmetic."""
-    unit = 1 << (10 * power)
-    return (size * 100 + unit // 2) // unit
+    return f"{sign}{whole}.{decimals} {_BINARY_UNITS[power - 1]}"

@@ -16,7 +16,6 @@ from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
 
 from memscale._torch import leaves_of
-from memscale.errors import ConfigError
 from memscale.execution_plan import (
     Checkpointing,
     LayerPlan,
@@ -714,7 +713,7 @@ def test_with_a_tiled_loss(dtype: str) -> None:
     ],
 )
 def test_which_type_a_gpu_gets_and_why(gpu: str, dtype: str, why: str) -> None:
-    precision, reason = choose_precision(virtual_hardware(gpu).device, True)
+    precision, reason = choose_precision(virtual_hardware(gpu).device)
     assert precision is not None
     assert precision.dtype == dtype
     assert why in reason == precision.reason
@@ -726,27 +725,11 @@ def cpu(*flags: str) -> Any:
     return cpu_device(features, hardware.host, hardware.disk)
 
 
-def test_a_cpu_gets_bf16_only_if_it_is_fast_or_told() -> None:
-    precision, reason = choose_precision(cpu("avx512f"), True)
+def test_a_cpu_gets_bf16_only_if_it_is_fast() -> None:
+    precision, reason = choose_precision(cpu("avx512f"))
     assert precision is None
     assert "does not compute bf16 fast" in reason
     assert "no bf16 instructions" in reason
-    precision, _ = choose_precision(cpu("avx512f", "avx512_bf16"), True)
+    precision, _ = choose_precision(cpu("avx512f", "avx512_bf16"))
     assert precision is not None
     assert precision.dtype == "bfloat16"
-    precision, reason = choose_precision(cpu("avx512f"), "bf16")
-    assert precision is not None
-    assert "asked for" in reason
-
-
-def test_what_is_asked_for_by_name() -> None:
-    a100, v100 = virtual_hardware("A100").device, virtual_hardware("V100").device
-    assert choose_precision(a100, False) == (None, "16 bits were not asked for")
-    told, _ = choose_precision(a100, "float16")
-    assert told is not None
-    assert told.dtype == "float16"
-    refused, reason = choose_precision(v100, "bfloat16")
-    assert refused is None
-    assert "has none" in reason
-    with pytest.raises(ConfigError, match="int8"):
-        choose_precision(a100, "int8")

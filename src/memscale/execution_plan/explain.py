@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from memscale._util.terminal import Terminal, clean, table, wrap
-from memscale.execution_plan.plan import LayerPlan, LossTiling, OptimizerPlan, Plan, Precision
+from memscale.execution_plan import LayerPlan, LossTiling, OptimizerPlan, Plan, Precision
 from memscale.units import format_bytes
 
 __all__ = ["MOST_TRADES", "explain_plan", "summarize_plan"]
@@ -40,15 +40,14 @@ def explain_plan(plan: Plan, *, trades: bool = True, terminal: Terminal | None =
     columns = ["totals", "plain", "with this plan", "change"]
     parts.append(table("", columns, _total_rows(plan), terminal=screen))
     if plan.frontier and trades:
-        count, most = (
-            len(plan.frontier),
-            min(len(plan.frontier), MOST_TRADES),
-        )  # evenly spread, with both ends
+        count = len(plan.frontier)
+        most = min(count, MOST_TRADES)  # evenly spread, with both ends
         points = [plan.frontier[index * (count - 1) // max(1, most - 1)] for index in range(most)]
-        rest = len(plan.frontier) - len(points)
-        title = "The trades found" + (f" (and {rest} more between them, in plan.frontier)" if rest else "")
+        rest = f" (and {count - most} more between them, in plan.frontier)" if count > most else ""
         trade_rows = [(p.label, format_bytes(p.peak_bytes), _ratio(p.time_ratio)) for p in points]
-        parts.append(table(title, ["plan", "peak", "step time"], trade_rows, terminal=screen))
+        parts.append(
+            table(f"The trades found{rest}", ["plan", "peak", "step time"], trade_rows, terminal=screen)
+        )
     for note in plan.notes:
         parts += wrap(f"Note: {clean(note)}", screen.width)
     return "\n".join(parts)
@@ -115,12 +114,8 @@ def _total_rows(plan: Plan) -> Iterator[tuple[str, str | None, str | None, str |
         if plain or planned:
             change = f"{100 * (planned - plain) / plain:+.1f}%" if plain else None
             yield what, format_bytes(plain), format_bytes(planned), change
-    yield (
-        "step time",
-        _ratio(1.0),
-        _ratio(plan.predicted_time_ratio),
-        f"{100 * (plan.predicted_time_ratio - 1):+.1f}%",
-    )
+    ratio = plan.predicted_time_ratio
+    yield "step time", _ratio(1.0), _ratio(ratio), f"{100 * (ratio - 1):+.1f}%"
 
 
 def _ratio(value: float) -> str:

@@ -21,21 +21,11 @@ from memscale.execution_plan import (
     Tiling,
 )
 from memscale.hardware import Hardware
-from memscale.planner.cost_model import PLAIN, Choice, CostModel, Point, bucket_bytes, spans
+from memscale.planner.cost_model import PLAIN, Choice, CostModel, Point, all_bytes, bucket_bytes, spans
 from memscale.planner.settings import Under
-from memscale.profiler import Block
+from memscale.profiler import find_blocks
 from memscale.profiler.profile import BlockProfile, ModelProfile
 from memscale.units import format_bytes
-
-__all__ = [
-    "NOT_CALLED",
-    "Verdict",
-    "pareto_frontier",
-    "plain_point",
-    "plan_by_structure",
-    "plan_of",
-    "unseen_bytes",
-]
 
 SECONDS_DIGITS = 9  # decimals of seconds in a plan: its text must not depend on the last bit of a float
 RATIO_DIGITS = 6  # decimals of ratios
@@ -44,17 +34,8 @@ BY_STRUCTURE = "by-structure"
 NO_BATCH = "planned without a batch: activations are not counted, the first training batch makes it anew"
 
 # Config fields that decide about techniques: a plan made with one of them set is the user's decision.
-_TECHNIQUE_FIELDS = frozenset(
-    {
-        "enable_checkpointing",
-        "enable_offloading",
-        "enable_tiling",
-        "use_mixed_precision",
-        "use_8bit_optimizer",
-        "memory_budget",
-    }
-)
-
+_TECHNIQUE_FIELDS = {"enable_checkpointing", "enable_offloading", "enable_tiling", "memory_budget"}
+_TECHNIQUE_FIELDS |= {"use_mixed_precision", "use_8bit_optimizer"}
 
 WHY_KEPT = {
     "small-model": "the model needs little of the device as it is",
@@ -74,19 +55,12 @@ WHY_KEPT = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """The point taken, the rule that took it, and what the user should know.
-
-    Attributes:
-        point: the point.
-        rule: the rule's name.
-        notes: for the user.
-        within: where the rule takes the fastest plan up to a peak, that peak.
-    """
+    """The point taken, the rule that took it, and what the user should know."""
 
     point: Point
     rule: str
     notes: tuple[str, ...] = ()
-    within: int | None = None
+    within: int | None = None  # where the rule takes the fastest plan up to a peak, that peak
 
 
 def pareto_frontier(points: Sequence[Point]) -> tuple[Point, ...]:
@@ -113,16 +87,7 @@ def plan_of(
     under: Under = (),
     points: Sequence[Point] = (),
 ) -> Plan:
-    """Return a point as a plan.
-
-    Args:
-        verdict: the point, and why it was taken.
-        profile: what the plain model needs.
-        hardware: what there is.
-        config: what the user wants.
-        under: the settings there were to choose from, with what the model needs under each.
-        points: the points there were to choose from.
-    """
+    """Return the plan of the point taken, of `points` under the settings `under`; `profile` is the plain model's."""
     plain = plain_point(profile, hardware)
     chosen, unseen = verdict.point, unseen_bytes(profile, hardware)
     needs = next((needs for setting, needs in under if setting is chosen.setting), profile)
@@ -196,20 +161,16 @@ def _describe(point: Point) -> str:
         parts.append(f"inputs of {inputs} offloaded")
     offloaded = sum(choice.offloaded for choice in choices)
     if offloaded:
-        all_of_them = offloaded == len(choices)
-        parts.append("parameters offloaded" if all_of_them else f"parameters of {offloaded} blocks offloaded")
-    if point.prefetch:
-        parts[-1] += ", prefetched"
-    if setting.loss is not None:
-        parts.append("loss in tiles")
-    if setting.mlp_rows is not None:
-        parts.append("MLPs in tiles")
-    if setting.precision is not None:
-        parts.append(setting.precision.dtype)
-    if setting.eight_bit:
-        parts.append("8-bit optimizer")
-    if setting.state_on_host:
-        parts.append("optimizer state on the host")
+        which = "" if offloaded == len(choices) else f" of {offloaded} blocks"
+        parts.append(f"parameters{which} offloaded{', prefetched' if point.prefetch else ''}")
+    whole = {
+        "loss in tiles": setting.loss is not None,
+        "MLPs in tiles": setting.mlp_rows is not None,
+        "" if setting.precision is None else setting.precision.dtype: setting.precision is not None,
+        "8-bit optimizer": setting.eight_bit,
+        "optimizer state on the host": setting.state_on_host,
+    }
+    parts += [what for what, is_done in whole.items() if is_done]
     return ", ".join(parts) or "as it is"
 
 
@@ -253,14 +214,10 @@ class _LayerPlans:
 
     def of(self, profile: ModelProfile) -> tuple[LayerPlan, ...]:
         """Return one entry per block, in model order."""
-        names = [block.name for block in self.model.blocks]
-        entries = {
-            name: self._entry(index, choice)
-            for index, (name, choice) in enumerate(zip(names, self.verdict.point.choices, strict=True))
-        }
+        choices = enumerate(zip(self.model.blocks, self.verdict.point.choices, strict=True))
+        entries = {block.name: self._entry(index, choice) for index, (block, choice) in choices}
         return tuple(
-            entries[block.name] if block.name in entries else self._with_residents(self._kept(block), block)
-            for block in profile.blocks
+            entries.get(each.name) or _with_residents(self._kept(each), each) for each in profile.blocks
         )
 
     def _entry(self, index: int, choice: Choice) -> LayerPlan:
@@ -270,18 +227,16 @@ class _LayerPlans:
         if rows is not None and block.role == "repeated":
             layer = replace(layer, techniques=(*layer.techniques, "tiling"), tiling=Tiling(rows))
         option = self.model.parameter_option(index, choice)
-        inputs = choice.input_offloaded and not choice.chained
         if option is None and not choice.input_offloaded:
-            return self._with_residents(layer, block)
+            return _with_residents(layer, block)
         tier: Tier = "disk" if self.model.terms.rates.below_is_disk else "host"
         nbytes, seconds, reason = 0, 0.0, ""
         if option is not None:
-            nbytes = block.parameter_bytes + block.gradient_bytes + block.optimizer_bytes
-            seconds = option.seconds
+            nbytes, seconds = all_bytes(block), option.seconds
             reason = f"{format_bytes(nbytes)} of parameters, gradients and Adam state live on the {tier}"
             if block.resident:
                 reason += f"; {_why_resident(block)}"
-        if inputs:
+        if choice.input_offloaded and not choice.chained:
             size = self.model.input_bytes(index)
             nbytes += size
             seconds += self.model.input_seconds(index)
@@ -324,29 +279,26 @@ class _LayerPlans:
             recompute_flops=once if option.reruns_forward else 0,
         )
 
-    def _with_residents(self, layer: LayerPlan, block: BlockProfile) -> LayerPlan:
-        return replace(layer, reason=f"{layer.reason}; {_why_resident(block)}") if block.resident else layer
-
     def _kept(self, block: BlockProfile) -> LayerPlan:
-        rule, reason = self._why_kept(block)
+        keeps = f"keeps {format_bytes(block.saved_bytes)}"
+        if block.has_own_checkpointing:
+            rule, reason = "already-checkpointed", "the model checkpoints this block by itself"
+        elif block.order < 0:
+            rule, reason = NOT_CALLED, "forward does not call it"
+        elif block.changes_input:
+            rule = "changes-its-input"
+            reason = "its forward writes into its input, so that it can't be run again from it"
+        elif not can_recompute(block):
+            rule, reason = "nothing-to-save", "holds only its inputs and outputs"
+        elif not self.config.enable_checkpointing:
+            rule, reason = "checkpointing-off", f"{keeps}, as enable_checkpointing is off"
+        else:
+            rule, reason = self.verdict.rule, f"{keeps}: {WHY_KEPT[self.verdict.rule]}"
         return LayerPlan(block.name, block.members, (), rule, reason)
 
-    def _why_kept(self, block: BlockProfile) -> tuple[str, str]:
-        if block.has_own_checkpointing:
-            return "already-checkpointed", "the model checkpoints this block by itself"
-        if block.order < 0:
-            return NOT_CALLED, "forward does not call it"
-        if block.changes_input:
-            return (
-                "changes-its-input",
-                "its forward writes into its input, so that it can't be run again from it",
-            )
-        if not can_recompute(block):
-            return "nothing-to-save", "holds only its inputs and outputs"
-        keeps = f"keeps {format_bytes(block.saved_bytes)}"
-        if not self.config.enable_checkpointing:
-            return "checkpointing-off", f"{keeps}, as enable_checkpointing is off"
-        return self.verdict.rule, f"{keeps}: {WHY_KEPT[self.verdict.rule]}"
+
+def _with_residents(layer: LayerPlan, block: BlockProfile) -> LayerPlan:
+    return replace(layer, reason=f"{layer.reason}; {_why_resident(block)}") if block.resident else layer
 
 
 def _why_resident(block: BlockProfile) -> str:
@@ -356,13 +308,7 @@ def _why_resident(block: BlockProfile) -> str:
     return f"{what} {verb} on the device: read while its forward does not run, by {readers}"
 
 
-def plan_by_structure(
-    model: nn.Module,
-    blocks: Sequence[Block],
-    hardware: Hardware,
-    config: Config,
-    notes: tuple[str, ...] = (NO_BATCH,),
-) -> Plan:
+def plan_by_structure(model: nn.Module, hardware: Hardware, config: Config, note: str = NO_BATCH) -> Plan:
     """Return a first plan for a model that has not seen a batch: recompute every repeated block.
 
     That is right for most models, and the first training batch makes the plan anew.
@@ -371,15 +317,19 @@ def plan_by_structure(
     trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     recompute = config.enable_checkpointing and config.mode is not OptimizationMode.CONSERVATIVE
     peak = parameters + 3 * trained  # weights, gradients, Adam's moments; activations are not known
-    layers = []
-    for block in blocks:
-        layer = LayerPlan(block.name, block.members, (), BY_STRUCTURE, "left as it is until the first batch")
-        if recompute and block.role == "repeated":
-            reason = "a repeated block; what it needs will be known from the first batch"
-            layer = replace(
-                layer, techniques=("checkpointing",), reason=reason, checkpointing=Checkpointing()
-            )
-        layers.append(layer)
+    layers = [
+        LayerPlan(block.name, block.members, (), BY_STRUCTURE, "left as it is until the first batch")
+        if not recompute or block.role != "repeated"
+        else LayerPlan(
+            block.name,
+            block.members,
+            ("checkpointing",),
+            BY_STRUCTURE,
+            "a repeated block; what it needs will be known from the first batch",
+            checkpointing=Checkpointing(),
+        )
+        for block in find_blocks(model)
+    ]
     return Plan(
         layers=tuple(layers),
         device=hardware.device.describe(),
@@ -388,5 +338,5 @@ def plan_by_structure(
         baseline_peak_bytes=peak,
         predicted_peak_bytes=peak,
         prediction_source="estimated",
-        notes=notes,
+        notes=(note,),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -29,8 +29,6 @@ from memscale.planner.make_plan import ProfiledModel, fits, profile_settings, si
 from memscale.planner.predict import rehearsal
 from memscale.profiler import ModelProfile, Sample
 from memscale.units import format_bytes
-
-__all__ = ["BatchFit", "BatchSizes", "batch_sizes"]
 
 MOST_SAMPLES = 2**16  # the largest batch considered
 LARGEST_PRECISION = 1 / 64  # to which the largest size is found; exactly up to 64
@@ -89,19 +87,11 @@ class BatchSizes:
         for name in ("largest", "longest", "fastest"):
             fit: BatchFit | None = getattr(self, name)
             if fit is not None:
-                rows.append(
-                    (
-                        name,
-                        str(fit.batch_size),
-                        str(fit.length),
-                        format_bytes(fit.plan.predicted_peak_bytes),
-                        f"{fit.plan.predicted_time_ratio:.2f}×",
-                        f"{fit.samples_per_second:.3g}",
-                    )
-                )
-        title = (
-            f"Batches in {format_bytes(self.room_bytes)} of {self.device} (simulated; samples/s estimated)"
-        )
+                size = (str(fit.batch_size), str(fit.length), format_bytes(fit.plan.predicted_peak_bytes))
+                ratio = f"{fit.plan.predicted_time_ratio:.2f}×"
+                rows.append((name, *size, ratio, f"{fit.samples_per_second:.3g}"))
+        room = format_bytes(self.room_bytes)
+        title = f"Batches in {room} of {self.device} (simulated; samples/s estimated)"
         columns = ["batch", "samples", "length", "peak", "step time", "samples/s"]
         return table(title, columns, rows, terminal=terminal or Terminal.detect())
 
@@ -110,11 +100,7 @@ class BatchSizes:
 
 
 def batch_sizes(model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> BatchSizes:
-    """Search for the batches that fit; the model is not changed.
-
-    Raises:
-        ProfileError: the model does not run on the sample, or cannot be followed on fake tensors.
-    """
+    """Search for the batches that fit; the model is not changed."""
     search = _Search(model, config, hardware)
     batch, length = batch_size_of(sample), length_of(sample)
     longest = None
@@ -127,23 +113,17 @@ def batch_sizes(model: nn.Module, sample: Sample, config: Config, hardware: Hard
             limit = max(most_positions(model), length)
             known = sorted({length, max(1, length // 2), min(limit, 4 * length)})
             lengths = _Sizes(functools.partial(with_length, model, sample), known, limit)
-            longest = search.at_limit(lengths) or search.most(lengths, search.estimates(lengths))
+            longest = search.most(lengths, search.estimates(lengths))
     return BatchSizes(hardware.device.describe(), search.room, largest, longest, fastest)
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Batches that differ in one size.
+    """Batches that differ in one size."""
 
-    Attributes:
-        sample: the batch of a size.
-        known: sizes to estimate the others from.
-        most: the largest to consider.
-    """
-
-    sample: Callable[[int], Sample]
-    known: Sequence[int]
-    most: int
+    sample: Callable[[int], Sample]  # the batch of a size
+    known: Sequence[int]  # sizes to estimate the others from
+    most: int  # the largest to consider
 
 
 class _Search:
@@ -159,15 +139,6 @@ class _Search:
         known = [(size, self._profiled(sizes.sample(size), self._config).under) for size in sizes.known]
         return Estimates(known, self._hardware, self._config, usable(self.room))
 
-    def at_limit(self, sizes: _Sizes) -> BatchFit | None:
-        """Return the largest size of all, if it is among those profiled, and fits."""
-        if sizes.most not in sizes.known:
-            return None
-        sample = sizes.sample(sizes.most)
-        known = [(sizes.most, self._profiled(sample, self._config).under)]
-        alone = Estimates(known, self._hardware, self._config, usable(self.room))
-        return self._fit(sample, self._config)[0] if alone.has_room(sizes.most) else None
-
     def most(self, sizes: _Sizes, estimates: Estimates) -> BatchFit | None:
         """Return the largest size that fits, by simulation; that no larger one does is estimated.
 
@@ -181,7 +152,7 @@ class _Search:
             found = None
             if estimates.has_room(size):
                 found, excess = self._fit(sample, self._config)
-                estimates = estimates.within(int(usable(self.room) / excess))
+                estimates = replace(estimates, room=int(usable(self.room) / excess))
             if found is not None:
                 low, best = size, found
             else:
@@ -193,10 +164,7 @@ class _Search:
         return best
 
     def fastest(self, sizes: _Sizes, estimates: Estimates, largest: int) -> BatchFit | None:
-        """Return the batch with the most samples a second, of those up to the largest that fits.
-
-        Sizes are compared by plans on the frontier of another size (`Estimates`); the answer has its own plan.
-        """
+        """Return the batch with the most samples a second, of those up to the largest that fits."""
 
         @functools.cache
         def about(size: int) -> float:

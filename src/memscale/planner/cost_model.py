@@ -23,19 +23,6 @@ from memscale.planner.settings import NOTHING, Setting
 from memscale.profiler.profile import BlockProfile, ModelProfile
 from memscale.techniques.cost import BlockOption, CostTerms, Rates
 
-__all__ = [
-    "PLAIN",
-    "Choice",
-    "Choices",
-    "CostModel",
-    "Point",
-    "bucket_bytes",
-    "called_blocks",
-    "full_checkpointing",
-    "room_below",
-    "spans",
-]
-
 PAGE_LOCKED_SHARE = 0.5  # of host memory, which may be page-locked where the user has set no limit
 PAGE_BYTES = 4096  # files on disk take whole pages
 SLAB_BYTES = 2**16  # the file that small tensors share
@@ -43,32 +30,22 @@ SEGMENT_LENGTHS = (2, 3, 4, 6, 8)  # blocks recomputed as one
 ALWAYS_TRIED = 4  # blocks: segments up to this length are always considered
 LONGEST_SEGMENT = 4  # times the best length of a segment, beyond which a longer one cannot pay
 ODD_BLOCKS_SHARE = 1 / 50  # of what the stacks save: if odd blocks save less, they are not worth a choice
-MOST_KEPT_IN_SEGMENT = (
-    2  # products a block: a segment returns all it dropped at once, so keeping more gains little
-)
+# Products that the first block of a segment keeps, and the others: a segment returns all it dropped at once, so that
+# keeping more gains little.
+KEPT_IN_SEGMENT = ((0, 0), (0, 1), (1, 1), (1, 2), (2, 2))
 LARGEST_BUCKET = 64 * 2**20  # bytes: runs long enough to be read at the disk's full rate
 SMALLEST_BUCKET = 2**20  # bytes
 BUCKET_SHARE = 1 / 8  # of the parameters, between the two
-ADAMW_TEMPORARIES = {"cpu": (0.0, 2.0), "other": (1.0, 0.0)}
-"""Temporaries of AdamW's step per byte of all parameters at once (foreach), and of the largest one (for-loop)."""
 
 
 class Choice(NamedTuple):
-    """What one block gets.
+    """What one block gets."""
 
-    Attributes:
-        technique: the technique for its activations; empty if they are left alone.
-        variant: which of that technique's options for the block.
-        chained: a recomputed block's input is not held either, but recomputed from the block before.
-        offloaded: its parameters are on the tier below.
-        input_offloaded: its input, or that of the segment it is in, is on the tier below as well.
-    """
-
-    technique: str = ""
-    variant: int = 0
-    chained: bool = False
-    offloaded: bool = False
-    input_offloaded: bool = False
+    technique: str = ""  # for its activations; empty if they are left alone
+    variant: int = 0  # which of that technique's options for the block
+    chained: bool = False  # a recomputed block's input is recomputed too, from the block before
+    offloaded: bool = False  # its parameters are on the tier below
+    input_offloaded: bool = False  # its input, or that of the segment it is in, is on the tier below
 
     @property
     def recompute(self) -> bool:
@@ -81,28 +58,16 @@ PLAIN = Choice()
 
 @dataclass(frozen=True)
 class Point:
-    """Choices for all blocks, in the order of their calls, and what they cost.
-
-    Attributes:
-        choices: one for each block.
-        peak_bytes: the peak of device memory.
-        saved_bytes: what forward saves for backward.
-        seconds: the time of a step.
-        offloaded_bytes: what is on the tier below: parameters, their gradients and their optimizer state.
-        peak_below_bytes: the most that the tier below needs at once: those, in whole pages of a file on disk, and the
-            activations there.
-        setting: what is done with the model as a whole.
-        prefetch: how many layers ahead parameters are fetched.
-    """
+    """Choices for all blocks, in the order of their calls, and what they cost."""
 
     choices: Choices
-    peak_bytes: int
-    saved_bytes: int
-    seconds: float
-    offloaded_bytes: int = 0
-    peak_below_bytes: int = 0
+    peak_bytes: int  # of device memory
+    saved_bytes: int  # what forward saves for backward
+    seconds: float  # of a step
+    offloaded_bytes: int = 0  # parameters, gradients and optimizer state on the tier below
+    peak_below_bytes: int = 0  # the most there at once: those, in whole pages on disk, and activations
     setting: Setting = NOTHING
-    prefetch: int = 0
+    prefetch: int = 0  # how many layers ahead parameters are fetched
 
 
 def spans(choices: Sequence[Choice]) -> Iterator[tuple[int, int]]:
@@ -114,16 +79,8 @@ def spans(choices: Sequence[Choice]) -> Iterator[tuple[int, int]]:
             start = stop
 
 
-def called_blocks(profile: ModelProfile) -> tuple[BlockProfile, ...]:
-    """Return the blocks that forward calls, in the order of their first calls."""
-    return tuple(sorted((b for b in profile.blocks if b.order >= 0), key=lambda block: block.order))
-
-
 def full_checkpointing(blocks: Sequence[BlockProfile], *, odd: bool = False) -> Choices:
-    """Return the choices of a framework's own switch: every repeated block that can be is recomputed whole.
-
-    With `odd`, so are the blocks outside of stacks.
-    """
+    """Return the choices of a framework's own switch: recompute every repeated block; with `odd` the others too."""
     return tuple(
         Choice("checkpointing") if (odd or block.role == "repeated") and can_recompute(block) else PLAIN
         for block in blocks
@@ -142,11 +99,10 @@ def _can_chain(before: BlockProfile, block: BlockProfile) -> bool:
 
 
 def _segment_pays(length: int, block: BlockProfile, kept: int, stacks: Mapping[str, int]) -> bool:
-    """Return whether so many of a stack's blocks are worth considering as one segment, each keeping some products.
+    """Return whether a segment of so many blocks is worth considering, each keeping some products.
 
     With n blocks in segments of k, n/k inputs are held, and what k blocks dropped comes back at once: the sum is the
-    least at the k where both are equal. Shorter and somewhat longer segments pay where the peak is elsewhere, or in the
-    first layers, when little is held. One that brings back several times that least sum cannot pay.
+    least where both are equal. A segment that brings back several times that least sum cannot pay.
     """
     if length <= ALWAYS_TRIED:
         return True
@@ -157,10 +113,7 @@ def _segment_pays(length: int, block: BlockProfile, kept: int, stacks: Mapping[s
 
 
 def room_below(hardware: Hardware, config: Config) -> int:
-    """Return what may be on the tier below: the user's cap, else what there is.
-
-    Of host memory that is its size, not what happens to be free; a disk may be full of other things.
-    """
+    """Return what may be on the tier below: the user's cap, else the host's memory or what is free of the disk."""
     if hardware.offloads_to_disk:
         cap, there = config.max_disk_offload_bytes, hardware.disk.free_bytes if hardware.disk.writable else 0
     else:
@@ -173,16 +126,13 @@ def bucket_bytes(profile: ModelProfile) -> int:
     return min(LARGEST_BUCKET, max(SMALLEST_BUCKET, int(profile.parameter_bytes * BUCKET_SHARE)))
 
 
-class CostModel:
-    """What plans cost for one profile and setting.
+def adamw_temporaries(kind: str) -> tuple[float, float]:
+    """Return the bytes that AdamW's step allocates for each of all parameters (foreach), and of the largest (loop)."""
+    return (0.0, 2.0) if kind == "cpu" else (1.0, 0.0)
 
-    Args:
-        profile: what the model needs under the setting.
-        hardware: the device, and the tier below it.
-        config: what the user allows.
-        setting: what is done with the model as a whole.
-        prefetch: how many layers ahead parameters are fetched; 0 if transfers wait.
-    """
+
+class CostModel:
+    """What plans cost for one profile of a model under a setting, with `prefetch` layers fetched ahead."""
 
     def __init__(
         self,
@@ -202,12 +152,13 @@ class CostModel:
         self.terms = CostTerms(
             Rates.of(hardware), config, setting.working_share, prefetch > 0, everything <= pool
         )
-        self.blocks = called_blocks(profile)
+        called = (block for block in profile.blocks if block.order >= 0)
+        self.blocks = tuple(sorted(called, key=lambda block: block.order))
         self._on_cpu = hardware.device.kind == "cpu"
         self._room_below = room_below(hardware, config) if config.enable_offloading else 0
         self._stacks = Counter(block.container for block in self.blocks)
         self._bucket_bytes = bucket_bytes(profile)
-        self._temporaries = profile.step_temporaries or ADAMW_TEMPORARIES["cpu" if self._on_cpu else "other"]
+        self._temporaries = profile.step_temporaries or adamw_temporaries(hardware.device.kind)
         layers = [block for block in self.blocks if block.role == "repeated"]
         odd = [block for block in self.blocks if block.role != "repeated" and can_recompute(block)]
         saved = sum(block.saved_bytes for block in layers if can_recompute(block))
@@ -227,21 +178,15 @@ class CostModel:
 
     def _options_of(self, block: BlockProfile) -> dict[str, tuple[BlockOption, ...]]:
         """Return what each technique offers for a block's activations, and under "" what there is for parameters."""
-        found = {each.name: tuple(each.options(block, self.terms)) for each in LAYER_TECHNIQUES.values()}
-        activations = {
-            name: tuple(each for each in options if each.target == "activations")
-            for name, options in found.items()
-        }
-        parameters = tuple(
-            each for options in found.values() for each in options if each.target == "parameters"
-        )
-        return {**activations, "": parameters}
+        offers: dict[str, tuple[BlockOption, ...]] = {"": ()}
+        for technique in LAYER_TECHNIQUES.values():
+            options = tuple(technique.options(block, self.terms))
+            offers[technique.name] = tuple(each for each in options if each.target == "activations")
+            offers[""] += tuple(each for each in options if each.target == "parameters")
+        return offers
 
     def activation_option(self, index: int, choice: Choice) -> BlockOption | None:
-        """Return the option that a choice takes for a block's activations; None if they are kept.
-
-        They are also where the block saves less than at the size of a batch that the choice was made for.
-        """
+        """Return the option that a choice takes for a block's activations; None if they are kept."""
         options = self._options[index][choice.technique] if choice.technique else ()
         return options[choice.variant] if choice.variant < len(options) else None
 
@@ -256,7 +201,7 @@ class CostModel:
         """Yield rows with every choice that is allowed at every position.
 
         Blocks outside of stacks, which may share parameters, are offloaded together or not at all: a row for each. Of
-        the layers of stacks the last ones are offloaded, as many as pay (phases in frontier.py).
+        the layers of stacks the last ones are offloaded, as many as pay.
         """
         for odd_offloaded in (False, True) if self.terms.config.enable_offloading else (False,):
             allowed = self._may_be_offloaded(odd_offloaded)
@@ -277,40 +222,30 @@ class CostModel:
             for start, stop in spans(choices)
         ]
         trade = trade_of(self._frame(odd_offloaded, prefetch), options)
-        below = peak_below = sum(_all_bytes(block) for block in offloaded)
+        below = peak_below = sum(all_bytes(block) for block in offloaded)
         if self.setting.state_on_host:
             below += self._profile.optimizer_bytes - sum(block.optimizer_bytes for block in offloaded)
             peak_below = below
-        if (
-            self._on_cpu and offloaded
-        ):  # on the host below an accelerator, activations have what the cap leaves
+        if self._on_cpu and offloaded:  # below an accelerator, activations have what the cap leaves
+            inputs = [index for index, choice in enumerate(choices) if choice.input_offloaded]
             peak_below += SLAB_BYTES + sum(map(self._unused_in_pages, offloaded))
-            peak_below += sum(
-                self.input_bytes(i) for i, choice in enumerate(choices) if choice.input_offloaded
-            )
-        return Point(
-            choices,
-            trade.peak,
-            self._profile.other_saved_bytes + trade.held,
-            trade.seconds,
-            below,
-            peak_below,
-            self.setting,
-            prefetch,
-        )
+            peak_below += sum(map(self.input_bytes, inputs))
+        saved = self._profile.other_saved_bytes + trade.held
+        return Point(choices, trade.peak, saved, trade.seconds, below, peak_below, self.setting, prefetch)
 
     def _unused_in_pages(self, block: BlockProfile) -> int:
-        """Return the most that the last pages of a block's parameters, gradients and state leave unused."""
+        """Return the most that the last pages of a block's parameters, gradients and state on disk leave unused."""
         if not self._on_cpu or not block.parameter_bytes:
             return 0
-        return int(_all_bytes(block) / block.parameter_bytes * PAGE_BYTES * block.parameter_count)
+        return int(all_bytes(block) / block.parameter_bytes * PAGE_BYTES * block.parameter_count)
 
     def _row(self, odd_offloaded: bool, prefetch: int) -> Row[Choices]:
         """Return the row without options: what is in use whatever is chosen."""
         profile, blocks = self._profile, self.blocks
-        in_blocks = sum(block.parameter_bytes for block in blocks)
+        constant = profile.parameter_bytes + profile.resident_bytes + profile.other_saved_bytes
+        constant -= sum(block.parameter_bytes for block in blocks)
         if not self.setting.state_on_host:
-            in_blocks += sum(block.optimizer_bytes for block in blocks)
+            constant += profile.optimizer_bytes - sum(block.optimizer_bytes for block in blocks)
         # When backward begins, the parameters of its first blocks are prefetched; where none is sure to be offloaded,
         # that is left to the simulation.
         prefetched = self._prefetched(len(blocks), -1, prefetch, True) if odd_offloaded else 0
@@ -318,11 +253,7 @@ class CostModel:
         return Row(
             options=[()] * len(blocks),
             dropped=[block.dropped_bytes for block in blocks],
-            constant=profile.parameter_bytes
-            + (0 if self.setting.state_on_host else profile.optimizer_bytes)
-            + profile.resident_bytes
-            + profile.other_saved_bytes
-            - in_blocks,
+            constant=constant,
             seconds=self.terms.rates.step(profile),
             loss=profile.loss_peak_bytes,
             tail=profile.tail_peak_bytes + prefetched,
@@ -337,7 +268,7 @@ class CostModel:
         return sum(map(self._working, offloaded[:prefetch]))
 
     def _step_temporaries(self, odd_offloaded: bool) -> int:
-        """Return what a step allocates for one parameter at a time; for all at once see `_cost`."""
+        """Return what a step allocates for one parameter, or one bucket, at a time; for all at once see `_cost`."""
         largest = int(self._temporaries[1] * self._profile.largest_gradient_bytes)
         if self._on_cpu:  # the largest are embeddings: offloaded ones are stepped in buckets
             return self._bucket_bytes if odd_offloaded else largest
@@ -349,22 +280,19 @@ class CostModel:
     # Positions ---------------------------------------------------------------------------------------
 
     def _may_be_offloaded(self, odd: bool) -> list[tuple[bool, ...]] | None:
-        """Return for each block whether its parameters may, or must, be offloaded; None if no odd ones can.
-
-        The tier below may have room for some layers only, the last ones.
-        """
+        """Return for each block whether its parameters may, or must, be offloaded; None if no odd ones can."""
         room = self._room_below
         allowed: list[tuple[bool, ...]] = [(False,)] * len(self.blocks)
         has_option = [bool(options[""]) for options in self._options]
         for index, block in enumerate(self.blocks):
             if odd and block.role != "repeated" and has_option[index]:
                 allowed[index] = (True,)
-                room -= _all_bytes(block) + self._unused_in_pages(block)
+                room -= all_bytes(block) + self._unused_in_pages(block)
         if room < 0 or (odd and (True,) not in allowed):
             return None
-        for index, block in reversed(list(enumerate(self.blocks))):
+        for index, block in reversed(list(enumerate(self.blocks))):  # where the room ends, the last layers
             if block.role == "repeated" and has_option[index]:
-                room -= _all_bytes(block) + self._unused_in_pages(block)
+                room -= all_bytes(block) + self._unused_in_pages(block)
                 if room < 0:
                     break
                 allowed[index] = (False, True)
@@ -405,8 +333,8 @@ class CostModel:
             segment = range(index, index + length)
             if not self._is_segment(segment) or not all(offloaded in allowed[each] for each in segment):
                 continue
-            for kept_first, kept in _kept_in_segment(len(options) - 1):
-                if _segment_pays(length, block, kept, self._stacks):
+            for kept_first, kept in KEPT_IN_SEGMENT:
+                if kept < len(options) and _segment_pays(length, block, kept, self._stacks):
                     first = Choice("checkpointing", kept_first, offloaded=offloaded)
                     most = [len(self._options[each]["checkpointing"]) - 1 for each in segment[1:]]
                     others = [Choice("checkpointing", min(kept, each), True, offloaded) for each in most]
@@ -420,11 +348,10 @@ class CostModel:
             yield tuple(choice._replace(input_offloaded=True) for choice in choices)
 
     def _is_segment(self, indices: range) -> bool:
-        if indices.stop > len(self.blocks):
-            return False
-        blocks = self.blocks[indices.start : indices.stop]
-        return all(self._options[index]["checkpointing"] for index in indices) and all(
-            _can_chain(*pair) for pair in itertools.pairwise(blocks)
+        return (
+            indices.stop <= len(self.blocks)
+            and all(self._options[index]["checkpointing"] for index in indices)
+            and all(_can_chain(self.blocks[index - 1], self.blocks[index]) for index in indices[1:])
         )
 
     # One option --------------------------------------------------------------------------------------
@@ -444,9 +371,12 @@ class CostModel:
 
     def _cost(self, start: int, choices: Choices, prefetched: tuple[int, int]) -> Option[Choices]:
         parts = [self._part(start + offset, choice) for offset, choice in enumerate(choices)]
-        first = choices[0]
-        held = self._extra_input(start, parts[0], first)
-        forward = 0
+        seconds = sum(part.seconds for part in parts)
+        held = forward = 0
+        if choices[0].input_offloaded:
+            held = -self._held_input(start)
+        elif parts[0].reruns:  # from its input, which the block before may not hold
+            held = self._passed_input(start)
         for index, part in enumerate(parts):
             working = self._working(part.block) if part.offloaded and not self._profile.at_home else 0
             # The first block's own input is in its peak, or in what the block before it holds.
@@ -454,51 +384,50 @@ class CostModel:
             held += part.held
         held += parts[-1].block.output_bytes  # inside of a segment outputs are recomputed
         backward = self._backward(start, parts, held)
-        seconds = sum(part.seconds for part in parts)
-        if self.setting.state_on_host:
-            seconds += sum(self._state_seconds(part.block) for part in parts if not part.offloaded)
-        if first.input_offloaded:
+        resident = [part.block for part in parts if not part.offloaded]
+        live = sum(block.parameter_bytes for block in resident)
+        gradient = stepping = sum(block.gradient_bytes for block in resident)
+        if self.setting.state_on_host:  # in buckets, copied to the device and back at once
+            link, latency = min(self.terms.link), 2 * self.terms.rates.latency
+            seconds += sum(each.optimizer_bytes / link + latency * each.parameter_count for each in resident)
+        else:
+            for block in resident:  # the state of embeddings stays in 32 bits
+                share = self.setting.state_share if block.role == "repeated" else 1.0
+                live += int(block.optimizer_bytes * share)
+                stepping += int(self._temporaries[0] * block.gradient_bytes)
+        if choices[0].input_offloaded:
             backward += self.input_bytes(start)
             seconds += self.input_seconds(start)
-        resident = [part.block for part in parts if not part.offloaded]
         return Option(
             what=choices,
             seconds=seconds,
-            resident=sum(block.parameter_bytes + self._state_bytes(block) for block in resident),
+            resident=live,
             held=held,
             forward=forward + prefetched[0],
             backward=backward + prefetched[1],
-            gradient=sum(block.gradient_bytes for block in resident),
-            stepping=sum(block.gradient_bytes + self._foreach_temporaries(block) for block in resident),
+            gradient=gradient,
+            stepping=stepping,
             span=len(parts),
         )
 
     def _part(self, index: int, choice: Choice) -> _Part:
         """Return the figures of one block under a choice."""
         block = self.blocks[index]
-        activations, parameters = self.activation_option(index, choice), self.parameter_option(index, choice)
-        offloaded = parameters is not None
-        has_copy = self._has_copy(block)
+        options = self.activation_option(index, choice), self.parameter_option(index, choice)
+        activations, offloaded = options[0], options[1] is not None
+        # A resident layer's 16-bit copy, there until backward; a profile with all parameters offloaded has not seen it.
+        # Embeddings are read as they are.
+        has_copy = self._profile.at_home and self.terms.working_share < 1 and block.role == "repeated"
         reruns = activations is not None and activations.reruns_forward
         held = block.saved_bytes if activations is None else activations.held_bytes
         if has_copy and not offloaded and not reruns:
             held += self._working(block)
         returned = 0 if activations is None else activations.returned_bytes
-        return _Part(
-            block,
-            offloaded,
-            reruns,
-            held,
-            returned + (self._held_input(index) if choice.chained else 0),
-            self._working(block) if offloaded or has_copy else 0,
-            sum(option.seconds for option in (activations, parameters) if option is not None),
-        )
-
-    def _extra_input(self, index: int, part: _Part, choice: Choice) -> int:
-        """Return what a block's input adds: one that runs again needs its input, unless it is on the tier below."""
-        if index == 0 or not part.reruns:
-            return 0
-        return -self._held_input(index) if choice.input_offloaded else self._passed_input(index)
+        if choice.chained:
+            returned += self._held_input(index)
+        working = self._working(block) if offloaded or has_copy else 0
+        seconds = sum(option.seconds for option in options if option is not None)
+        return _Part(block, offloaded, reruns, held, returned, working, seconds)
 
     def _held_input(self, index: int) -> int:
         """Return what of a block's input the block before it holds."""
@@ -517,38 +446,12 @@ class CostModel:
 
     def input_seconds(self, index: int) -> float:
         """Return the time of offloading a block's input, which its own forward and backward cover."""
-        return activation_seconds(
-            self.input_bytes(index), self.terms, self.terms.rates.forward(self.blocks[index])
-        )
+        covered = self.terms.rates.forward(self.blocks[index])
+        return activation_seconds(self.input_bytes(index), self.terms, covered)
 
     def _working(self, block: BlockProfile) -> int:
         """Return the bytes of a working copy of a block's parameters."""
         return int(block.used_bytes * self.terms.working_share)
-
-    def _state_bytes(self, block: BlockProfile) -> int:
-        """Return the bytes of optimizer state on the device; that of embeddings stays in 32 bits."""
-        if self.setting.state_on_host:
-            return 0
-        share = self.setting.state_share if block.role == "repeated" else 1.0
-        return int(block.optimizer_bytes * share)
-
-    def _state_seconds(self, block: BlockProfile) -> float:
-        """Return the time of copying the optimizer state of a block to the device and back, both at once."""
-        latency = 2 * self.terms.rates.latency * block.parameter_count
-        return block.optimizer_bytes / min(self.terms.link) + latency
-
-    def _foreach_temporaries(self, block: BlockProfile) -> int:
-        """Return what a step of all resident parameters at once allocates for those of a block."""
-        if self.setting.state_on_host:
-            return 0  # stepped in buckets: see `_step_temporaries`
-        return int(self._temporaries[0] * block.gradient_bytes)
-
-    def _has_copy(self, block: BlockProfile) -> bool:
-        """Return whether a layer's resident parameters have a 16-bit copy on the device until backward.
-
-        A profile with all parameters offloaded has not seen it. Embeddings are read as they are.
-        """
-        return self._profile.at_home and self.terms.working_share < 1 and block.role == "repeated"
 
     def _backward(self, start: int, parts: Sequence[_Part], held: int) -> int:
         """Return the peak in the backward of a block or segment, above what is live before its forward."""
@@ -574,39 +477,21 @@ class CostModel:
         return peak
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One block of an option.
-
-    Attributes:
-        block: the block.
-        offloaded: its parameters are on the tier below.
-        reruns: its forward runs again in backward.
-        held: what it holds inside between forward and backward.
-        returned: what comes back when backward reaches it.
-        working: the working copy of its parameters, if it has one.
-        seconds: what its options add to a step.
-    """
+class _Part(NamedTuple):
+    """One block of an option."""
 
     block: BlockProfile
-    offloaded: bool
-    reruns: bool
-    held: int
-    returned: int
-    working: int
-    seconds: float
+    offloaded: bool  # its parameters are on the tier below
+    reruns: bool  # its forward runs again in backward
+    held: int  # inside of it between forward and backward
+    returned: int  # what comes back when backward reaches it
+    working: int  # the working copy of its parameters, if it has one
+    seconds: float  # what its options add to a step
 
 
-def _all_bytes(block: BlockProfile) -> int:
+def all_bytes(block: BlockProfile) -> int:
+    """Return the bytes of a block's parameters, gradients and optimizer state."""
     return block.parameter_bytes + block.gradient_bytes + block.optimizer_bytes
-
-
-def _kept_in_segment(products: int) -> Iterator[tuple[int, int]]:
-    """Yield how many products the first block of a segment keeps, and how many the others."""
-    yield 0, 0
-    for kept in range(1, min(MOST_KEPT_IN_SEGMENT, products) + 1):
-        yield kept - 1, kept
-        yield kept, kept
 
 
 def _undominated(options: Sequence[Option[Choices]]) -> list[Option[Choices]]:

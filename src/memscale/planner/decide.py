@@ -29,8 +29,6 @@ from memscale.planner.settings import NOTHING, Under
 from memscale.profiler.profile import ModelProfile
 from memscale.units import format_bytes
 
-__all__ = ["cost_models", "decide", "frontier_points", "room_of"]
-
 CONSERVATIVE_TIME = 1.15  # times the fastest plan that fits
 BALANCED_SHARE = 0.24  # of the plain peak
 BALANCED_TIME = 2.0  # times the plain step
@@ -49,9 +47,7 @@ def decide(
     margin: int = 0,
     refine: bool = True,
 ) -> Plan:
-    """Choose what each block gets.
-
-    The same profile, hardware and Config give the same plan, byte for byte.
+    """Choose what each block gets; the same profile, hardware and Config give the same plan, byte for byte.
 
     Args:
         profile: what the plain model needs.
@@ -85,9 +81,8 @@ def decide(
         plans.append(plan)
         if plan.predicted_peak_bytes + margin <= room_of(hardware, config):
             return plan
-    return min(
-        reversed(plans), key=lambda each: each.predicted_peak_bytes
-    )  # of equal ones without prefetching
+    plans.reverse()  # of equal ones that without prefetching
+    return min(plans, key=lambda each: each.predicted_peak_bytes)
 
 
 def _is_short_of_host_memory(profile: ModelProfile, hardware: Hardware, config: Config) -> bool:
@@ -120,12 +115,7 @@ def frontier_points(
 ) -> list[Point]:
     """Return the plain model, and the frontier of each setting: the fastest plan for each peak.
 
-    Args:
-        under: the settings to choose from.
-        hardware: what there is.
-        config: what the user wants.
-        prefetch: overlap transfers with computation, where that is possible.
-        most: partial plans kept at a position of the frontier; by default as many as its depth allows.
+    Of each position `most` partial plans are kept; by default as many as the depth of the model allows.
     """
     found: list[Point] = []
     for model in cost_models(under, hardware, config, prefetch=prefetch):
@@ -147,12 +137,8 @@ def _choose(
     """Choose a point, with `margin` bytes left free; the first one does nothing to any block."""
     needed = plain.peak_bytes
     is_small = needed < UNTOUCHED_SHARE * hardware.device.total_bytes
-    if (
-        is_small
-        and config.mode is not OptimizationMode.AGGRESSIVE
-        and config.memory_budget is None
-        and not config.force_optimize
-    ):
+    is_pressed = config.mode is OptimizationMode.AGGRESSIVE or config.memory_budget is not None
+    if is_small and not is_pressed and not config.force_optimize:
         note = (
             f"a plain step needs {format_bytes(needed)}, less than {UNTOUCHED_SHARE:.0%} of "
             f"{hardware.device.describe()}: the model is left as it is (force_optimize=True changes that)"
@@ -245,16 +231,12 @@ def room_of(hardware: Hardware, config: Config) -> int:
 
 
 def _capacity_and_budget(hardware: Hardware, config: Config) -> tuple[int, int | None]:
-    capacity = _capacity(hardware)
+    """Return what a step may take of the device, without CUDA's context and other processes; and the budget."""
+    device = hardware.device
+    capacity = device.total_bytes
+    if device.kind == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        free = device.free_bytes + torch.cuda.memory_reserved(device.index)
+        capacity = min(capacity, free // FREE_STEP * FREE_STEP)
     if config.memory_budget == "auto":
         return capacity, int(capacity * config.target_gpu_utilization)
     return capacity, config.memory_budget_bytes
-
-
-def _capacity(hardware: Hardware) -> int:
-    """Return what a step may take of the device: without CUDA's context, and what other processes have of it."""
-    device = hardware.device
-    if device.kind != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return device.total_bytes
-    free = device.free_bytes + torch.cuda.memory_reserved(device.index)
-    return min(device.total_bytes, free // FREE_STEP * FREE_STEP)

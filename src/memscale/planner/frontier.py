@@ -12,16 +12,15 @@ as one), and says what that costs. With the options o₁ … oₙ in the order o
 
 and the peak is the maximum of these.
 
-Options may have *phases*: an option never follows one of a later phase. Layers whose parameters are offloaded are
-therefore the last ones of the row, where offloading saves the most: their gradients are the first to be computed and
-would be live the longest. One row then stands for every number of offloaded layers.
+Options may have *phases*: an option never follows one of a later phase. Layers whose parameters are offloaded are the
+last ones of the row, where that saves the most: their gradients would be live the longest. One row then stands for
+every number of offloaded layers.
 
 Note [The dynamic programme]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-The programme goes through the row and extends partial plans by every option. Four numbers say all about a partial plan
-that the rest of the row can still make worse: the bytes live at this point, and the maxima so far in forward, in
-backward (to which the rest of the row will add gradients) and in the optimizer step. A partial plan that another one
-equals or beats in all four and in time is dominated and dropped. That is exact, and three observations keep it small:
+The programme goes through the row and extends partial plans by every option. A partial plan is dominated, and dropped,
+if another one equals or beats it in time and in four numbers: the bytes live at this point, and the maxima so far in
+forward, in backward (to which the rest will add gradients) and in the optimizer step. Three observations keep it small:
 
 - whatever is chosen for the rest needs at least some known number of bytes above what is live now, so a partial plan
   whose maximum so far is lower than that gains nothing by it;
@@ -43,8 +42,6 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["Option", "Row", "Trade", "best_trades", "fastest_within", "trade_of"]
-
 What = TypeVar("What")
 
 State = tuple[int, int]
@@ -53,62 +50,38 @@ State = tuple[int, int]
 ALL_POSITIONS = 3000  # partial plans kept on a whole frontier, divided among the positions of a row
 LEAST_AT_POSITION = 100  # partial plans kept at a position of however deep a row
 WITHIN_LIMIT = 200  # partial plans kept at a position where only the fastest plan within a limit is wanted
-CROWD = (
-    3  # times as many partial plans as wanted: from there on the grid comes before the comparison of pairs
-)
+# Times as many partial plans as wanted, from which on the grid comes before the comparison of pairs.
+GRID_FIRST = 3
 CHUNK = 512  # partial plans compared with all others at a time, which bounds the memory of the comparison
 
 
 @dataclass(frozen=True)
 class Option(Generic[What]):
-    """What can be done with one position, or with `span` neighbours. See Note [The memory of a step].
-
-    Attributes:
-        what: what it stands for.
-        seconds: what it adds to the time of a step.
-        resident: bytes live during the whole step.
-        held: bytes that forward leaves for backward.
-        forward: the peak in its forward, above what is live before it.
-        backward: the peak in its backward, above what is live before its forward.
-        gradient: bytes of the gradients that its backward leaves.
-        stepping: bytes in use in the optimizer step.
-        span: positions that it covers.
-        phase: an option does not follow one of a later phase; None is allowed in each.
-    """
+    """What can be done with one position, or with `span` neighbours. See Note [The memory of a step]."""
 
     what: What
-    seconds: float
-    resident: int = 0
-    held: int = 0
-    forward: int = 0
-    backward: int = 0
-    gradient: int = 0
-    stepping: int = 0
-    span: int = 1
-    phase: int | None = None
+    seconds: float  # what it adds to the time of a step
+    resident: int = 0  # bytes live during the whole step
+    held: int = 0  # bytes that forward leaves for backward
+    forward: int = 0  # the peak in its forward, above what is live before it
+    backward: int = 0  # the peak in its backward, above what is live before its forward
+    gradient: int = 0  # bytes of the gradients that its backward leaves
+    stepping: int = 0  # bytes in use in the optimizer step
+    span: int = 1  # positions that it covers
+    phase: int | None = None  # it does not follow an option of a later phase; None is allowed in each
 
 
 @dataclass(frozen=True)
 class Row(Generic[What]):
-    """A model as the dynamic programme sees it.
+    """A model as the dynamic programme sees it."""
 
-    Attributes:
-        options: for each position the options that begin there.
-        dropped: for each position the bytes allocated there that are live until forward ends.
-        constant: bytes live whatever is chosen.
-        seconds: time of a step that belongs to no position.
-        loss: the peak at the end of forward above what is live then; `dropped` is live there.
-        tail: the peak from there to the first backward, above what is live then.
-        stepping: bytes in use in the optimizer step whatever is chosen.
-    """
-
-    options: Sequence[Sequence[Option[What]]]
-    dropped: Sequence[int] = ()
-    constant: int = 0
-    seconds: float = 0.0
-    loss: int = 0
-    tail: int = 0
-    stepping: int = 0
+    options: Sequence[Sequence[Option[What]]]  # for each position those that begin there
+    dropped: Sequence[int] = ()  # bytes allocated at each position that are live until forward ends
+    constant: int = 0  # bytes live whatever is chosen
+    seconds: float = 0.0  # time of a step that belongs to no position
+    loss: int = 0  # the peak at the end of forward above what is live then; `dropped` is live there
+    tail: int = 0  # the peak from there to the first backward, above what is live then
+    stepping: int = 0  # bytes in use in the optimizer step whatever is chosen
 
     @functools.cached_property
     def phases(self) -> range:
@@ -163,9 +136,7 @@ def trade_of(row: Row[What], options: Sequence[Option[What]]) -> Trade[What]:
 def best_trades(row: Row[What], most: int | None = None) -> list[Trade[What]]:
     """Return the frontier, fastest first: each trade needs less memory than all faster ones.
 
-    Args:
-        row: the model.
-        most: partial plans kept at a position; the frontier is exact where there are no more than that.
+    `most` partial plans are kept at a position; the frontier is exact where there are no more than that.
     """
     if most is None:
         most = max(LEAST_AT_POSITION, ALL_POSITIONS // max(1, len(row.options)))
@@ -173,13 +144,7 @@ def best_trades(row: Row[What], most: int | None = None) -> list[Trade[What]]:
 
 
 def fastest_within(row: Row[What], peak: int, most: int = WITHIN_LIMIT) -> Trade[What] | None:
-    """Return the fastest trade that needs no more than a given peak; None if there is none.
-
-    Args:
-        row: the model.
-        peak: the highest peak allowed.
-        most: partial plans kept at a position; the trade is the fastest there is where there are no more than that.
-    """
+    """Return the fastest trade that needs no more than a given peak; None if there is none."""
     found = _frontier(row, most, peak - row.constant)
     # Below the limit partial plans count as equal, so the peak found is the limit: compute the true one.
     return trade_of(row, found[0].options) if found else None
@@ -201,19 +166,17 @@ def _frontier(row: Row[What], most: int, limit: int | None) -> list[Trade[What]]
     trades: list[Trade[What]] = []
     for seconds, peak, state, index in sorted(ends):
         if not trades or peak < trades[-1].peak:
-            trades.append(Trade(peak, seconds, _walk_back(row, kept, state, index)))
+            trades.append(Trade(peak, seconds, tuple(_walk_back(row, kept, state, index))))
     return trades
 
 
-def _walk_back(
-    row: Row[What], kept: dict[State, _Plans], state: State, index: int
-) -> tuple[Option[What], ...]:
+def _walk_back(row: Row[What], kept: dict[State, _Plans], state: State, index: int) -> list[Option[What]]:
     options: list[Option[What]] = []
     while state[0] > 0:
         position, phase, index, number = kept[state].trail[index].tolist()
         state = (position, phase)
         options.append(row.options[position][number])
-    return tuple(reversed(options))
+    return options[::-1]
 
 
 @contextlib.contextmanager
@@ -229,13 +192,10 @@ def _one_thread() -> Iterator[None]:
 
 def _partial_plans(row: Row[What], most: int, limit: int | None) -> dict[State, _Plans]:
     """Return the partial plans worth extending at each state. See Note [The dynamic programme]."""
-    count = len(row.options)
     rests = _rests(row)
-    columns: dict[tuple[int, int], _Columns] = {}  # equal positions share their list of options
     reached: dict[State, list[_Plans]] = {(0, 0): [_Plans.empty(row.seconds)]}
     kept: dict[State, _Plans] = {}
-    for position in range(count + 1):
-        dropped = row.dropped_before(position)
+    for position in range(len(row.options) + 1):
         for phase in row.phases:
             state = (position, phase)
             if state not in reached:
@@ -244,11 +204,8 @@ def _partial_plans(row: Row[What], most: int, limit: int | None) -> dict[State, 
             if not len(plans.seconds):
                 continue
             kept[state] = plans
-            if position < count:
-                key = (id(row.options[position]), phase)
-                if key not in columns:
-                    columns[key] = _Columns.of(row, state)
-                for after, extended in plans.extended(columns[key], state, dropped):
+            if position < len(row.options):
+                for after, extended in plans.extended(row, state):
                     if after in rests:  # else the end of the row cannot be reached from there
                         reached.setdefault(after, []).append(extended)
     return kept
@@ -306,34 +263,6 @@ def _adds(option: Option[What]) -> tuple[int, int, int, int]:
 
 
 @dataclass(frozen=True)
-class _Columns:
-    """The options that may come next as columns of numbers, and where each of them leads."""
-
-    numbers: Tensor
-    seconds: Tensor
-    adds: Tensor
-    forward: Tensor
-    backward: Tensor
-    targets: dict[State, Tensor]
-
-    @classmethod
-    def of(cls, row: Row[What], state: State) -> _Columns:
-        following = list(row.following(state))
-        targets: dict[State, list[int]] = {}
-        for index, (_, option, (_, phase)) in enumerate(following):
-            targets.setdefault((option.span, phase), []).append(index)
-        options = [option for _, option, _ in following]
-        return cls(
-            torch.tensor([number for number, _, _ in following]),
-            torch.tensor([option.seconds for option in options], dtype=torch.float64),
-            torch.tensor([_adds(option) for option in options]).reshape(-1, 4),
-            torch.tensor([option.forward for option in options]),
-            torch.tensor([option.backward for option in options]),
-            {target: torch.tensor(indices) for target, indices in targets.items()},
-        )
-
-
-@dataclass(frozen=True)
 class _Plans:
     """Partial plans that end at one state, a row each.
 
@@ -357,29 +286,34 @@ class _Plans:
         columns = zip(*((part.bytes, part.seconds, part.trail) for part in parts), strict=True)
         return cls(*map(torch.cat, columns))
 
-    def extended(self, options: _Columns, state: State, dropped: int) -> Iterator[tuple[State, _Plans]]:
+    def extended(self, row: Row[What], state: State) -> Iterator[tuple[State, _Plans]]:
         """Yield every plan with every option that may come next, by the states they lead to."""
+        following = list(row.following(state))
+        options = [option for _, option, _ in following]
+        adds_live, resident, adds_backward, adds_stepping = torch.tensor(list(map(_adds, options))).unbind(1)
+        dropped = row.dropped_before(state[0])
+        forward_peaks = torch.tensor([option.forward + dropped for option in options])
+        backward_peaks = torch.tensor([option.backward + option.resident for option in options])
         live, forward, backward, stepping = self.bytes.unsqueeze(2).unbind(1)
-        adds_live, resident, adds_backward, adds_stepping = options.adds.unbind(1)
         bytes_ = torch.stack(
             (
                 live + adds_live,
-                torch.maximum(forward, live + (options.forward + dropped)) + resident,
-                torch.maximum(backward + adds_backward, live + (options.backward + resident)),
+                torch.maximum(forward, live + forward_peaks) + resident,
+                torch.maximum(backward + adds_backward, live + backward_peaks),
                 stepping + adds_stepping,
             ),
             dim=2,
         )
-        seconds = self.seconds.unsqueeze(1) + options.seconds
+        seconds = self.seconds.unsqueeze(1) + torch.tensor([o.seconds for o in options], dtype=torch.float64)
         trail = torch.empty((*seconds.shape, 4), dtype=torch.int64)
         trail[..., 0], trail[..., 1] = state
         trail[..., 2] = torch.arange(len(self.seconds)).unsqueeze(1)
-        trail[..., 3] = options.numbers
-        for (span, phase), which in options.targets.items():
-            extended = _Plans(
-                bytes_[:, which].reshape(-1, 4), seconds[:, which].reshape(-1), trail[:, which].reshape(-1, 4)
-            )
-            yield (state[0] + span, phase), extended
+        trail[..., 3] = torch.tensor([number for number, _, _ in following])
+        afters = [after for _, _, after in following]
+        for after in dict.fromkeys(afters):
+            which = [index for index, each in enumerate(afters) if each == after]
+            columns = bytes_[:, which].reshape(-1, 4), seconds[:, which].reshape(-1)
+            yield after, _Plans(*columns, trail[:, which].reshape(-1, 4))
 
     def reduced(self, rest: _Rest, most: int, limit: int | None) -> _Plans:
         """Return the plans without those that exceed a limit or are dominated; about `most` of them."""
@@ -391,8 +325,8 @@ class _Plans:
         if limit is not None:
             plans = plans._within(rest, limit)
         plans = plans._at(torch.sort(plans.seconds, stable=True).indices)
-        if len(plans.seconds) > CROWD * most:
-            plans = plans._thinned(plans._compared(rest), CROWD * most)
+        if len(plans.seconds) > GRID_FIRST * most:
+            plans = plans._thinned(plans._compared(rest), GRID_FIRST * most)
         plans = plans._undominated(plans._compared(rest))
         return plans if len(plans.seconds) <= most else plans._thinned(plans._compared(rest), most)
 

@@ -18,17 +18,15 @@ from memscale.hardware import Hardware
 from memscale.observe.log import open_log
 from memscale.optimizer.needs import OptimizerNeeds, needs_of, with_optimizer
 from memscale.planner.assembly import plain_point, plan_by_structure, unseen_bytes
-from memscale.planner.cache import PlanCache, plan_key
+from memscale.planner.cache import keep_plan, plan_key, plans_made, values_of
 from memscale.planner.decide import decide, room_of
 from memscale.planner.estimates import Estimates, batch_size_of, length_of, with_batch_size, with_length
 from memscale.planner.predict import Step, measure, predict, rehearsal, with_figures_of
-from memscale.planner.settings import BatchSize, Under, settings_for
+from memscale.planner.settings import Under, settings_for
 from memscale.profiler import ModelProfile, Place, Sample, find_blocks, find_head, profile_model
 from memscale.profiler.run import profile_static, uses_cache
 from memscale.simulator.fake import batch_value_reads
 from memscale.units import format_bytes
-
-__all__ = ["ProfiledModel", "fits", "make_plan", "profile_settings", "simulated_plan", "usable"]
 
 # Whether each attempt at a plan that fits by simulation refines the frontier. A refined plan uses its limit to the
 # last byte, and is the first to be rejected; before the limit is lowered further, the coarse one is tried.
@@ -48,28 +46,19 @@ FEWER_TECHNIQUES: tuple[tuple[str, ConfigFields], ...] = (
     ("any technique", {**_ONLY_CHECKPOINTING, "enable_checkpointing": False}),
 )
 """What a plan is made without, one after the other, if a step with the plan before it raises."""
-OVERESTIMATE = (
-    0.01  # of a limit: what a plan must need less than was estimated for a faster one to be looked for
-)
+# Of a limit: what a plan must need less than was estimated for a faster one to be looked for.
+OVERESTIMATE = 0.01
 NEAR_LIMIT = 0.95  # of a limit: where a plan's estimate is lower, the limit did not decide
 DEEP = 8  # equal blocks beyond the two that the profile runs, from which on a plain step is not simulated
-
-plans_made = PlanCache()
 
 
 @dataclass(frozen=True)
 class ProfiledModel:
-    """What a model needs for a batch: plain, and under each setting that there is to choose from.
-
-    Attributes:
-        profile: plain.
-        under: under each setting.
-        optimizer: what the optimizer needs, counted in both; None for AdamW.
-    """
+    """What a model needs for a batch: plain, and under each setting that there is to choose from."""
 
     profile: ModelProfile
     under: Under
-    optimizer: OptimizerNeeds | None = None
+    optimizer: OptimizerNeeds | None = None  # what it needs is counted in both; None for AdamW
 
 
 def make_plan(
@@ -81,31 +70,24 @@ def make_plan(
     suggest: bool = True,
     optimizer: Optimizer | OptimizerNeeds | None = None,
 ) -> Plan:
-    """Return the plan for one model, batch, Config and device.
+    """Return the plan for one model, batch, Config and device; the model is not changed.
 
-    Without a sample the plan follows from structure alone, and a note says so.
-
-    Args:
-        model: the model; it is not changed.
-        sample: how it is called.
-        config: what the user wants.
-        hardware: what there is.
-        suggest: where no plan fits, name a smaller batch that would in a note.
-        optimizer: the optimizer whose state counts; AdamW if it is not given, or if there is no sample.
+    Without a sample the plan follows from structure alone, and a note says so. Where no plan fits, with `suggest` a
+    note names a smaller batch that would. Without an optimizer the state of AdamW counts.
 
     Raises:
         ProfileError: the model does not run on the sample.
     """
     if sample is None:
-        plan = plan_by_structure(model, find_blocks(model), hardware, config)
+        plan = plan_by_structure(model, hardware, config)
         return replace(plan, notes=(*plan.notes, *_scripted_note(model)))
     if isinstance(optimizer, Optimizer):
         with rehearsal(model):
             optimizer = needs_of(optimizer, model, Place.of(hardware.device))
-    key = plan_key(model, sample, config, hardware, optimizer)
-    found = None if key is None else plans_made.find((key, suggest), sample)
-    if found is not None:
-        return found
+    key = plan_key(model, sample, config, hardware, optimizer, suggest=suggest)
+    with_values = (key, values_of(sample))
+    if key is not None and (key in plans_made or with_values in plans_made):
+        return plans_made[key if key in plans_made else with_values]
     value_reads = batch_value_reads()
     with rehearsal(model):
         plan, excess = simulated_plan(model, sample, config, hardware, None, optimizer)
@@ -114,7 +96,7 @@ def make_plan(
             advice = _what_would_fit(model, sample, config, hardware, excess, optimizer)
             plan = replace(plan, notes=(*plan.notes, advice))
     if key is not None and plan.prediction_source == "simulated":
-        plans_made.add((key, suggest), sample, plan, by_values=batch_value_reads() > value_reads)
+        keep_plan(with_values if batch_value_reads() > value_reads else key, plan)
     return plan
 
 
@@ -129,16 +111,14 @@ def simulated_plan(
     """Return a plan with which a step runs, and the simulated peak of the first plan over its estimate.
 
     A plan with which the simulated step raises would raise in training, and one that the plain model beats in memory
-    and time is of no use: it is replaced by one with fewer techniques (`FEWER_TECHNIQUES`), and a note says which were
-    left out and why.
-
+    and time is of no use: it is replaced by one with fewer techniques, and a note says which were left out and why.
     To be called in a `rehearsal`; the model is not profiled again where its profile is `known`.
     """
     try:
         profile = known.profile if known is not None else _profile(model, sample, config, hardware, optimizer)
     except torch.OutOfMemoryError:
         note = f"a step of the plain model on {sample.describe()} runs out of memory, so that it was not profiled"
-        return plan_by_structure(model, find_blocks(model), hardware, config, notes=(note,)), 1.0
+        return plan_by_structure(model, hardware, config, note), 1.0
     reason = ""
     for left_out, changes in FEWER_TECHNIQUES:
         settings = config.replace(**changes)
@@ -166,10 +146,8 @@ def _plan_that_fits(
     """Decide, predict, and decide again while the simulation shows that a step needs more than was estimated.
 
     The difference is then counted as if forward saved it for backward: the optimizer's step is known exactly. Where the
-    estimate itself does not fit, the plan is final: it is the smallest, and its notes say so.
-
-    Returns:
-        The plan with its simulated (or measured) figures, and the simulated peak of the first plan over its estimate.
+    estimate itself does not fit, the plan is final: it is the smallest, and its notes say so. Returns as
+    `simulated_plan`.
     """
     profile, place = needs.profile, Place.of(hardware.device)
     room = room_of(hardware, config)
@@ -199,22 +177,16 @@ def _plan_that_fits(
         difference = predicted.predicted_peak_bytes - plan.predicted_peak_bytes
         if attempt == 0:
             excess = predicted.predicted_peak_bytes / max(1, plan.predicted_peak_bytes)
-        if best is not None:  # the second plan, made with what the first was overestimated by
-            if (
-                fits(predicted, hardware, config)
-                and predicted.predicted_time_ratio < best.predicted_time_ratio
-            ):
-                best = predicted
-            predicted = best
+        does_fit = fits(predicted, hardware, config)
+        if best is not None:  # this is the second plan, made with what the first was overestimated by
+            is_faster = predicted.predicted_time_ratio < best.predicted_time_ratio
+            predicted = predicted if does_fit and is_faster else best
             break
         if plan.predicted_peak_bytes > limit:
             break
-        if fits(predicted, hardware, config):
-            if (
-                attempt
-                or difference > -OVERESTIMATE * limit
-                or plan.predicted_peak_bytes < NEAR_LIMIT * limit
-            ):
+        if does_fit:
+            near_limit = plan.predicted_peak_bytes >= NEAR_LIMIT * limit
+            if attempt or not near_limit or difference > -OVERESTIMATE * limit:
                 break
             best = predicted
     notes = list(predicted.notes)
@@ -262,11 +234,8 @@ def _scripted_note(model: nn.Module) -> tuple[str, ...]:
     """Return a note that names the parts of a model to which no technique can be attached."""
     scripted = [name for name, each in model.named_modules() if isinstance(each, torch.jit.ScriptModule)]
     outermost = [name for name in scripted if not any(name.startswith(f"{other}.") for other in scripted)]
-    if not outermost:
-        return ()
-    return (
-        f"scripted modules (torch.jit) take no technique and are left as they are: {', '.join(outermost)}",
-    )
+    note = f"scripted modules (torch.jit) take no technique and are left as they are: {', '.join(outermost)}"
+    return (note,) if outermost else ()
 
 
 # Profiles --------------------------------------------------------------------------------------------
@@ -276,13 +245,8 @@ def _profile(
     model: nn.Module, sample: Sample, config: Config, hardware: Hardware, optimizer: OptimizerNeeds | None
 ) -> ModelProfile:
     place = Place.of(hardware.device)
-    profile = profile_model(
-        model,
-        sample,
-        place,
-        static=config.use_static_profiling,
-        empirical=config.use_empirical_fallback,
-    )
+    static, empirical = config.use_static_profiling, config.use_empirical_fallback
+    profile = profile_model(model, sample, place, static=static, empirical=empirical)
     return with_optimizer(profile, model, optimizer, place)
 
 
@@ -294,21 +258,18 @@ def profile_settings(
     profile: ModelProfile | None = None,
     optimizer: OptimizerNeeds | None = None,
 ) -> ProfiledModel:
-    """Profile a model under each setting that there is to choose from, and plain unless that `profile` is given.
-
-    To be called in a `rehearsal`.
-    """
+    """Profile a model, in a `rehearsal`, under each setting to choose from, and plain unless `profile` is given."""
     profile = profile or _profile(model, sample, config, hardware, optimizer)
     place = Place.of(hardware.device)
     head = find_head(model)[1]
-    batch = BatchSize(*sample.positions_and_tokens(), 0 if head is None else head.out_features)
+    sizes = (*sample.positions_and_tokens(), 0 if head is None else head.out_features)
     quiet = config.replace(enable_logging=False)
     tier: Tier = "disk" if hardware.device.kind == "cpu" else "host"
     offload_to = tier if config.enable_offloading else None
     if optimizer is not None and not optimizer.eight_bit:
         config = config.replace(use_8bit_optimizer=False)
     under = []
-    for setting in settings_for(hardware, config, batch):
+    for setting in settings_for(hardware, config, *sizes):
         needs = profile
         if setting.changes_the_profile and profile.source == "static":
             resident = {block.name: block.resident for block in profile.blocks if block.resident}

@@ -1,17 +1,13 @@
 """Predict what a plan needs: the real executor attaches it to a copy of the model on the virtual GPU.
 
-Nothing is decided here; figures that the engine estimated are replaced by simulated ones. Where fake tensors cannot
-follow the model, a real step of the model itself is measured instead, and undone.
+Where fake tensors cannot follow the model, a real step of the model itself is measured instead, and undone.
 
 Note [The step that is predicted]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 The second step of training or a later one, with the optimizer that was given, else with AdamW: its state is there,
 libraries have taken their workspaces, no gradient is left over when forward begins, and the outputs are let go of
 before backward. The first step is run, and the allocator is asked for the same again (Note [Replaying a step] in
-`memory/record.py`).
-
-What `wrap` keeps to repeat a step from (`ModelCall`) is there too, until backward ends: copies of buffers
-that forward changes, and the gradients of the outputs.
+`memory/record.py`). What `wrap` keeps to repeat a step from (`ModelCall`) is there too, until backward ends.
 """
 
 from __future__ import annotations
@@ -23,7 +19,6 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 from torch import nn
@@ -33,7 +28,7 @@ from memscale._torch import DDP_STATIC_GRAPH_REDUCED, FAKE_TENSOR_LOGGER, disabl
 from memscale._util.snapshots import RngState
 from memscale.checkpointing.model_call import ModelCall, reached_outputs
 from memscale.config import Config
-from memscale.execution_plan import Plan, PredictionSource
+from memscale.execution_plan import OptimizerPlan, Plan, PredictionSource
 from memscale.executor import Executor
 from memscale.memory.allocator import CachingAllocator
 from memscale.memory.tracker import MemoryTracker
@@ -41,6 +36,7 @@ from memscale.optimizer.eight_bit import moment_bytes, parameters_in_eight_bits
 from memscale.optimizer.needs import OptimizerNeeds, StateTensor
 from memscale.optimizer.placement import takes_all_state
 from memscale.optimizer.state_stores import PAGE
+from memscale.planner.cost_model import adamw_temporaries
 from memscale.profiler.recorder import backward_targets, loss_of
 from memscale.profiler.run import Place, is_reentrant, untouched
 from memscale.profiler.sample import Sample
@@ -69,17 +65,8 @@ def predict(
 ) -> Plan:
     """Return the plan with the simulated figures of the plain step and of the step under the plan.
 
-    Args:
-        model: the model without techniques; it is not changed.
-        plan: what was decided.
-        sample: how the model is called.
-        place: the device to simulate.
-        config: the user's settings, which the executor reads.
-        plain: the plain step, if it is known already.
-        optimizer: what the optimizer needs; None for AdamW.
-
-    Raises:
-        Exception: whatever the model raises on fake tensors.
+    The model is without techniques, and not changed; `plain` is the plain step, if it is known already. Without
+    `optimizer` it is AdamW. Whatever the model raises on fake tensors is raised.
     """
     plain = plain or _simulated(model, None, sample, place, optimizer=optimizer)
     planned = _simulated(model, plan, sample, place, _quiet(config), optimizer)
@@ -98,20 +85,16 @@ def measure(
 ) -> Plan:
     """Return the plan with the figures of a real step, after which the model is as before.
 
-    Args:
-        model: the model without techniques.
-        plan: what was decided.
-        sample: how the model is called.
-        place: the model's device as the simulator knows it.
-        config: the user's settings, which the executor reads.
-        plain: the plain step, as the empirical profile saw it.
-        optimizer: what the optimizer needs; None for AdamW.
+    The arguments are those of `predict`; `plain` is as the empirical profile saw it.
     """
     device = next(model.parameters()).device
+    tracker = MemoryTracker()
+    if device.type != "cpu":  # count as the simulator of such a device does: workspaces are no tensors
+        workspace = workspace_bytes(place.capability)
+        tracker = DeviceTracker(workspace_bytes=workspace, allocators={device.type: CachingAllocator})
     executor = Executor(model, plan, _quiet(config))
     batch = sample.on(device)
     with untouched(model):
-        tracker = _tracker_of(device, place)
         tracker.watch(model)
         for tensor in pytree.tree_leaves((batch.args, batch.kwargs, batch.beside)):
             if isinstance(tensor, torch.Tensor):
@@ -120,19 +103,10 @@ def measure(
         try:
             with tracker:
                 backward = _backward_without_hooks(model, executor)
-                planned = _step(model, batch, tracker, device, plan, executor, backward, optimizer)
+                planned = _step(model, batch, tracker, device, executor, backward, optimizer)
         finally:
             executor.detach()
     return _filled_in(plan, plain, planned, "measured")
-
-
-def _tracker_of(device: torch.device, place: Place) -> MemoryTracker:
-    """Return a tracker that counts as the simulator of such a device does: workspaces are no tensors."""
-    if device.type == "cpu":
-        return MemoryTracker()
-    return DeviceTracker(
-        workspace_bytes=workspace_bytes(place.capability), allocators={device.type: CachingAllocator}
-    )
 
 
 def _backward_without_hooks(model: nn.Module, executor: Executor) -> Callable[[torch.Tensor], object]:
@@ -144,9 +118,9 @@ def _backward_without_hooks(model: nn.Module, executor: Executor) -> Callable[[t
     on_disk = {id(parameter) for parameter in executor.placement.on_disk}
 
     def copy_to_disk(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        home = executor.placement.store.copy_of(gradient)
+        copy = executor.placement.store.copy_of(gradient)
         executor.placement.release_pages(parameter)
-        return home
+        return copy
 
     def backward(loss: torch.Tensor) -> None:
         if is_reentrant(loss):
@@ -198,7 +172,7 @@ def _simulated(
             executor.attach()
         batch = sample.mapped(simulation.batch_of)
         device, backward = simulation.device, torch.autograd.backward
-        return _step(twin, batch, simulation.tracker, device, plan, executor, backward, optimizer)
+        return _step(twin, batch, simulation.tracker, device, executor, backward, optimizer)
 
 
 def _step(
@@ -206,13 +180,16 @@ def _step(
     batch: Sample,
     tracker: MemoryTracker,
     device: torch.device,
-    plan: Plan | None,
     executor: Executor | None,
     backward: Callable[[torch.Tensor], object],
     optimizer: OptimizerNeeds | None,
 ) -> Step:
     """See Note [The step that is predicted]."""
-    on_disk = {id(each) for each in executor.placement.on_disk} if executor is not None else set()
+    on_disk: set[int] = set()
+    planned = OptimizerPlan()
+    if executor is not None:
+        on_disk = {id(each) for each in executor.placement.on_disk}
+        planned = executor.plan.optimizer or planned
     tracker.reset_peak()
     with tracker.logging(device) as log:
         call = ModelCall(model, batch.args, batch.kwargs, device)
@@ -228,26 +205,43 @@ def _step(
             del loss
         call.release()
         needs = optimizer or _adamw(model, device)
-        here = _stepped_here(model, device, needs)
+        on_host = planned.state == "host" and needs.moves and device.type != "cpu"
+        here = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if name in needs.state and parameter.grad is not None and parameter.device.type == device.type
+        }
+        # Under a cap on the disk, only the state of the parameters there is on it.
         config = None if executor is None else executor.config
-        _add_state(here, plan, model, tracker, device, needs, on_disk, config)
-        stepped = [each for _, each in here if id(each) not in on_disk]
-        bucket = plan.optimizer.bucket_bytes if plan is not None and plan.optimizer is not None else 0
-        if _has_state_on_host(plan, needs, device):
-            _step_in_buckets(stepped, needs, bucket)
+        is_below = on_host or (
+            planned.state == "disk"
+            and needs.moves
+            and device.type == "cpu"
+            and takes_all_state("disk", config)
+        )
+        small = parameters_in_eight_bits(model) if needs.eight_bit and planned.eight_bit else ()
+        for size in _state_sizes(here, needs, on_disk, {id(each) for each in small}, device):
+            if not is_below or size < PAGE:  # what is smaller than a page stays
+                tracker.reserve(size, device, "optimizer state")  # tensors would take a tenth of a simulation
+        stepped = [each for each in here.values() if id(each) not in on_disk]
+        if on_host:
+            _step_in_buckets(stepped, needs, planned.bucket_bytes)
         else:
             _make_temporaries(stepped, needs)
-        if on_disk and bucket:
-            _pages_of_a_bucket(model, on_disk, bucket)
+        if on_disk and planned.bucket_bytes:
+            # A bucket of the parameters on disk with gradients and two moments, or all of them if that is less.
+            trained = (each for each in model.parameters() if each.requires_grad and id(each) in on_disk)
+            whole = sum(4 * each.nbytes for each in trained)
+            torch.empty(min(planned.bucket_bytes, whole), dtype=torch.uint8)
         for parameter in model.parameters():
             parameter.grad = None
     # Without state to come, the first step may need as much as the later ones: the allocator's blocks are new.
-    first = tracker.peak_bytes(device) if _has_state_on_host(plan, needs, device) else 0
+    first = tracker.peak_bytes(device) if on_host else 0
     replays = [tracker.replay(log, (after_forward,)) for _ in range(REPLAYS)]
     return Step(max(first, *(each.peak_bytes for each in replays)), replays[-1].above_start[after_forward])
 
 
-# ---------------------------------------------------------------------- the optimizer
+# The optimizer ------------------------------------------------------------------------------------------
 
 
 def _adamw(model: nn.Module, device: torch.device) -> OptimizerNeeds:
@@ -259,69 +253,29 @@ def _adamw(model: nn.Module, device: torch.device) -> OptimizerNeeds:
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         },
-        temporaries=(0.0, 2.0) if device.type == "cpu" else (1.0, 0.0),
+        temporaries=adamw_temporaries(device.type),
         moves=True,
         eight_bit=True,
     )
 
 
-def _stepped_here(
-    model: nn.Module, device: torch.device, needs: OptimizerNeeds
-) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that the optimizer steps in the device's memory, or on the disk below it."""
-    return [
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        if name in needs.state and parameter.grad is not None and parameter.device.type == device.type
-    ]
-
-
-def _add_state(
-    here: Sequence[tuple[str, nn.Parameter]],
-    plan: Plan | None,
-    model: nn.Module,
-    tracker: MemoryTracker,
-    device: torch.device,
+def _state_sizes(
+    here: dict[str, nn.Parameter],
     needs: OptimizerNeeds,
     on_disk: Collection[int],
-    config: Config | None,
-) -> None:
-    """Reserve the state of the parameters that are on the device, and the counts of steps, which are on the host.
-
-    Where the plan of a CPU has state on disk, or that of an accelerator on the host, all of it is there, but for what
-    is smaller than a page, and for optimizers whose state does not move. Under a cap on the disk it is where its
-    parameter is.
-    """
-    is_below = _has_state_on_host(plan, needs, device) or (
-        needs.moves
-        and device.type == "cpu"
-        and plan is not None
-        and plan.optimizer is not None
-        and plan.optimizer.state == "disk"
-        and takes_all_state("disk", config)  # else what of it is there is that of the parameters that are
-    )
-    eight_bit = (
-        needs.eight_bit and plan is not None and plan.optimizer is not None and plan.optimizer.eight_bit
-    )
-    small = {id(each) for each in parameters_in_eight_bits(model)} if eight_bit else set()
-    for name, parameter in here:
+    in_eight_bits: Collection[int],
+    device: torch.device,
+) -> Iterator[int]:
+    """Yield the bytes of each tensor of optimizer state, and of the step counts, which are on the host."""
+    for name, parameter in here.items():
         if needs.moves and id(parameter) in on_disk:
             continue
         tensors = needs.state[name]
-        sizes = [
-            moment_bytes(each.nbytes // 4) if each.is_moment and id(parameter) in small else each.nbytes
-            for each in tensors
-        ]
-        sizes += [STEP_COUNT_BYTES] * (device.type == "cpu" and bool(tensors))
-        for size in sizes:  # without tensors: they would take a tenth of a simulation
-            if not is_below or size < PAGE:
-                tracker.reserve(size, device, "optimizer state")
-
-
-def _has_state_on_host(plan: Plan | None, needs: OptimizerNeeds, device: torch.device) -> bool:
-    """Return whether the state of parameters on an accelerator is on the host."""
-    is_planned = plan is not None and plan.optimizer is not None and plan.optimizer.state == "host"
-    return is_planned and needs.moves and device.type != "cpu"
+        for each in tensors:
+            is_small = each.is_moment and id(parameter) in in_eight_bits
+            yield moment_bytes(each.nbytes // 4) if is_small else each.nbytes
+        if device.type == "cpu" and tensors:
+            yield STEP_COUNT_BYTES
 
 
 def _step_in_buckets(here: Sequence[nn.Parameter], needs: OptimizerNeeds, bucket_bytes: int) -> None:
@@ -355,12 +309,6 @@ def _make_temporaries(here: Sequence[nn.Parameter], needs: OptimizerNeeds) -> No
     del made
 
 
-def _pages_of_a_bucket(model: nn.Module, on_disk: Collection[int], bucket_bytes: int) -> None:
-    """Allocate what is in memory while parameters on disk are stepped: a bucket of them, or all if that is less."""
-    whole = sum(4 * each.nbytes for each in model.parameters() if each.requires_grad and id(each) in on_disk)
-    torch.empty(min(bucket_bytes, whole), dtype=torch.uint8)  # with gradients and two moments
-
-
 def _quiet(config: Config) -> Config:
     return config.replace(enable_logging=False)  # the plan is logged once, when it is attached
 
@@ -370,20 +318,34 @@ def _quiet(config: Config) -> Config:
 
 @contextlib.contextmanager
 def rehearsal(model: nn.Module) -> Iterator[None]:
-    """Profile or simulate a model inside of this: random state and gradients are restored at the end."""
+    """Profile or simulate a model inside of this: random state and gradients are restored at the end.
+
+    The garbage collector is off, so that a prediction does not depend on when it runs; in training nobody knows either
+    when tensors in reference cycles are released.
+    """
     random = RngState(sorted({parameter.device.type for parameter in model.parameters()}))
     # A forward that its user has set on a module may refer to the model itself, and not to its copy.
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    with (
-        disable_current_modes(),  # a FLOP counter or profiler around the training loop must not count this
-        _quiet_fake_tensors(),
-        _without_other_processes(model),
-        _without_garbage_collection(),
-        _without_compiler(),
-    ):
+    collects = gc.isenabled()
+    log = logging.getLogger(
+        FAKE_TENSOR_LOGGER
+    )  # of a traceback for each operation that fails on fake tensors
+    logs_nothing = log.disabled
+    with contextlib.ExitStack() as stack:
+        # A FLOP counter or profiler around the training loop must not count this.
+        stack.enter_context(disable_current_modes())
+        stack.enter_context(_without_other_processes(model))
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes a second
+            # Compiling for fake tensors takes long, and tells nothing.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
+            gc.disable()
+            log.disabled = True
             yield
         finally:
+            log.disabled = logs_nothing
+            if collects:
+                gc.enable()
             random.restore()
             for parameter, gradient in gradients:
                 if parameter.grad is not gradient:
@@ -407,36 +369,3 @@ def _without_other_processes(model: nn.Module) -> Iterator[None]:
     finally:
         for each, name, value in before:
             setattr(each, name, value)
-
-
-def _without_compiler() -> contextlib.AbstractContextManager[object]:
-    """Run compiled parts eagerly: compiling them for fake tensors takes long, and tells nothing."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes a second
-        return contextlib.nullcontext()
-    return cast(contextlib.AbstractContextManager[object], torch.compiler.set_stance("force_eager"))
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Keep tensors in reference cycles alive, so that a prediction does not depend on when the collector runs.
-
-    In training nobody knows either when they are released. (And collecting takes a sixth of the time of a plan.)
-    """
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _quiet_fake_tensors() -> Iterator[None]:
-    """Silence torch's log of a traceback for each operation that fails on fake tensors: the error itself says it."""
-    log = logging.getLogger(FAKE_TENSOR_LOGGER)
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before

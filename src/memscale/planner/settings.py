@@ -9,56 +9,25 @@ from typing import Literal
 import torch
 
 from memscale.config import Config
-from memscale.errors import ConfigError, shown
 from memscale.execution_plan import LayerPlan, LossTiling, Offloading, Plan, Precision, Tier, Tiling
 from memscale.hardware import DeviceSpec, Hardware
 from memscale.profiler import Block, ModelProfile
 from memscale.tiling.technique import rows_of_layers, tiled_loss
-
-__all__ = ["NOTHING", "BatchSize", "Setting", "Under", "choose_precision", "settings_for"]
 
 LARGE_LOGITS = 64 * 2**20  # bytes: smaller logits are left whole unless tiling is asked for
 EIGHT_BIT_SHARE = 2.1 / 8  # of Adam's state, with its scales; embeddings and small tensors stay in 32 bits
 
 
 @dataclass(frozen=True)
-class BatchSize:
-    """The sizes that tiles depend on.
-
-    Attributes:
-        positions: positions of one sequence.
-        tokens: positions of all sequences.
-        vocabulary: outputs of the head; 0 if none was found.
-    """
-
-    positions: int
-    tokens: int
-    vocabulary: int
-
-    @property
-    def logits_bytes(self) -> int:
-        return 4 * self.tokens * self.vocabulary
-
-
-@dataclass(frozen=True)
 class Setting:
-    """One way to treat a model as a whole.
-
-    Attributes:
-        loss: how head and loss are tiled.
-        precision: what layers compute in.
-        mlp_rows: positions of a tile of an MLP.
-        eight_bit: Adam's moments are kept in 8 bits.
-        state_on_host: optimizer state of parameters on the device is on the host, and stepped in buckets there.
-        notes: for the user.
-    """
+    """One way to treat a model as a whole."""
 
     loss: LossTiling | None = None
     precision: Precision | None = None
-    mlp_rows: int | None = None
-    eight_bit: bool = False
-    state_on_host: bool = False
-    notes: tuple[str, ...] = ()
+    mlp_rows: int | None = None  # positions of a tile of an MLP
+    eight_bit: bool = False  # Adam's moments are kept in 8 bits
+    state_on_host: bool = False  # that of parameters on the device, which are stepped there in buckets
+    notes: tuple[str, ...] = ()  # for the user
 
     @property
     def changes_the_profile(self) -> bool:
@@ -76,12 +45,9 @@ class Setting:
     def alone(
         self, blocks: Sequence[Block], offload_to: Tier | None, resident: Mapping[str, tuple[str, ...]]
     ) -> Plan:
-        """Return a plan that does this and nothing else, to profile a model under it.
+        """Return a plan that does this alone, to profile a model under it, with parameters on a tier where they may be.
 
-        Args:
-            blocks: the model's.
-            offload_to: the tier of all parameters, if they may be offloaded: most plans will have them there.
-            resident: by block, the parameters that stay on the device all the same.
+        `resident` has by block the parameters that stay on the device all the same.
         """
         layers = []
         for block in blocks:
@@ -101,88 +67,59 @@ Under = Sequence[tuple[Setting, ModelProfile]]
 """The settings to choose from, each with what the model needs under it."""
 
 
-def settings_for(hardware: Hardware, config: Config, batch: BatchSize) -> tuple[Setting, ...]:
+def settings_for(
+    hardware: Hardware, config: Config, positions: int, tokens: int, vocabulary: int
+) -> tuple[Setting, ...]:
     """Return the settings to choose from; several if it depends on what they gain.
 
     What the user asks for, by a field or by AGGRESSIVE, is in all of them. On a CPU the loss may be tiled in
     BALANCED too, where the logits are large: the three copies of them in backward would undo much of what
-    offloading gains there.
+    offloading gains there. `positions` are those of one sequence, `tokens` those of all; a model without a head has no
+    `vocabulary`.
     """
-    precision, reason = choose_precision(hardware.device, config.use_mixed_precision)
-    notes: tuple[str, ...] = ()
-    if config.use_mixed_precision and precision is None:
-        notes = (f"no mixed precision: {reason}",)
+    precision, notes = None, []
+    if config.use_mixed_precision:
+        precision, reason = choose_precision(hardware.device)
+        if precision is None:
+            notes.append(f"no mixed precision: {reason}")
     asked = Setting(
         precision=precision,
         eight_bit=config.use_8bit_optimizer,
-        notes=notes,
-        mlp_rows=rows_of_layers(batch.positions) if config.enable_tiling else None,
+        notes=tuple(notes),
+        mlp_rows=rows_of_layers(positions) if config.enable_tiling else None,
     )
-    if not batch.logits_bytes:
+    logits_bytes = 4 * tokens * vocabulary
+    if not logits_bytes:
         return (asked,)
-    tiled = replace(asked, loss=tiled_loss(batch.tokens, batch.vocabulary, config.memory_budget_bytes))
+    tiled = replace(asked, loss=tiled_loss(tokens, vocabulary, config.memory_budget_bytes))
     if config.enable_tiling:
         return (tiled,)
     may = "enable_tiling" not in config.explicit_fields and config.enable_offloading
-    if hardware.device.kind == "cpu" and may and batch.logits_bytes >= LARGE_LOGITS:
+    if hardware.device.kind == "cpu" and may and logits_bytes >= LARGE_LOGITS:
         return asked, tiled
     return (asked,)
 
 
-# Precision -------------------------------------------------------------------------------------------
-
-_DTYPES: dict[str, Literal["bfloat16", "float16"]] = {
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "fp16": "float16",
-}
-
-
-def choose_precision(device: DeviceSpec, wanted: bool | str) -> tuple[Precision | None, str]:
-    """Return the precision for a device, and the reason for it, or for none.
+def choose_precision(device: DeviceSpec) -> tuple[Precision | None, str]:
+    """Return the 16-bit precision for a device, and the reason for it, or for none.
 
     bf16 where the device computes it at least as fast as fp32: it has the range of fp32. Else fp16, with loss
     scaling, on GPUs: there memory is what is short, also where it costs time.
 
-    Args:
-        device: What computes.
-        wanted: Whether 16 bits are wanted at all; or which, and then it is used wherever it works.
-
-    Raises:
-        ConfigError: ``wanted`` is a name that is not known.
-
     Example:
         >>> from memscale.hardware import virtual_hardware
-        >>> choose_precision(virtual_hardware("V100").device, True)[0].dtype
+        >>> choose_precision(virtual_hardware("V100").device)[0].dtype
         'float16'
     """
-
-    def note(short: str) -> str:
-        return next((f" ({note})" for note in device.notes if note.startswith(short)), "")
-
-    if not wanted:
-        return None, "16 bits were not asked for"
     name: Literal["bfloat16", "float16"] = "bfloat16" if device.computes_bf16_fast else "float16"
-    if isinstance(wanted, str):
-        if wanted.lower() not in _DTYPES:
-            raise ConfigError(
-                f"The precision {shown(wanted)} is not known; allowed are {', '.join(_DTYPES)}."
-            )
-        name = _DTYPES[wanted.lower()]
-        short = "bf16" if name == "bfloat16" else "fp16"
-        if not (device.supports_bf16 if name == "bfloat16" else device.supports_fp16):
-            return None, f"{short} was asked for, and {device.name} has none{note(short)}"
-    elif name == "float16" and device.kind == "cpu":
-        reason = "fp16 is for GPUs, unless it is asked for by name"
-        return None, f"{device.name} does not compute bf16 fast{note('bf16')}; {reason}"
-    elif name == "float16" and not device.supports_fp16:
+    if name == "float16" and device.kind == "cpu":
+        note = next((f" ({note})" for note in device.notes if note.startswith("bf16")), "")
+        return None, f"{device.name} does not compute bf16 fast{note}; fp16 is for GPUs"
+    if name == "float16" and not device.supports_fp16:
         return None, f"{device.name} has neither bf16 nor fp16"
     times = device.rates.of(getattr(torch, name)) / device.rates.fp32
     rate = f"{times:.1f}× as fast as fp32" if times >= 0.1 else f"at 1/{round(1 / times)} of the rate of fp32"
-    if isinstance(wanted, str):
-        reason = f"{short} was asked for; {device.name} computes it {rate}"
-    elif name == "bfloat16":
+    if name == "bfloat16":
         reason = f"{device.name} computes bf16 {rate}, with the range of fp32"
     elif device.computes_fp16_fast:
         reason = f"{device.name} computes fp16 {rate}, and has no fast bf16; the loss is scaled"

@@ -19,30 +19,21 @@ if TYPE_CHECKING:
     from memscale.techniques.cost import BlockOption, CostTerms
     from memscale.techniques.undo_log import UndoLog
 
-__all__ = ["EXECUTOR", "LayerSite", "LayerTechnique", "ModelSite", "ModelTechnique"]
-
 EXECUTOR = "_memscale_executor"
 """The attribute under which a wrapped model has its executor."""
 
 
 @dataclass(frozen=True)
 class ModelSite:
-    """A model that a plan is being attached to.
-
-    Attributes:
-        device: Where the model trains.
-        placement: Where the model's tensors are, and the disk tier.
-        meter: Counts what a technique does.
-        state: What techniques keep from one plan of the model to the next, by names of their choice.
-    """
+    """A model that a plan is being attached to."""
 
     model: nn.Module
     plan: Plan
-    device: torch.device
+    device: torch.device  # where the model trains
     config: Config | None
     placement: ModelPlacement
     meter: Meter
-    state: dict[str, Any]
+    state: dict[str, Any]  # what techniques keep from one plan to the next, by names of their choice
 
     @property
     def logs(self) -> bool:
@@ -86,10 +77,7 @@ class LayerTechnique(Protocol):
 
 
 class ModelTechnique(Protocol):
-    """One way to use less memory that concerns the model as a whole: its precision, optimizer or loss.
-
-    It is attached after the layers' techniques. Like those it changes the model through the undo log only.
-    """
+    """One way to use less memory in the model as a whole; it is attached after the layers' techniques."""
 
     def attach(self, site: ModelSite, log: UndoLog) -> None:
         """Put it on the model if the plan says so, else do nothing."""

@@ -16,13 +16,9 @@ from memscale.execution_plan import Checkpointing
 from memscale.hardware import Hardware
 from memscale.profiler.profile import BlockProfile, ModelProfile, OpProfile
 
-__all__ = ["BlockOption", "CostTerms", "Rates"]
-
 COMPUTE_EFFICIENCY = 0.65  # of the published rate, which training code reaches
 MEMORY_EFFICIENCY = 0.8  # of the published bandwidth of device memory, which pointwise kernels reach
-LINK_EFFICIENCY = (
-    0.83  # of the link's theoretical rate, from page-locked memory (torchtitan: 53.1 of 64 GB/s)
-)
+LINK_EFFICIENCY = 0.83  # of the link's theoretical rate, page-locked (torchtitan: 53.1 of 64 GB/s)
 PAGEABLE_BANDWIDTH = 11e9  # bytes per second from memory that is not page-locked (torchtitan: 11.2 GB/s)
 # Seconds of Adam on the host for each byte of fp32 parameters: torch's loop over parameters takes 2.5 ns and more a
 # parameter (DeepSpeed PR 735: 4.8), its fused implementation 0.7 to 1.1.
@@ -39,27 +35,16 @@ HOOK_SECONDS = 100e-6  # of Python around the forward and backward of a block th
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of a device and of the tier below it, as training code reaches them.
+    """The rates of a device and of the tier below it, as training code reaches them."""
 
-    Attributes:
-        fp32_flops: products of fp32 a second, in TF32 if torch's switch allows it.
-        half_flops: products in 16 bits a second.
-        bytes_per_second: of the device's own memory.
-        h2d_per_second: bytes copied to the device from page-locked memory, or from disk.
-        d2h_per_second: bytes copied back.
-        pageable_per_second: bytes copied each way from memory that is not page-locked.
-        latency: fixed seconds of each transfer of a tensor.
-        below_is_disk: whether the tier below is the disk, not host memory.
-    """
-
-    fp32_flops: float
-    half_flops: float
-    bytes_per_second: float
-    h2d_per_second: float
-    d2h_per_second: float
-    pageable_per_second: float
-    latency: float = LINK_LATENCY
-    below_is_disk: bool = False
+    fp32_flops: float  # products of fp32 a second, in TF32 if torch's switch allows it
+    half_flops: float  # products in 16 bits a second
+    bytes_per_second: float  # of the device's own memory
+    h2d_per_second: float  # bytes copied to the device from page-locked memory, or from disk
+    d2h_per_second: float  # bytes copied back
+    pageable_per_second: float  # bytes copied each way from memory that is not page-locked
+    latency: float = LINK_LATENCY  # fixed seconds of each transfer of a tensor
+    below_is_disk: bool = False  # whether the tier below is the disk, not host memory
 
     @classmethod
     def of(cls, hardware: Hardware) -> Rates:
@@ -112,21 +97,13 @@ class Rates:
 
 @dataclass(frozen=True)
 class CostTerms:
-    """What the cost of an option depends on beside the block.
-
-    Attributes:
-        rates: of the device.
-        config: what the user allows.
-        working_share: the size of a working copy as a share of the parameters': one half in 16 bits.
-        prefetch: whether transfers overlap with computation.
-        page_locked: whether what is offloaded fits page-locked memory.
-    """
+    """What the cost of an option depends on beside the block."""
 
     rates: Rates
     config: Config
-    working_share: float = 1.0
-    prefetch: bool = False
-    page_locked: bool = True
+    working_share: float = 1.0  # the size of a working copy over that of the parameters: one half in 16 bits
+    prefetch: bool = False  # whether transfers overlap with computation
+    page_locked: bool = True  # whether what is offloaded fits page-locked memory
 
     @property
     def link(self) -> tuple[float, float]:
@@ -141,28 +118,19 @@ class CostTerms:
 class BlockOption:
     """One thing that a technique can do with a block, and what it costs.
 
-    A block has at most one option for its activations, and at most one for its parameters.
-
-    Attributes:
-        technique: the technique's name.
-        seconds: what it adds to the time of a step.
-        target: what it concerns. With an option for its parameters, a block's parameters, gradients and optimizer
-            state are on the tier below, and a working copy is on the device while the block computes.
-        held_bytes: what forward then holds for backward on the device, all calls together.
-        returned_bytes: what comes back for backward, one call at a time.
-        reruns_forward: whether backward runs forward again, from the block's input. Of an option for parameters:
-            whether it is the one beside such an option for activations, which covers transfers as well.
-        keep: the operations whose outputs are not recomputed.
-        settings: the technique's entry in the `LayerPlan`, if it has one.
-        reason: what is done, in words and numbers; the planner adds to it why.
+    A block has at most one option for its activations, and at most one for its parameters. With the latter its
+    parameters, gradients and optimizer state are on the tier below, and a working copy is on the device while it
+    computes.
     """
 
-    technique: str
-    seconds: float
+    technique: str  # its name
+    seconds: float  # what it adds to the time of a step
     target: Literal["activations", "parameters"] = "activations"
-    held_bytes: int = 0
-    returned_bytes: int = 0
+    held_bytes: int = 0  # what forward then holds for backward on the device, all calls together
+    returned_bytes: int = 0  # what comes back for backward, one call at a time
+    # Whether backward runs forward again, from the block's input. Of an option for parameters: whether it is the one
+    # beside such an option for activations, which covers transfers as well.
     reruns_forward: bool = False
-    keep: tuple[OpProfile, ...] = ()
-    settings: Checkpointing | None = None
-    reason: str = ""
+    keep: tuple[OpProfile, ...] = ()  # the operations whose outputs are not recomputed
+    settings: Checkpointing | None = None  # the technique's entry in the `LayerPlan`, if it has one
+    reason: str = ""  # what is done, in words and numbers; the planner adds to it why
