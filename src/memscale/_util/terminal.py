@@ -42,7 +42,8 @@ class Terminal:
         width = shutil.get_terminal_size(fallback=(cls.width, 24)).columns
         if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
             return cls(width)
-        return cls(width, bool(os.environ.get("FORCE_COLOR")) or (stream or sys.stdout).isatty())
+        screen = stream or sys.stdout  # None in a process without a console
+        return cls(width, bool(os.environ.get("FORCE_COLOR")) or (screen is not None and screen.isatty()))
 
     def paint(self, text: str, code: int) -> str:
         """Return `text` in the colour or weight `code` (an SGR number), or as it is without colours."""

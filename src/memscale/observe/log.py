@@ -96,8 +96,7 @@ def open_log(config: Config, *, strict: bool = False) -> Iterator[logging.Logger
         logger.setLevel(level)
 
 
-_silent = logging.Logger("memscale.silent")
-_silent.addHandler(logging.NullHandler())
+_silent = logging.Logger("memscale.silent", logging.CRITICAL + 1)  # no message is even formatted
 
 
 def log_plan(log: logging.Logger, plan: Plan | None, hardware: Hardware, occasion: str = "planned") -> None:
