@@ -36,7 +36,7 @@ __all__ = [
     "unknown_name",
 ]
 
-Family: TypeAlias = Literal["gpt2", "bert"]
+Family: TypeAlias = Literal["gpt2", "bert"]  # a causal and a masked language model
 
 PUBLISHED_ON = "NVIDIA GeForce RTX 3090"
 """The device of every published figure."""
@@ -51,43 +51,26 @@ class Published:
     """Peak device memory of training as others published it, in GiB: theirs, not measured by this suite.
 
     From the documentation of memscale 1.1, an unrelated proprietary package: RTX 3090, fp32 AdamW.
-
-    Attributes:
-        baseline_gib: Without any optimization; None if it does not fit the card.
-        peak_gib: With theirs.
     """
 
-    baseline_gib: float | None
-    peak_gib: float
+    baseline_gib: float | None  # without any optimization; None if it does not fit the card
+    peak_gib: float  # with theirs
 
 
 @dataclass(frozen=True)
 class BenchmarkModel:
-    """A model of the suite and the batch it is trained with.
-
-    Attributes:
-        name: Key in `MODELS`.
-        layers: Transformer blocks.
-        width: Hidden size; the MLP is four times as wide.
-        heads: Attention heads.
-        batch: Samples in a batch, by default.
-        seq: Tokens in a sample, by default.
-        family: "gpt2" (causal language model) or "bert" (masked language model).
-        vocabulary: Different tokens.
-        positions: Tokens in a sample, at most.
-        published: What others published for it with the default batch, if anything.
-    """
+    """A model of the suite and the batch it is trained with."""
 
     name: str
     layers: int
-    width: int
+    width: int  # the hidden size; the MLP is four times as wide
     heads: int
-    batch: int
-    seq: int
+    batch: int  # samples, by default
+    seq: int  # tokens in a sample, by default
     family: Family
     vocabulary: int
-    positions: int
-    published: Published | None = None
+    positions: int  # tokens in a sample, at most
+    published: Published | None = None  # with the default batch
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -191,15 +174,7 @@ DEFAULT_MODELS: tuple[str, ...] = tuple(model.name for model in _ALL if model.pu
 
 
 def find_model(name: str) -> BenchmarkModel:
-    """Return the model of that name.
-
-    Raises:
-        ConfigError: There is none; the message lists those there are.
-
-    Example:
-        >>> find_model("gpt2-medium").layers
-        24
-    """
+    """Return the model of that name; raise a ConfigError that lists the names there are if it is none of them."""
     if not isinstance(name, str):
         raise ConfigError(f"A model is found by its name, such as 'gpt2-medium'; got {shown(name)}.")
     if name not in MODELS:
@@ -215,13 +190,10 @@ _SIZE = re.compile(r"[-+]?(\d[\d_.]*\s*[a-z]*b|\d{7,})", re.IGNORECASE)
 
 
 def find_device(on: str) -> Device:
-    """Return the device that `on` names.
-
-    Args:
-        on: A GPU as people write it ("RTX 3090", "a100-80gb"), a size ("24GiB"), or "cpu".
+    """Return the device that `on` names: a GPU ("RTX 3090", "a100-80gb"), a size ("24GiB"), or "cpu".
 
     Raises:
-        HardwareError: No GPU is known by that name; the message lists the nearest.
+        HardwareError: No GPU is known by that name.
         ConfigError: The size is not one.
 
     Example:

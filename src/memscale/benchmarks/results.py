@@ -29,41 +29,24 @@ Source: TypeAlias = Literal["simulated", "measured"]
 
 @dataclass(frozen=True)
 class Row:
-    """One model trained in one mode on one device.
-
-    Attributes:
-        model: Its name in the registry.
-        params: Parameters; tied ones once.
-        batch: Samples in a batch.
-        seq: Tokens in a sample.
-        mode: How MemScale was applied; "none" is the plain model.
-        on: The device as it was asked for.
-        source: "simulated" on the virtual GPU (tensor memory in blocks of CUDA's allocator), or "measured" on
-            the CPU (peak RSS of a fresh process above what it had after its imports).
-        baseline_bytes: The peak in mode "none"; None if that does not fit.
-        peak_bytes: The most device memory in use at once; None if the case does not fit.
-        host_bytes: The most host memory that tensors had while the model trained; 0 where the host is the
-            device.
-        disk_bytes: The most disk space that tensors had.
-        reduction: 1 - peak / baseline; None where one of the two is missing.
-        time_ratio: Time of a step relative to mode "none"; None where it is not known.
-        note: Why there is no peak; in JSON only where there is one.
-    """
+    """One model trained in one mode on one device."""
 
     model: str
-    params: int
-    batch: int
-    seq: int
-    mode: str
-    on: str
+    params: int  # tied ones once
+    batch: int  # samples
+    seq: int  # tokens in a sample
+    mode: str  # "none" is the plain model
+    on: str  # the device as it was asked for
     source: Source
-    baseline_bytes: int | None
-    peak_bytes: int | None
-    host_bytes: int
+    baseline_bytes: int | None  # the peak in mode "none"; None if that does not fit
+    peak_bytes: (
+        int | None
+    )  # of device memory, or of the process above what it had after its imports; None: too large
+    host_bytes: int  # the most that tensors had while the model trained; 0 where the host is the device
     disk_bytes: int
-    reduction: float | None
-    time_ratio: float | None
-    note: str | None = None
+    reduction: float | None  # 1 - peak / baseline
+    time_ratio: float | None  # of a step, relative to mode "none"
+    note: str | None = None  # why there is no peak; in JSON only where there is one
 
     def to_dict(self) -> dict[str, object]:
         """Return the row as JSON has it."""
@@ -85,18 +68,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Results:
-    """The rows of one run of the suite, and how to make them again.
-
-    Attributes:
-        command: The command line that made them.
-        torch: The version of torch.
-        transformers: The version of transformers.
-        rows: In the order they were run.
-    """
+    """The rows of one run of the suite in their order, and how to make them again."""
 
     command: str
-    torch: str
-    transformers: str
+    torch: str  # the version of torch
+    transformers: str  # the version of transformers
     rows: tuple[Row, ...]
 
     def to_json(self) -> str:

@@ -81,7 +81,6 @@ class Case:
 class _Outcome:
     """What a case needed; `peak_bytes` is None, and `note` says why, if it did not fit."""
 
-    params: int
     peak_bytes: int | None
     host_bytes: int = 0
     disk_bytes: int = 0
@@ -137,12 +136,14 @@ def _rows(cases: list[Case], modes: list[str], on: str, device: Device) -> Itera
         return _measured(case, mode) if device is None else _simulated(case, mode, device)
 
     for case in cases:
+        with torch.device("meta"):
+            params = sum(parameter.numel() for parameter in case.model.build().parameters())
         baseline = outcome(case, "none")  # whatever the mode: the others are relative to it
         for mode in modes:
             found = baseline if mode == "none" else outcome(case, mode)
             yield Row(
                 model=case.model.name,
-                params=found.params,
+                params=params,
                 batch=case.batch,
                 seq=case.seq,
                 mode=mode,
@@ -168,10 +169,6 @@ def _ratio(found: _Outcome, baseline: _Outcome) -> float | None:
     if found.step_seconds is None or baseline.step_seconds is None:
         return found.time_ratio
     return round(found.step_seconds / baseline.step_seconds, 3)
-
-
-def _parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _train(model: nn.Module, inputs: dict[str, Tensor], steps: int) -> list[float]:
@@ -206,12 +203,10 @@ def _simulated(case: Case, mode: str, device: GpuSpec | int) -> _Outcome:
 
 
 def _simulate(case: Case, mode: str, device: GpuSpec | int) -> _Outcome:
-    params = 0
     plan = _plan(case, mode, device)
     try:
         with simulate(device) as simulation:
             model = case.model.build()
-            params = _parameters(model)
             if plan is None:
                 model.to(simulation.device)
             else:
@@ -219,14 +214,10 @@ def _simulate(case: Case, mode: str, device: GpuSpec | int) -> _Outcome:
             inputs = case.model.inputs(case.batch, case.seq, simulation.device)
             simulation.tracker.reset_peak()  # the host held the weights until now, which is not training
             _train(model, inputs, case.steps)
-        return _Outcome(
-            params,
-            simulation.peak_bytes,
-            host_bytes=simulation.host_peak_bytes,
-            time_ratio=None if plan is None else round(plan.predicted_time_ratio, 3),
-        )
+        ratio = None if plan is None else round(plan.predicted_time_ratio, 3)
+        return _Outcome(simulation.peak_bytes, host_bytes=simulation.host_peak_bytes, time_ratio=ratio)
     except torch.OutOfMemoryError:
-        return _Outcome(params, None)
+        return _Outcome(None)
     finally:
         gc.collect()  # modules and autograd graphs are cycles: the next case starts without this one's
 
@@ -243,54 +234,50 @@ def _plan(case: Case, mode: str, device: GpuSpec | int) -> Plan | None:
 
 
 def _measured(case: Case, mode: str) -> _Outcome:
-    params, needed = _predicted_on_cpu(case)
     if mode == "none":
         # Not left to the system to find out: it may kill another process than this one.
         available = read_host().available_ram_bytes
-        needed += rss_bytes()  # the other process holds the same libraries as this one
+        needed = (
+            _predicted_on_cpu(case) + rss_bytes()
+        )  # the other process holds the same libraries as this one
         if needed > available:
             note = f"does not fit: needs {format_bytes(needed)}, {format_bytes(available)} free; not run"
-            return _Outcome(params, None, note=note)
-    arguments = (case.model.name, case.batch, case.seq, case.steps, mode)
+            return _Outcome(None, note=note)
     try:
-        measured = measure_in_fresh_process(measured_steps, *arguments, imports=case.model.modules)
+        measured = measure_in_fresh_process(measured_steps, case, mode, imports=case.model.modules)
     except ProfileError as error:
         if "SIGKILL" not in str(error):
             raise
-        return _Outcome(params, None, note="does not fit: the process was killed, mostly a sign of no memory")
+        return _Outcome(None, note="does not fit: the process was killed, mostly a sign of no memory")
     seconds, on_disk = measured.result
     return _Outcome(
-        params,
         measured.peak_above_import_bytes,
         step_seconds=median(seconds[1:] or seconds),  # the first step also pays for warming up
         disk_bytes=on_disk,
     )
 
 
-def _predicted_on_cpu(case: Case) -> tuple[int, int]:
-    """Return the parameters, and the tensor bytes at the peak of the plain case."""
+def _predicted_on_cpu(case: Case) -> int:
+    """Return the tensor bytes at the peak of the plain case."""
     try:
         with simulate(_ENDLESS, device="cpu") as simulation:
-            model = case.model.build()
-            params = _parameters(model)
-            _train(model, case.model.inputs(case.batch, case.seq), case.steps)
-        return params, simulation.peak_bytes
+            _train(case.model.build(), case.model.inputs(case.batch, case.seq), case.steps)
+        return simulation.peak_bytes
     finally:
         gc.collect()
 
 
-def measured_steps(name: str, batch: int, seq: int, steps: int, mode: str) -> tuple[list[float], int]:
+def measured_steps(case: Case, mode: str) -> tuple[list[float], int]:
     """Train a case for real, in a fresh process; return the seconds of each step, and the most bytes on disk.
 
     A model that is wrapped is built on the meta device, so that the peak is that of the whole process, and not of
     building the model in memory.
     """
-    case = Case.of(name, batch, seq, steps)
     config = MODES[mode]
     with torch.device("cpu" if config is None else "meta"):
         torch.manual_seed(0)
         model = case.model.build()
-    inputs = case.model.inputs(batch, seq)
+    inputs = case.model.inputs(case.batch, case.seq)
     on_disk = [0]
     if config is not None:
         torch.manual_seed(0)
@@ -302,7 +289,7 @@ def measured_steps(name: str, batch: int, seq: int, steps: int, mode: str) -> tu
 
     watch = register_optimizer_step_post_hook(note)
     try:
-        seconds = _train(model, inputs, steps)
+        seconds = _train(model, inputs, case.steps)
     finally:
         watch.remove()
     return seconds, max(on_disk)
