@@ -299,20 +299,6 @@ class PatchedFunction:
     helper), which are referred to weakly: torch's own function is back as soon as the last owner has unsubscribed
     or was collected. If somebody else has replaced the function in the meantime, theirs stays, and the one
     below it passes calls on.
-
-    Example:
-        >>> class Counter:
-        ...     passes = 0
-        >>> def count(backward, counters, *args, **kwargs):
-        ...     for counter in counters:
-        ...         counter.passes += 1
-        ...     backward(*args, **kwargs)
-        >>> counter = Counter()
-        >>> BACKWARD.subscribe(count, counter, BackwardOrder.RECOVERY)
-        >>> torch.ones(1, requires_grad=True).sum().backward()
-        >>> BACKWARD.unsubscribe(count, counter)
-        >>> counter.passes
-        1
     """
 
     def __init__(self, holder: Any, name: str) -> None:

@@ -3,19 +3,17 @@
 Note [Attributes of a region]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A module may count its calls (`self.steps += 1`), keep its last hidden state, append to a list, draw from a generator of
-its own, or pass a tensor to a later module through a dictionary that both have. If it computes with that, a
-recomputation that finds the state as forward left it silently computes something else. So the attributes of modules are
-read before forward, restored while it is recomputed, and set back afterwards:
+its own, or pass a tensor to a later module through a dictionary that both have. A recomputation that finds such state
+as forward left it silently computes something else. So the attributes of modules are read before forward, restored
+while it is recomputed, and set back afterwards:
 
 - Attributes by identity, including those that forward adds or deletes.
 - Lists, dictionaries, sets and deques by their elements, nested ones too.
 - Tensors among them by value: each is copied, and the copy dropped when forward ends unless the tensor was changed in
-  place. One with a history is given to the recomputation as a leaf, as the inputs of a region are, because with its
-  history it would keep the graph before the region alive.
+  place. One with a history is given to the recomputation as a leaf: its history would keep the graph alive.
 - Random generators by their state.
 
-Not restored are objects of other classes that forward changes in place, and modules of `torch.nn`, which are most of a
-model's and do not do such things.
+Not restored are objects of other classes that forward changes in place, and modules of `torch.nn`.
 """
 
 from __future__ import annotations
