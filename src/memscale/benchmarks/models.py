@@ -74,10 +74,7 @@ class BenchmarkModel:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Return what has to be imported to build it.
-
-        transformers imports the second when a model is first asked for, which takes some 100 MiB of its own.
-        """
+        """Return what building it imports: transformers leaves some 100 MiB of a model's own to its first use."""
         return ("transformers", f"transformers.models.{self.family}.modeling_{self.family}")
 
     def build(self) -> nn.Module:
@@ -108,12 +105,7 @@ class BenchmarkModel:
             raise ConfigError(f"seq={seq} is too long for {self.name}: it has {self.positions} positions.")
 
     def inputs(self, batch: int, seq: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Return random tokens, with themselves as labels: every token counts in the loss.
-
-        Example:
-            >>> {name: tuple(t.shape) for name, t in MODELS["gpt2-tiny"].inputs(2, 8).items()}
-            {'input_ids': (2, 8), 'labels': (2, 8)}
-        """
+        """Return random tokens, with themselves as labels: every token counts in the loss."""
         self.check_length(seq)
         ids = torch.randint(0, self.vocabulary, (batch, seq), device=device)
         return {"input_ids": ids, "labels": ids}
@@ -195,10 +187,6 @@ def find_device(on: str) -> Device:
     Raises:
         HardwareError: No GPU is known by that name.
         ConfigError: The size is not one.
-
-    Example:
-        >>> find_device("24GiB"), find_device("cpu")
-        (25769803776, None)
     """
     if not isinstance(on, str):
         raise ConfigTypeError(

@@ -161,16 +161,7 @@ class _Field:
 
 
 def cells(rows: Sequence[Row]) -> Cells:
-    """Return the rows as text; columns that would be empty are left out.
-
-    Example:
-        >>> row = Row("gpt2-tiny", 172_800, 2, 64, "none", "1GiB", "simulated", 2**21, 2**21, 0, 0, 0.0, 1.0)
-        >>> table = cells([row])
-        >>> [column.header for column in table.columns]
-        ['model', 'params', 'batch × seq', 'mode', 'peak (MiB)']
-        >>> table.rows
-        (('gpt2-tiny', '0.2 M', '2 × 64', 'none', '2.00'),)
-    """
+    """Return the rows as text; columns that would be empty are left out."""
     compared = any(_published_for(row) for row in rows)
     modes = any(row.mode != "none" for row in rows)
     has_host = any(row.host_bytes >= _MIB for row in rows)

@@ -132,15 +132,7 @@ def _read(figure: Callable[[], int]) -> int | None:
 
 
 class Meter:
-    """Counts of one executor, over all of its plans.
-
-    Example:
-        >>> meter = Meter()
-        >>> meter.up("parameters", "host", 4096)
-        >>> meter.recomputed("layers.0", flops=10)
-        >>> meter.moved(), meter.recomputations()
-        ({('parameters', 'host'): (4096, 0)}, {'layers.0': (1, 10)})
-    """
+    """Counts of one executor, over all of its plans."""
 
     def __init__(self) -> None:
         self._events: deque[tuple[Any, ...]] = deque()  # see Note [Counting never waits]
