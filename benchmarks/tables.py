@@ -38,8 +38,8 @@ def markdown(results: Results) -> str:
     """
     text = cells(results.rows)
     lines = [
-        _line(text.headers),
-        _line(["---:" if right else "---" for right in text.right]),
+        _line([column.header for column in text.columns]),
+        _line(["---:" if column.align == "right" else "---" for column in text.columns]),
         *map(_line, text.rows),
         "",
         *(f"{remark}  " for remark in text.remarks),  # two spaces: a line break in Markdown

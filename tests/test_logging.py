@@ -143,6 +143,11 @@ def test_silent_when_asked(sample, tmp_path, caplog, capfd):
     assert not path.exists()
 
 
+def test_silent_does_not_even_draw_the_table(monkeypatch):
+    monkeypatch.setattr(Plan, "explain", None)
+    wrapped(LOUD.replace(enable_logging=False))
+
+
 def test_silent_without_handlers_too(capfd):
     with alone():
         model, plan = wrapped(Config(enable_logging=False, memory_budget=2048))

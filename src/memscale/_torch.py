@@ -53,19 +53,30 @@ _C: Any = torch._C
 _autograd: Any = _C._autograd
 
 
+def _ask(owner: Any, name: str, *args: Any, otherwise: Any) -> Any:
+    """Return what a private function of torch returns; `otherwise` on a torch that lacks it."""
+    function = getattr(owner, name, None)
+    return otherwise if function is None else function(*args)
+
+
 def graph_task_id() -> int:
     """Return a number that each backward pass has for itself, or `OUTSIDE_BACKWARD`.
 
-    Without it (torch before 2.1) nothing works: two backward passes could not be told apart.
+    Without it nothing works: two backward passes could not be told apart.
     """
     return cast(int, _C._current_graph_task_id())
 
 
-def changed_since_saved(node: Any) -> bool:
-    """Whether a node of autograd has saved a tensor that was changed in place since: its backward will refuse it.
+def in_backward() -> bool:
+    """Return whether this thread is inside a backward pass."""
+    return graph_task_id() != OUTSIDE_BACKWARD
 
-    What goes through hooks is not looked at: autograd does not compare its versions. On a torch that does not say
-    whether there are hooks (`SavedTensor.unpack_hook`), nothing is.
+
+def changed_since_saved(node: Any) -> bool:
+    """Return whether autograd will refuse a node's backward: a tensor that it saved was changed in place since.
+
+    Tensors that go through hooks are skipped, because autograd does not compare their versions. On a torch that does
+    not say whether there are hooks (`SavedTensor.unpack_hook`), all are skipped.
     """
     names = set(dir(node))
     for raw_name in names:
@@ -86,12 +97,8 @@ def changed_since_saved(node: Any) -> bool:
 
 
 def a_dispatch_mode_is_active() -> bool:
-    """Whether someone sees every operation: then `foreach` operations raise no versions.
-
-    Without it that is taken to be so.
-    """
-    ask = getattr(_C, "_len_torch_dispatch_stack", None)
-    return True if ask is None else cast(int, ask()) > 0
+    """Return whether someone sees every operation: then `foreach` operations raise no versions. Without it, True."""
+    return bool(_ask(_C, "_len_torch_dispatch_stack", otherwise=1))
 
 
 def at_end_of_backward(method: Callable[..., None], *args: object) -> None:
@@ -111,23 +118,20 @@ def at_end_of_backward(method: Callable[..., None], *args: object) -> None:
 
 
 def backward_keeps_graph() -> bool:
-    """Whether the running backward pass was asked to keep its graph; yes, where that cannot be known.
+    """Return whether the running backward pass was asked to keep its graph; True where that is not known.
 
     Without it kept outputs live as long as their region.
     """
-    if graph_task_id() == OUTSIDE_BACKWARD:
-        return True
-    ask = getattr(_autograd, "_get_current_graph_task_keep_graph", None)
-    return True if ask is None else cast(bool, ask())
+    return not in_backward() or bool(_ask(_autograd, "_get_current_graph_task_keep_graph", otherwise=True))
 
 
 def surrounding_hooks() -> Hooks | None:
     """Return the saved-tensor hooks that a tensor saved right here would go through.
 
-    Without it (torch before 2.8) a region inside a region holds its inputs itself: right, but dearer.
+    Without it a region inside a region holds its inputs itself: right, but dearer.
     """
-    ask = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
-    return None if ask is None else cast("Hooks | None", ask(False))
+    hooks: Hooks | None = _ask(_autograd, "_top_saved_tensors_default_hooks", False, otherwise=None)
+    return hooks
 
 
 def hooks_are_allowed() -> bool:
@@ -135,8 +139,7 @@ def hooks_are_allowed() -> bool:
 
     Without it a region raises there, instead of running plainly.
     """
-    ask = getattr(_autograd, "_saved_tensors_hooks_is_enabled", None)
-    return True if ask is None else cast(bool, ask())
+    return bool(_ask(_autograd, "_saved_tensors_hooks_is_enabled", otherwise=True))
 
 
 def alias_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,12 +153,14 @@ def alias_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-    """Inside the block a tensor may be written to without a trace in its version counter.
+    """Return a block in which writing to a tensor does not raise its version counter.
 
-    Without it a buffer that is put back counts as changed, and an earlier graph that saved it as spoilt.
+    Without it a buffer that is restored counts as changed, and an earlier graph that saved it as spoilt.
     """
-    preserve: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
-    return contextlib.nullcontext() if preserve is None else preserve(tensor)
+    name = "_unsafe_preserve_version_counter"
+    block: contextlib.AbstractContextManager[None]
+    block = _ask(torch.autograd, name, tensor, otherwise=contextlib.nullcontext())
+    return block
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
@@ -187,8 +192,7 @@ def running_node_name() -> str | None:
 
     Without it error messages do not name the operation.
     """
-    ask = getattr(_C, "_current_autograd_node", None)
-    node = None if ask is None else ask()
+    node = _ask(_C, "_current_autograd_node", otherwise=None)
     return None if node is None else str(node.name())
 
 
@@ -206,16 +210,13 @@ def graph_nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def release_saved_tensors(tensors: Sequence[torch.Tensor], error: str) -> None:
-    """Free what the graph behind some tensors has saved for backward, as a backward pass does when it is through.
+    """Free what the graph behind some tensors has saved for backward, as a backward pass does at its end.
 
-    The tensors and the nodes stay; running backward through them raises a `RuntimeError`. An object that saved-tensor
-    hooks keep in the place of a tensor, and a node of a custom function, are asked to release what they hold by
-    `memscale_release()`, if they have it. `SavedTensor` objects under `_raw_saved_...` are documented in torch's notes
-    on hooks for saved tensors; their `data` is not: without it what hooks keep lives as long as the graph.
-
-    Args:
-        tensors: Where the graph begins.
-        error: The message for a backward pass that comes to what was freed.
+    The tensors and the nodes stay; running backward through them raises a `RuntimeError` with the message `error`. An
+    object that saved-tensor hooks keep in the place of a tensor, and a node of a custom function, are asked to release
+    what they hold by `memscale_release()`, if they have it. `SavedTensor` objects under `_raw_saved_...` are documented
+    in torch's notes on hooks for saved tensors; their `data` is not: without it what hooks keep lives as long as the
+    graph.
     """
 
     def refuse(_: None) -> torch.Tensor:
@@ -226,14 +227,8 @@ def release_saved_tensors(tensors: Sequence[torch.Tensor], error: str) -> None:
             try:
                 saved.register_hooks(lambda _: None, refuse)  # what the first hook returns is kept instead
             except RuntimeError:  # it is empty, or has hooks
-                _release(getattr(saved, "data", None))
-        _release(node)
-
-
-def _release(holder: object) -> None:
-    release = getattr(holder, "memscale_release", None)
-    if release is not None:
-        release()
+                _ask(getattr(saved, "data", None), "memscale_release", otherwise=None)
+        _ask(node, "memscale_release", otherwise=None)
 
 
 def _saved_tensors(node: Any) -> Iterator[Any]:
@@ -248,8 +243,7 @@ class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
     """A dispatch mode that does not pull in the compiler.
 
     Torch hides the body of a mode from the compiler, and for that imports the whole of `torch._dynamo` when
-    the first operation runs: seconds, and a traceback that holds on to the caller's frames. Torch before 2.11
-    does not do that, and does not ask.
+    the first operation runs: seconds, and a traceback that holds on to the caller's frames.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -261,14 +255,6 @@ class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
-
-
-# -- autograd: where a pass is
-
-
-def in_backward() -> bool:
-    """Return whether this thread is inside a backward pass."""
-    return graph_task_id() != OUTSIDE_BACKWARD
 
 
 def next_sequence_number() -> int:
@@ -313,20 +299,6 @@ class PatchedFunction:
     helper), which are referred to weakly: torch's own function is back as soon as the last owner has unsubscribed
     or was collected. If somebody else has replaced the function in the meantime, theirs stays, and the one
     below it passes calls on.
-
-    Example:
-        >>> class Counter:
-        ...     passes = 0
-        >>> def count(backward, counters, *args, **kwargs):
-        ...     for counter in counters:
-        ...         counter.passes += 1
-        ...     backward(*args, **kwargs)
-        >>> counter = Counter()
-        >>> BACKWARD.subscribe(count, counter, BackwardOrder.RECOVERY)
-        >>> torch.ones(1, requires_grad=True).sum().backward()
-        >>> BACKWARD.unsubscribe(count, counter)
-        >>> counter.passes
-        1
     """
 
     def __init__(self, holder: Any, name: str) -> None:
@@ -339,8 +311,8 @@ class PatchedFunction:
         """Call `around(inner, owners, *args, **kwargs)` in the place of the function while `owner` is alive.
 
         Args:
-            around: A function that does not refer to the owner. `inner` is the function with the subscribers that
-                are further in; `owners` is the list of all owners that are alive.
+            around: A function that does not refer to the owner; `inner` is the function with the subscribers that are
+                further in, `owners` all owners that are alive.
             owner: Any object that can be referred to weakly.
             order: Its position among subscribers, the same for all owners.
         """
@@ -361,10 +333,9 @@ class PatchedFunction:
         @functools.wraps(original)
         def dispatch(*args: Any, **kwargs: Any) -> Any:
             call = original
-            subscribers = sorted(self._subscribers.items(), key=lambda item: item[1][0], reverse=True)
-            for around, (_, owners) in subscribers:
-                alive = list(owners)
-                if alive:
+            innermost_first = sorted(self._subscribers.items(), key=lambda item: -item[1][0])
+            for around, (_, owners) in innermost_first:
+                if alive := list(owners):
                     call = functools.partial(around, call, alive)
             return call(*args, **kwargs)
 
@@ -390,10 +361,9 @@ class BackwardOrder(enum.IntEnum):
 BACKWARD = PatchedFunction(torch.autograd, "backward")
 """The only patch of `torch.autograd.backward`, which `Tensor.backward` looks up when it is called.
 
-To subscribe, recovery defines `around_backward(backward, owners, tensors, grad_tensors=None, retain_graph=None,
-create_graph=False, grad_variables=None, inputs=None)` and calls `BACKWARD.subscribe(around_backward, self,
-BackwardOrder.RECOVERY)`, and `BACKWARD.unsubscribe(around_backward, self)` in its `undo`. A pass that does not go
-through the attribute (`torch.autograd.grad`, a reference imported earlier) is not seen.
+A subscriber is called as `around(backward, owners, tensors, grad_tensors=None, retain_graph=None, create_graph=False,
+grad_variables=None, inputs=None)`. A pass that does not go through the attribute (`torch.autograd.grad`, a reference
+imported earlier) is not seen.
 """
 
 GRAD_SCALER_SCALE = PatchedFunction(GradScaler, "scale")
@@ -404,11 +374,6 @@ def leaves_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors that gradients of these would be accumulated in.
 
     Without the attribute `variable` of the nodes that accumulate, no leaf is found but the tensors themselves.
-
-    Example:
-        >>> weight = torch.ones(2, requires_grad=True)
-        >>> leaves_of([(weight * 2).sum()])[0] is weight
-        True
     """
     tensors = list(tensors)
     leaves = [each for each in tensors if each.grad_fn is None and each.requires_grad]
@@ -481,12 +446,9 @@ def current_fake_mode() -> FakeTensorMode | None:
 def with_autograd_below_dispatch() -> contextlib.AbstractContextManager[None]:
     """Return a block in which operations record a graph, inside a `__torch_dispatch__` that switched it off."""
     autograd = DispatchKeySet(DispatchKey.AutogradCPU) | DispatchKeySet(DispatchKey.ADInplaceOrView)
-    return cast(
-        "contextlib.AbstractContextManager[None]",
-        _C._ForceDispatchKeyGuard(
-            _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set() - autograd
-        ),
-    )
+    included, excluded = _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
+    guard: contextlib.AbstractContextManager[None] = _C._ForceDispatchKeyGuard(included, excluded - autograd)
+    return guard
 
 
 flash_attention_is_enabled = _C._get_flash_sdp_enabled
@@ -557,19 +519,15 @@ def map_location_in_use() -> Any:
 #
 # Note [Inside optimizer.step]
 # torch wraps the `step` of every optimizer class once, when the first instance is built
-# (`Optimizer.profile_hook_step`). The wrapper runs the step pre-hooks (those of all optimizers, then the instance's
-# own), calls the class's step, which it holds in its closure as `func`, and runs the post-hooks. The step of a class
-# of torch.optim is wrapped once more, in what turns gradients off, which also holds it as `func`.
-# MemScale has to be exactly in these two places:
-#
-# - in a pre-hook it would be too early: the user's own pre-hooks (which may clip gradients) run later, a hook cannot
-#   skip a step, and none runs when a step raises;
-# - a replaced `optimizer.step` or class attribute is outside of the hooks, which would run once for each bucket of
-#   parameters, and LR schedulers and `GradScaler` keep the function that they found earlier.
-#
-# So the content of such a closure cell is exchanged while someone is subscribed to steps, and put back afterwards.
-# Without the names and wrappers (tried on 2.13) no cell is found; then only the public hooks run, and every
-# optimizer is stepped as it is, which is the fallback.
+# (`Optimizer.profile_hook_step`). The wrapper runs the pre-hooks (those of all optimizers, then the instance's own),
+# the class's step, which it holds in its closure as `func`, and the post-hooks. The step of a class of torch.optim is
+# wrapped once more, in what turns gradients off, which also holds it as `func`. MemScale has to be exactly in these
+# two places: a pre-hook would be too early (the user's own, which may clip gradients, run later), cannot skip a step,
+# and none runs when a step raises; a replaced `optimizer.step` or class attribute is outside of the hooks, which
+# would run once for each bucket of parameters, and LR schedulers and `GradScaler` keep the function that they found
+# earlier. So the content of such a closure cell is exchanged while someone is subscribed to steps.
+# Without the names and wrappers (tried on 2.13) no cell is found: then only the public hooks run, and every optimizer
+# is stepped as it is.
 
 
 def step_cell(kind: type[torch.optim.Optimizer]) -> CellType | None:
@@ -614,7 +572,7 @@ DDP_STATIC_GRAPH_REDUCED = "_static_graph_delay_allreduce_enqueued"
 
 
 def has_global_forward_hooks() -> bool:
-    """Return whether hooks on the forward of all modules are registered; private globals of `nn.Module`."""
+    """Return whether hooks on the forward of all modules are registered."""
     hooks: Any = torch.nn.modules.module
     return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks)
 

@@ -56,10 +56,6 @@ def test_a_row_that_did_not_fit_says_so():
     assert values["note"] == "does not fit: needs more"
 
 
-def test_tensor_bytes_only_where_they_were_counted():
-    assert list(dataclasses.replace(ROW, tensor_bytes=7).to_dict()) == [*FIELDS, "tensor_bytes"]
-
-
 def test_a_row_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         ROW.peak_bytes = 1  # type: ignore[misc]

@@ -10,15 +10,21 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memscale.benchmarks import Results, run_case, run_suite
+from memscale.benchmarks import Case, Results, Row, run_suite
 from memscale.benchmarks import run as run_module
 from memscale.benchmarks.models import DEFAULT_MODELS, MODELS, find_device
 from memscale.errors import ConfigError, ConfigTypeError, HardwareError
 from memscale.hardware import GpuSpec, HostSpec
+from memscale.memory.tracker import MemoryTracker
 
 MIB = 2**20
 GIB = 2**30
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def run_case(model: str, **arguments) -> Row:
+    (row,) = run_suite([model], **arguments)
+    return row
 
 
 @pytest.fixture(scope="module")
@@ -95,28 +101,34 @@ def test_a_mode_that_fits_where_the_plain_model_does_not():
     assert row.reduction is None
 
 
+def tensor_bytes(case: Case, mode: str) -> int:
+    """The peak of the bytes of all tensors, to the byte, of what is measured otherwise."""
+    with MemoryTracker() as tracker:
+        run_module.measured_steps(case, mode)
+    return tracker.peak_bytes("cpu")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_measured_mode_needs_less_than_the_plain_model():
-    plain, wrapped = run_suite(["gpt2-tiny"], ["none", "aggressive"], on="cpu", batch=8, tensor_bytes=True)
-    assert wrapped.tensor_bytes < plain.tensor_bytes
+    _, wrapped = run_suite(["gpt2-tiny"], ["none", "aggressive"], on="cpu", batch=8)
     assert wrapped.time_ratio is not None
+    case = Case.of("gpt2-tiny", batch=8)
+    assert tensor_bytes(case, "aggressive") < tensor_bytes(case, "none")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_measured_row():
-    row = run_case("gpt2-tiny", on="cpu", tensor_bytes=True)
+    row = run_case("gpt2-tiny", on="cpu")
     assert (row.on, row.source, row.mode) == ("cpu", "measured", "none")
     assert row.baseline_bytes == row.peak_bytes
     assert (row.host_bytes, row.disk_bytes, row.reduction, row.time_ratio) == (0, 0, 0.0, 1.0)
     # Resident memory has all tensors in it, and some MiB of what kernels and threads take at first use.
-    assert row.tensor_bytes is not None
-    assert row.tensor_bytes < row.peak_bytes < row.tensor_bytes + 64 * MIB
+    tracked = tensor_bytes(Case.of("gpt2-tiny"), "none")
+    assert tracked < row.peak_bytes < tracked + 64 * MIB
     # The simulated CPU foretells the tensors to the byte.
-    params, predicted = run_module._predicted_on_cpu(run_module.Case.of("gpt2-tiny"))
-    assert params == row.params
-    assert predicted == row.tensor_bytes
+    assert run_module._predicted_on_cpu(Case.of("gpt2-tiny")) == tracked
 
 
 def test_what_the_host_has_no_room_for_is_not_tried(monkeypatch):

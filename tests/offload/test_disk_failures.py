@@ -237,6 +237,7 @@ def run_child(tmp_path: Path, end: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(("end", "code"), [("pass", 0), ("raise SystemExit(3)", 3), ("1 / 0", 1)])
 def test_a_process_that_ends_leaves_nothing(tmp_path: Path, end: str, code: int) -> None:
     child = run_child(tmp_path, end)

@@ -75,6 +75,7 @@ def wrapped_run(family: Family, capacity: int) -> tuple[int, list[float], list[t
     return peak, losses, gradients, plan
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_offloaded_model_trains_like_the_plain_one(name: str) -> None:
     family = FAMILIES[name]

@@ -80,6 +80,7 @@ def test_the_same_to_the_bit_as_on_the_device(kind, options, on_host):
         assert all(map(torch.equal, expected, got))
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("foreach", [None, True])
 @pytest.mark.parametrize("kind", [each for each in ONE_BY_ONE if each not in (optim.SparseAdam, optim.Muon)])
 def test_the_same_in_sixteen_bits(kind, foreach):

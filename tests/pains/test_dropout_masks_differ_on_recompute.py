@@ -56,6 +56,7 @@ def family_of(name: str) -> Family:
     return FAMILIES[name]
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_masks_are_equal_to_the_bit(name: str) -> None:
     family = family_of(name)

@@ -27,11 +27,13 @@ def check(family: Family) -> None:
         assert torch.equal(ours, other), name
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("name", PLAIN)
 def test_modules_of_torch_alone(name: str) -> None:
     check(FAMILIES[name])
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("name", FROM_A_LIBRARY)
 def test_modules_of_a_library(name: str) -> None:
     pytest.importorskip("transformers")

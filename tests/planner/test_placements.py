@@ -42,6 +42,7 @@ def trained(plan: Plan) -> int:
         return simulation.peak_bytes
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("state_on_host", [False, True], ids=["state beside", "state on host"])
 @pytest.mark.parametrize("inputs", [False, True], ids=["inputs kept", "inputs offloaded"])
 @pytest.mark.parametrize("offloaded", [0, 3, 6], ids="{} layers offloaded".format)

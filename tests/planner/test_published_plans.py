@@ -62,7 +62,7 @@ def test_checkpointing_alone_cuts_the_activations_of_gpt2_medium_by_85_per_cent(
 @pytest.mark.parametrize(
     ("build", "batch", "length", "plain", "most"),
     [
-        pytest.param(gpt2_medium, 4, 512, 10.87, 1.94, id="gpt2-medium"),
+        pytest.param(gpt2_medium, 4, 512, 10.87, 1.94, id="gpt2-medium", marks=pytest.mark.slow),
         pytest.param(bert_base, 16, 128, 3.14, 0.84, id="bert-base"),
     ],
 )

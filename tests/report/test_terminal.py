@@ -119,6 +119,10 @@ class TestTerminal:
         assert Terminal.detect(io.StringIO()).width == 63
         assert len(table("", ["a"], [["word " * 40]]).split("\n")[0]) <= 63
 
+    def test_a_process_without_standard_output(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "stdout", None)
+        assert not Terminal.detect().color
+
     def test_colour(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not Terminal.detect(io.StringIO()).color
         assert Terminal.detect(self.Screen()).color

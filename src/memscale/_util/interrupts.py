@@ -40,12 +40,7 @@ _active: list[_Deferral] = []  # at most one: signals are the main thread's
 
 @contextlib.contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Defer Ctrl-C to the end of the outermost such block.
-
-    Example:
-        >>> with interrupts_deferred():
-        ...     done = True
-    """
+    """Defer Ctrl-C to the end of the outermost such block."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or _active or not callable(signal.getsignal(signal.SIGINT)):
         yield

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import Generic, TypeVar
 
 __all__ = ["LateLock"]
@@ -45,12 +44,7 @@ class LateLock(Generic[T]):
     def __enter__(self) -> None:
         self._lock.acquire()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._lock.release()
         self._deal()
 
@@ -64,8 +58,7 @@ class LateLock(Generic[T]):
         self._deal()
 
     def _deal(self) -> None:
-        # The queue is checked after each release: an item queued while the lock was held is found here, and
-        # one queued later finds the lock free.
+        # After each release: what was queued while the lock was held is found here; later items find it free.
         while self._notes and self._lock.acquire(blocking=False):
             try:
                 while self._notes:

@@ -3,19 +3,17 @@
 Note [Attributes of a region]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A module may count its calls (`self.steps += 1`), keep its last hidden state, append to a list, draw from a generator of
-its own, or pass a tensor to a later module through a dictionary that both have. If it computes with that, a
-recomputation that finds the state as forward left it silently computes something else. So the attributes of modules are
-read before forward, restored while it is recomputed, and set back afterwards:
+its own, or pass a tensor to a later module through a dictionary that both have. A recomputation that finds such state
+as forward left it silently computes something else. So the attributes of modules are read before forward, restored
+while it is recomputed, and set back afterwards:
 
 - Attributes by identity, including those that forward adds or deletes.
 - Lists, dictionaries, sets and deques by their elements, nested ones too.
 - Tensors among them by value: each is copied, and the copy dropped when forward ends unless the tensor was changed in
-  place. One with a history is given to the recomputation as a leaf, as the inputs of a region are, because with its
-  history it would keep the graph before the region alive.
+  place. One with a history is given to the recomputation as a leaf: its history would keep the graph alive.
 - Random generators by their state.
 
-Not restored are objects of other classes that forward changes in place, and modules of `torch.nn`, which are most of a
-model's and do not do such things.
+Not restored are objects of other classes that forward changes in place, and modules of `torch.nn`.
 """
 
 from __future__ import annotations
@@ -67,11 +65,7 @@ class TorchRngState:
 
 
 class HostRngState:
-    """A snapshot of Python's `random` and, if `numpy.random` was imported, of NumPy's global generator.
-
-    Generator objects (`random.Random`, `numpy.random.Generator`, `torch.Generator`) are not included: which of them a
-    function uses is unknown.
-    """
+    """A snapshot of the global generators of Python and, if it was imported, of NumPy; not of generator objects."""
 
     __slots__ = ("_numpy", "_python")
 
@@ -83,10 +77,8 @@ class HostRngState:
         """Return whether a number was drawn or a state set since."""
         if random.getstate() != self._python:
             return True
-        if self._numpy is None:  # imported since, if at all: nobody knows what it would have drawn
-            return False
-        numpy = _numpy_state()
-        return self._numpy is not numpy and _comparable(self._numpy) != _comparable(numpy)
+        # Where NumPy was imported since, nobody knows what it would have drawn.
+        return self._numpy is not None and not _equal(self._numpy, _numpy_state())
 
     def restore(self) -> None:
         random.setstate(self._python)
@@ -134,13 +126,9 @@ def _numpy_state() -> dict[str, Any] | None:
     return state
 
 
-def _comparable(state: dict[str, Any] | None) -> object:
-    if state is None:
-        return None
-    inner = {
-        name: value if isinstance(value, int) else value.tobytes() for name, value in state["state"].items()
-    }
-    return state["bit_generator"], inner, state["has_gauss"], state["gauss"]
+def _equal(state: Any, other: Any) -> bool:
+    """Compare states of any kind of generator as bytes; nothing is ever unpickled."""
+    return state is other or pickle.dumps(state) == pickle.dumps(other)
 
 
 def _module_with_rng(device_type: str) -> Any:
@@ -151,19 +139,14 @@ def _module_with_rng(device_type: str) -> Any:
     except RuntimeError:  # a label without a module, as simulated devices may be
         return None
     is_there = getattr(module, "is_initialized", None) or getattr(module, "is_available", None)
-    if is_there is not None and not is_there():
-        return None
-    has_rng = all(hasattr(module, name) for name in ("get_rng_state", "set_rng_state", "device_count"))
-    return module if has_rng else None
+    return module if hasattr(module, "get_rng_state") and (is_there is None or is_there()) else None
 
 
 # -- attributes of modules
 
 _PLAIN = frozenset({int, float, bool, str, complex, type(None)})
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, set, deque})
-_IGNORED = frozenset(
-    {*vars(nn.Module()), "_memscale_executor", "_memscale_forward", "forward"}
-)  # not the user's
+_NOT_THE_USERS = frozenset({*vars(nn.Module()), "_memscale_executor", "_memscale_forward", "forward"})
 _MISSING = object()
 
 
@@ -175,18 +158,18 @@ class Attributes:
         copy_bytes: A larger tensor is not copied.
     """
 
-    __slots__ = ("_containers", "_copy_bytes", "_generators", "_modules", "_tensors")
+    __slots__ = ("_contents", "_copy_bytes", "_generators", "_tensors")
 
     def __init__(self, modules: Sequence[nn.Module], *, copy_bytes: float = math.inf) -> None:
         self._copy_bytes = copy_bytes
-        self._containers: dict[int, tuple[Any, Any]] = {}
-        self._generators: list[tuple[_Generator, Any]] = []
+        self._contents: dict[int, tuple[_State, Any]] = {}  # of modules and containers
+        self._generators: list[tuple[_State, Any]] = []
         self._tensors: dict[int, _HeldTensor] = {}
-        self._modules: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for module in modules:
             if not type(module).__module__.startswith("torch.nn."):
-                read = {name: self._read(value) for name, value in _attributes(module.__dict__)}
-                self._modules.append((module.__dict__, read))
+                own = module.__dict__
+                state = _State(functools.partial(_attributes, own), functools.partial(_set_attributes, own))
+                self._contents[id(own)] = (state, _mapped(state.read(), self._read))
 
     def _read(self, value: Any) -> Any:
         """Return what stands for a value in the snapshot: itself, or what its value at forward can be had from."""
@@ -194,9 +177,10 @@ class Attributes:
         if kind in _PLAIN:
             return value
         if kind in _CONTAINERS:
-            if id(value) not in self._containers:
-                self._containers[id(value)] = (value, None)  # it may contain itself
-                self._containers[id(value)] = (value, _mapped(value, self._read))
+            if id(value) not in self._contents:
+                state = _State(value.copy, functools.partial(_set_elements, value))
+                self._contents[id(value)] = (state, None)  # it may contain itself
+                self._contents[id(value)] = (state, _mapped(value, self._read))
         elif kind is tuple:
             return _mapped(value, self._read)
         elif isinstance(value, torch.Tensor):
@@ -220,11 +204,9 @@ class Attributes:
 
     def has_changed(self) -> bool:
         """Return whether anything is not as it was before forward."""
-        modules = [(dict(_attributes(own)), read) for own, read in self._modules]
-        if not all(_has_elements(*each) for each in (*modules, *self._containers.values())):
+        if not all(_has_elements(each.read(), before) for each, before in self._contents.values()):
             return True
-        # As bytes, to compare states of any kind; nothing is ever unpickled.
-        return any(pickle.dumps(state) != pickle.dumps(each.read()) for each, state in self._generators)
+        return not all(_equal(each.read(), before) for each, before in self._generators)
 
     def restore(self) -> None:
         """Set everything as it was before a forward that has failed, or that has ended and is to leave no trace."""
@@ -257,23 +239,16 @@ class Attributes:
                 return value_of(value)
             return _mapped(value, thawed) if type(value) is tuple else value
 
-        modules = [(own, dict(_attributes(own))) for own, _ in self._modules]
-        containers = [(container, container.copy()) for container, _ in self._containers.values()]
-        generators = [(generator, generator.read()) for generator, _ in self._generators]
-        for own, before in self._modules:
-            _set_attributes(own, {name: thawed(value) for name, value in before.items()})
-        for container, before in self._containers.values():
-            _set_elements(container, _mapped(before, thawed))
-        for generator, state in self._generators:
-            generator.write(state)
+        states = [*self._contents.values(), *self._generators]
+        until_now = [(state, state.read()) for state, _ in states]
+        for state, before in self._contents.values():
+            state.write(_mapped(before, thawed))
+        for state, before in self._generators:
+            state.write(before)
 
         def put_back() -> None:
-            for own, now in modules:
-                _set_attributes(own, now)
-            for container, elements in containers:
-                _set_elements(container, elements)
-            for generator, state in generators:
-                generator.write(state)
+            for state, value in until_now:
+                state.write(value)
 
         return put_back
 
@@ -346,7 +321,7 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 
 def _mapped(container: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a container's elements, changed, in a dictionary, set or list; of a tuple, a tuple or itself."""
+    """Return a container's elements, changed, in a dictionary, set or list; a tuple itself if nothing changed."""
     if isinstance(container, tuple):
         changed = tuple(map(change, container))
         return container if all(map(operator.is_, changed, container)) else changed
@@ -355,12 +330,12 @@ def _mapped(container: Any, change: Callable[[Any], Any]) -> Any:
     return set(container) if isinstance(container, set) else list(map(change, container))
 
 
-def _attributes(own: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [(name, value) for name, value in own.items() if name not in _IGNORED]
+def _attributes(own: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in own.items() if name not in _NOT_THE_USERS}
 
 
 def _set_attributes(own: dict[str, Any], wanted: dict[str, Any]) -> None:
-    for name, _ in _attributes(own):
+    for name in _attributes(own):
         if name not in wanted:
             del own[name]
     for name, value in wanted.items():
@@ -382,30 +357,28 @@ def _set_elements(container: Any, wanted: Any) -> None:
         container.extend(wanted)
 
 
-class _Generator(NamedTuple):
-    """How to read and write the state of a random generator."""
+class _State(NamedTuple):
+    """How to read and write the attributes of a module, the elements of a container, or the state of a generator."""
 
     read: Callable[[], Any]
     write: Callable[[Any], object]
 
 
-def _generator(value: object) -> _Generator | None:
-    """Return the random generator of torch, Python or NumPy that an attribute is; None if it is anything else.
+def _generator(value: object) -> _State | None:
+    """Return the state of a random generator of torch, Python or NumPy; None for anything else.
 
     The class is asked for by its private name: `torch.Generator` is another class while a GPU is simulated, where this
     module may be imported first.
     """
     if isinstance(value, Generator):
-        return _Generator(value.get_state, value.set_state)
-    if isinstance(value, random.Random) and not isinstance(
-        value, random.SystemRandom
-    ):  # the system's has no state
-        return _Generator(value.getstate, value.setstate)
+        return _State(value.get_state, value.set_state)
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # that has no state
+        return _State(value.getstate, value.setstate)
     if (numpy := sys.modules.get("numpy.random")) is None:  # not imported: nobody has one
         return None
     if isinstance(value, numpy.Generator):
         bits = value.bit_generator
-        return _Generator(lambda: bits.state, functools.partial(setattr, bits, "state"))
+        return _State(lambda: bits.state, functools.partial(setattr, bits, "state"))
     if isinstance(value, numpy.RandomState):
-        return _Generator(value.get_state, value.set_state)
+        return _State(value.get_state, value.set_state)
     return None

@@ -22,12 +22,7 @@ _EMPTY = ("", "-", "–", "—", "n/a")
 
 @dataclass(frozen=True)
 class Terminal:
-    """The terminal that text is made for.
-
-    Attributes:
-        width: Characters in a line.
-        color: Whether to colour with escape sequences; text that goes to a file wants `False`.
-    """
+    """The terminal that text is made for: its width in characters, and whether to colour with escape sequences."""
 
     width: int = 100
     color: bool = False
@@ -36,13 +31,13 @@ class Terminal:
     def detect(cls, stream: TextIO | None = None) -> Terminal:
         """Return the terminal behind `stream` (standard output by default).
 
-        `COLUMNS` gives the width, else the terminal itself, else it is 100. `NO_COLOR` and `TERM=dumb` turn
-        colours off, `FORCE_COLOR` turns them on for what is not a terminal.
+        The environment decides first: `COLUMNS` on the width, `NO_COLOR`, `TERM=dumb` and `FORCE_COLOR` on colours.
         """
         width = shutil.get_terminal_size(fallback=(cls.width, 24)).columns
         if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
             return cls(width)
-        return cls(width, bool(os.environ.get("FORCE_COLOR")) or (stream or sys.stdout).isatty())
+        screen = stream or sys.stdout  # None in a process without a console
+        return cls(width, bool(os.environ.get("FORCE_COLOR")) or (screen is not None and screen.isatty()))
 
     def paint(self, text: str, code: int) -> str:
         """Return `text` in the colour or weight `code` (an SGR number), or as it is without colours."""
@@ -94,8 +89,8 @@ def table(
     headers = [clean(column.header) for column in specs]
     cells = [[_cell(value) for value in row] for row in rows]
     right = []
-    for column, values in zip(specs, zip(*cells, strict=True) if cells else [()] * len(specs), strict=True):
-        filled = [value for value in values if value not in _EMPTY]
+    for place, column in enumerate(specs):
+        filled = [row[place] for row in cells if row[place] not in _EMPTY]
         is_numeric = bool(filled) and all(map(_NUMBER.fullmatch, filled))
         right.append(column.align == "right" or (column.align == "auto" and is_numeric))
     draw = _drawn_by_rich if importlib.util.find_spec("rich") is not None else _drawn_plainly
@@ -171,12 +166,7 @@ def _drawn_plainly(
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Break `text` into lines of at most `width` characters, between words where that is possible.
-
-    Example:
-        >>> wrap("keep the matmul outputs", 10)
-        ['keep the', 'matmul', 'outputs']
-    """
+    """Break `text` into lines of at most `width` characters, between words where that is possible."""
     return [
         line
         for paragraph in text.split("\n")
@@ -185,10 +175,5 @@ def wrap(text: str, width: int) -> list[str]:
 
 
 def clean(text: str) -> str:
-    r"""Return `text` without control characters, which would move the cursor or change colours; line ends stay.
-
-    Example:
-        >>> clean("red: \x1b[31m\tend\n")
-        'red: [31m end\n'
-    """
+    """Return `text` without control characters, which would move the cursor or change colours; line ends stay."""
     return "".join(c for c in text.replace("\t", " ") if c == "\n" or c.isprintable())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,30 +49,25 @@ class Tree:
 
     def map(self, of: type, change: Callable[[Any], object]) -> Tree:
         """Return the tree with every leaf of one type changed."""
-        leaves = [
-            change(leaf)
-            if isinstance(leaf, of)
-            else _Record(leaf.cls, leaf.fields.map(of, change), leaf.rest)
-            if isinstance(leaf, _Record)
-            else leaf
-            for leaf in self._leaves
-        ]
-        return Tree(leaves, self._spec)
+
+        def changed(leaf: Any) -> Any:
+            if isinstance(leaf, _Record):
+                return _Record(leaf.cls, leaf.fields.map(of, change), leaf.rest)
+            return change(leaf) if isinstance(leaf, of) else leaf
+
+        return Tree([changed(leaf) for leaf in self._leaves], self._spec)
 
     def build(self) -> Any:
         leaves = [leaf.build() if isinstance(leaf, _Record) else leaf for leaf in self._leaves]
         return pytree.tree_unflatten(leaves, self._spec)
 
 
-class _Record:
+class _Record(NamedTuple):
     """A flattened dataclass instance."""
 
-    __slots__ = ("cls", "fields", "rest")
-
-    def __init__(self, cls: type, fields: Tree, rest: dict[str, Any]) -> None:
-        self.cls = cls
-        self.fields = fields
-        self.rest = rest
+    cls: type
+    fields: Tree
+    rest: dict[str, Any]
 
     @classmethod
     def of(cls, value: Any) -> _Record:

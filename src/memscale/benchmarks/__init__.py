@@ -1,12 +1,11 @@
 """The benchmark suite: known models, trained for a few steps, and the memory that takes.
 
-`python -m memscale.benchmarks --help` says how to run it; `benchmarks.tables` puts its results into
-Markdown files.
+`python -m memscale.benchmarks --help` says how to run it.
 """
 
 from memscale.benchmarks.models import MODELS, BenchmarkModel, Published, find_model
 from memscale.benchmarks.results import Results, Row
-from memscale.benchmarks.run import MODES, Case, run_case, run_suite
+from memscale.benchmarks.run import MODES, Case, run_suite
 
 __all__ = [
     "MODELS",
@@ -17,6 +16,5 @@ __all__ = [
     "Results",
     "Row",
     "find_model",
-    "run_case",
     "run_suite",
 ]

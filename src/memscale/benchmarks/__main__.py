@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from memscale._util.terminal import Column, table
+from memscale._util.terminal import table
 from memscale.benchmarks.models import DEFAULT_MODELS, MODELS, device_name
 from memscale.benchmarks.results import Results, Row, cells, check_writable, command_line
 from memscale.benchmarks.run import MODES, run_suite
@@ -23,30 +23,26 @@ __all__ = ["main"]
 _PROGRAM = "python -m memscale.benchmarks"
 
 
-def main(argv: Sequence[str] | None = None, *, program: str = _PROGRAM) -> int:
-    """Run the suite as the command line says, print its table, and return the exit code.
-
-    Args:
-        argv: The arguments; those of this process if None.
-        program: What was typed before them, for help, errors and the document.
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the suite as the arguments say (those of this process if None), and print its table.
 
     Returns:
-        0; or 2 for arguments that are not allowed, and 1 for a run that failed.
+        The exit code: 0; or 2 for arguments that are not allowed, and 1 for a run that failed.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    options = _parser(program).parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
         check_writable(options.json)
         rows = _run(options)
         if options.json is not None:
             Results(
-                command=command_line(program, arguments),
+                command=command_line(_PROGRAM, arguments),
                 torch=torch.__version__,
                 transformers=importlib.metadata.version("transformers"),
                 rows=tuple(rows),
             ).write(options.json)
     except MemScaleError as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
+        print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, ConfigTypeError, HardwareError)) else 1
     print(_table(rows, options.on))
     if options.json is not None:
@@ -54,9 +50,9 @@ def main(argv: Sequence[str] | None = None, *, program: str = _PROGRAM) -> int:
     return 0
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=program,
+        prog=_PROGRAM,
         description="Train the models of the suite for a few steps, and show the memory that takes.",
         epilog="A case that does not fit is a result too: it gets a row that says so.",
     )
@@ -82,11 +78,6 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--steps", type=int, default=2, metavar="N", help="training steps (default: %(default)s)"
     )
-    parser.add_argument(
-        "--tensor-bytes",
-        action="store_true",
-        help="with --on cpu: train once more, and count the bytes of the tensors alone",
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file as well")
     return parser
 
@@ -106,7 +97,6 @@ def _run(options: argparse.Namespace) -> list[Row]:
         batch=options.batch,
         seq=options.seq,
         steps=options.steps,
-        tensor_bytes=options.tensor_bytes,
     ):
         now = time.perf_counter()
         peak = row.note if row.peak_bytes is None else format_bytes(row.peak_bytes)
@@ -118,12 +108,8 @@ def _run(options: argparse.Namespace) -> list[Row]:
 
 def _table(rows: Sequence[Row], on: str) -> str:
     text = cells(rows)
-    columns = [
-        Column(header, "right" if right else "left")
-        for header, right in zip(text.headers, text.right, strict=True)
-    ]
     title = f"Peak memory of training on {device_name(on)} ({rows[0].source})"
-    return table(title, columns, text.rows, caption="\n".join(text.remarks))
+    return table(title, text.columns, text.rows, caption="\n".join(text.remarks))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The models and devices of the suite, by name. Models are built with random weights; nothing is downloaded.
 
-To add a model: a line in `_ALL`; a new family: a builder in `_BUILDERS` and its modules in `_MODULES`.
+To add a model: a line in `_ALL`; a new family: its classes in `_CLASSES`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, TypeAlias
@@ -36,7 +36,7 @@ __all__ = [
     "unknown_name",
 ]
 
-Family: TypeAlias = Literal["gpt2", "bert"]
+Family: TypeAlias = Literal["gpt2", "bert"]  # a causal and a masked language model
 
 PUBLISHED_ON = "NVIDIA GeForce RTX 3090"
 """The device of every published figure."""
@@ -51,48 +51,31 @@ class Published:
     """Peak device memory of training as others published it, in GiB: theirs, not measured by this suite.
 
     From the documentation of memscale 1.1, an unrelated proprietary package: RTX 3090, fp32 AdamW.
-
-    Attributes:
-        baseline_gib: Without any optimization; None if it does not fit the card.
-        peak_gib: With theirs.
     """
 
-    baseline_gib: float | None
-    peak_gib: float
+    baseline_gib: float | None  # without any optimization; None if it does not fit the card
+    peak_gib: float  # with theirs
 
 
 @dataclass(frozen=True)
 class BenchmarkModel:
-    """A model of the suite and the batch it is trained with.
-
-    Attributes:
-        name: Key in `MODELS`.
-        layers: Transformer blocks.
-        width: Hidden size; the MLP is four times as wide.
-        heads: Attention heads.
-        batch: Samples in a batch, by default.
-        seq: Tokens in a sample, by default.
-        family: "gpt2" (causal language model) or "bert" (masked language model).
-        vocabulary: Different tokens.
-        positions: Tokens in a sample, at most.
-        published: What others published for it with the default batch, if anything.
-    """
+    """A model of the suite and the batch it is trained with."""
 
     name: str
     layers: int
-    width: int
+    width: int  # the hidden size; the MLP is four times as wide
     heads: int
-    batch: int
-    seq: int
+    batch: int  # samples, by default
+    seq: int  # tokens in a sample, by default
     family: Family
     vocabulary: int
-    positions: int
-    published: Published | None = None
+    positions: int  # tokens in a sample, at most
+    published: Published | None = None  # with the default batch
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Return what has to be imported to build it."""
-        return ("transformers", _MODULES[self.family])
+        """Return what building it imports: transformers leaves some 100 MiB of a model's own to its first use."""
+        return ("transformers", f"transformers.models.{self.family}.modeling_{self.family}")
 
     def build(self) -> nn.Module:
         """Return the model with random weights, on the CPU (or what `torch.device` says), in training mode.
@@ -100,24 +83,29 @@ class BenchmarkModel:
         Raises:
             MissingPackageError: transformers is not installed.
         """
+        config, model = (getattr(_transformers(), name) for name in _CLASSES[self.family])
         with quiet_transformers():
-            return _BUILDERS[self.family](self).train()
+            built: nn.Module = model(
+                config(
+                    vocab_size=self.vocabulary,
+                    max_position_embeddings=self.positions,
+                    hidden_size=self.width,
+                    intermediate_size=4 * self.width,
+                    num_hidden_layers=self.layers,
+                    num_attention_heads=self.heads,
+                    bos_token_id=self.vocabulary - 1,
+                    eos_token_id=self.vocabulary - 1,
+                )
+            )
+        return built.train()
 
     def check_length(self, seq: int) -> None:
         """Raise a ConfigError if samples of `seq` tokens are too long for the model."""
         if seq > self.positions:
-            raise ConfigError(
-                f"seq={seq} is too long for {self.name}: it has {self.positions} positions, so give at most "
-                "that."
-            )
+            raise ConfigError(f"seq={seq} is too long for {self.name}: it has {self.positions} positions.")
 
     def inputs(self, batch: int, seq: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Return random tokens, with themselves as labels: every token counts in the loss.
-
-        Example:
-            >>> {name: tuple(t.shape) for name, t in MODELS["gpt2-tiny"].inputs(2, 8).items()}
-            {'input_ids': (2, 8), 'labels': (2, 8)}
-        """
+        """Return random tokens, with themselves as labels: every token counts in the loss."""
         self.check_length(seq)
         ids = torch.randint(0, self.vocabulary, (batch, seq), device=device)
         return {"input_ids": ids, "labels": ids}
@@ -136,46 +124,15 @@ def _transformers() -> Any:
         ) from None
 
 
-def _gpt2(model: BenchmarkModel) -> nn.Module:
-    transformers = _transformers()
-    config = transformers.GPT2Config(
-        vocab_size=model.vocabulary,
-        n_positions=model.positions,
-        n_embd=model.width,
-        n_layer=model.layers,
-        n_head=model.heads,
-        bos_token_id=model.vocabulary - 1,
-        eos_token_id=model.vocabulary - 1,
-    )
-    built: nn.Module = transformers.GPT2LMHeadModel(config)
-    return built
-
-
-def _bert(model: BenchmarkModel) -> nn.Module:
-    transformers = _transformers()
-    config = transformers.BertConfig(
-        vocab_size=model.vocabulary,
-        max_position_embeddings=model.positions,
-        hidden_size=model.width,
-        intermediate_size=4 * model.width,
-        num_hidden_layers=model.layers,
-        num_attention_heads=model.heads,
-    )
-    built: nn.Module = transformers.BertForMaskedLM(config)
-    return built
-
-
-_BUILDERS: dict[Family, Callable[[BenchmarkModel], nn.Module]] = {"gpt2": _gpt2, "bert": _bert}
-# transformers imports these when a model is first asked for, which takes some 100 MiB of its own.
-_MODULES: dict[Family, str] = {
-    "gpt2": "transformers.models.gpt2.modeling_gpt2",
-    "bert": "transformers.models.bert.modeling_bert",
+_CLASSES: dict[Family, tuple[str, str]] = {
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
+    "bert": ("BertConfig", "BertForMaskedLM"),
 }
 
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence warnings of transformers in the block: a model made from a configuration is not to be told of weights."""
+    """Silence warnings of transformers in the block, such as those of a model that has no trained weights."""
     logging = _transformers().utils.logging
     before = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -209,15 +166,7 @@ DEFAULT_MODELS: tuple[str, ...] = tuple(model.name for model in _ALL if model.pu
 
 
 def find_model(name: str) -> BenchmarkModel:
-    """Return the model of that name.
-
-    Raises:
-        ConfigError: There is none; the message lists those there are.
-
-    Example:
-        >>> find_model("gpt2-medium").layers
-        24
-    """
+    """Return the model of that name; raise a ConfigError that lists the names there are if it is none of them."""
     if not isinstance(name, str):
         raise ConfigError(f"A model is found by its name, such as 'gpt2-medium'; got {shown(name)}.")
     if name not in MODELS:
@@ -233,18 +182,11 @@ _SIZE = re.compile(r"[-+]?(\d[\d_.]*\s*[a-z]*b|\d{7,})", re.IGNORECASE)
 
 
 def find_device(on: str) -> Device:
-    """Return the device that `on` names.
-
-    Args:
-        on: A GPU as people write it ("RTX 3090", "a100-80gb"), a size ("24GiB"), or "cpu".
+    """Return the device that `on` names: a GPU ("RTX 3090", "a100-80gb"), a size ("24GiB"), or "cpu".
 
     Raises:
-        HardwareError: No GPU is known by that name; the message lists the nearest.
+        HardwareError: No GPU is known by that name.
         ConfigError: The size is not one.
-
-    Example:
-        >>> find_device("24GiB"), find_device("cpu")
-        (25769803776, None)
     """
     if not isinstance(on, str):
         raise ConfigTypeError(
@@ -272,12 +214,7 @@ def device_name(on: str) -> str:
 
 
 def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> ConfigError:
-    """Return the error for a `name` that is none of the `allowed` ones.
-
-    Example:
-        >>> print(unknown_name("model", "gpt2xl", ["bert-base", "gpt2-xl"]))
-        There is no model 'gpt2xl'; did you mean gpt2-xl? Allowed: bert-base, gpt2-xl.
-    """
+    """Return the error for a `name` that is none of the `allowed` ones."""
     names = list(allowed)
     near = get_close_matches(str(name).lower(), names, n=1, cutoff=0.5)
     guess = f"; did you mean {near[0]}?" if near else "."

@@ -7,11 +7,12 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from memscale.benchmarks.models import MODELS, PUBLISHED_ON, device_name, find_device
+from memscale._util.terminal import Column
+from memscale.benchmarks.models import MODELS, PUBLISHED_ON, Published, device_name, find_device
 from memscale.errors import ConfigError, MemScaleError, shown
 from memscale.hardware import GpuSpec
 
@@ -28,56 +29,35 @@ Source: TypeAlias = Literal["simulated", "measured"]
 
 @dataclass(frozen=True)
 class Row:
-    """One model trained in one mode on one device.
-
-    Attributes:
-        model: Its name in the registry.
-        params: Parameters; tied ones once.
-        batch: Samples in a batch.
-        seq: Tokens in a sample.
-        mode: How MemScale was applied; "none" is the plain model.
-        on: The device as it was asked for.
-        source: "simulated" on the virtual GPU (tensor memory in blocks of CUDA's allocator), or "measured" on
-            the CPU (peak RSS of a fresh process above what it had after its imports).
-        baseline_bytes: The peak in mode "none"; None if that does not fit.
-        peak_bytes: The most device memory in use at once; None if the case does not fit.
-        host_bytes: The most host memory that tensors had while the model trained; 0 where the host is the
-            device.
-        disk_bytes: The most disk space that tensors had.
-        reduction: 1 - peak / baseline; None where one of the two is missing.
-        time_ratio: Time of a step relative to mode "none"; None where it is not known.
-        note: Why there is no peak. Only in rows that need it.
-        tensor_bytes: Measured cases, on request: the peak of tensor bytes alone, to the byte.
-    """
+    """One model trained in one mode on one device."""
 
     model: str
-    params: int
-    batch: int
-    seq: int
-    mode: str
-    on: str
+    params: int  # tied ones once
+    batch: int  # samples
+    seq: int  # tokens in a sample
+    mode: str  # "none" is the plain model
+    on: str  # the device as it was asked for
     source: Source
-    baseline_bytes: int | None
-    peak_bytes: int | None
-    host_bytes: int
+    baseline_bytes: int | None  # the peak in mode "none"; None if that does not fit
+    peak_bytes: (
+        int | None
+    )  # of device memory, or of the process above what it had after its imports; None: too large
+    host_bytes: int  # the most that tensors had while the model trained; 0 where the host is the device
     disk_bytes: int
-    reduction: float | None
-    time_ratio: float | None
-    note: str | None = None
-    tensor_bytes: int | None = None
+    reduction: float | None  # 1 - peak / baseline
+    time_ratio: float | None  # of a step, relative to mode "none"
+    note: str | None = None  # why there is no peak; in JSON only where there is one
 
     def to_dict(self) -> dict[str, object]:
-        """Return the row as JSON has it: `note` and `tensor_bytes` only where they say something."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None or name not in _OPTIONAL}
+        """Return the row as JSON has it."""
+        values = asdict(self)
+        if self.note is None:
+            del values["note"]
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Row:
-        """Make the row that `to_dict` wrote.
-
-        Raises:
-            ConfigError: A field is missing or unknown.
-        """
+        """Return the row that `to_dict` wrote; raise a ConfigError if a field is missing or unknown."""
         try:
             return cls(**values)
         except TypeError as error:
@@ -86,42 +66,23 @@ class Row:
             ) from None
 
 
-_OPTIONAL = ("note", "tensor_bytes")
-
-
 @dataclass(frozen=True)
 class Results:
-    """The rows of one run of the suite, and how to make them again.
-
-    Attributes:
-        command: The command line that made them.
-        torch: The version of torch.
-        transformers: The version of transformers.
-        rows: In the order they were run.
-    """
+    """The rows of one run of the suite in their order, and how to make them again."""
 
     command: str
-    torch: str
-    transformers: str
+    torch: str  # the version of torch
+    transformers: str  # the version of transformers
     rows: tuple[Row, ...]
 
     def to_json(self) -> str:
-        """Return the document as text, indented, ending in a newline."""
-        document = {
-            "schema": SCHEMA,
-            "command": self.command,
-            "torch": self.torch,
-            "transformers": self.transformers,
-            "rows": [row.to_dict() for row in self.rows],
-        }
+        """Return the results as indented text."""
+        document = {"schema": SCHEMA, **asdict(self), "rows": [row.to_dict() for row in self.rows]}
         return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Results:
-        """Make the results that `to_json` wrote.
-
-        Raises:
-            ConfigError: The text is not such a document.
+        """Return the results that `to_json` wrote; raise a ConfigError if the text is not such a document.
 
         Example:
             >>> results = Results("python -m memscale.benchmarks", "2.13.0", "5.22.0", ())
@@ -146,23 +107,16 @@ class Results:
             ) from None
 
     def write(self, path: Path) -> None:
-        """Write the document to a file."""
+        """Write the results to a file, as `to_json` gives them."""
         path.write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """Read what `write` wrote.
-
-        Raises:
-            ConfigError: The file cannot be read, or is something else; the message names it.
-        """
+        """Read what `write` wrote; raise a ConfigError that names the file if it is something else."""
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, ConfigError) as error:
             raise ConfigError(f"{path}: {error}") from None
-
-
-# ---------------------------------------------------------------------- the command that made them
 
 
 def check_writable(path: Path | None) -> None:
@@ -189,86 +143,53 @@ def command_line(program: str, arguments: Sequence[str]) -> str:
     return f"{program} {shlex.join(shown_arguments)}".rstrip()
 
 
-# ---------------------------------------------------------------------- as a table
-
-
 @dataclass(frozen=True)
 class Cells:
-    """A table of text.
+    """A table of text, with sentences to put below it."""
 
-    Attributes:
-        headers: Of the columns.
-        right: For each column, whether it keeps to the right.
-        rows: A cell for each column.
-        remarks: Sentences to put below the table: what the figures are, what did not fit.
-    """
-
-    headers: tuple[str, ...]
-    right: tuple[bool, ...]
+    columns: tuple[Column, ...]
     rows: tuple[tuple[str, ...], ...]
     remarks: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class _Column:
+class _Field:
     header: str
-    cell: Callable[[Row], str]
-    right: bool = True
+    text: Callable[[Row], str]
+    align: Literal["left", "right"] = "right"
     shown: bool = True
 
 
 def cells(rows: Sequence[Row]) -> Cells:
-    """Return the rows as text; columns that would be empty are left out.
-
-    Example:
-        >>> row = Row("gpt2-tiny", 172_800, 2, 64, "none", "1GiB", "simulated", 2**21, 2**21, 0, 0, 0.0, 1.0)
-        >>> table = cells([row])
-        >>> table.headers
-        ('model', 'params', 'batch × seq', 'mode', 'peak (MiB)')
-        >>> table.rows
-        (('gpt2-tiny', '0.2 M', '2 × 64', 'none', '2.00'),)
-    """
-    compared = any(_has_published(row) for row in rows)
+    """Return the rows as text; columns that would be empty are left out."""
+    compared = any(_published_for(row) for row in rows)
     modes = any(row.mode != "none" for row in rows)
+    has_host = any(row.host_bytes >= _MIB for row in rows)
+    has_disk = any(row.disk_bytes for row in rows)
     sizes = [size for row in rows for size in (row.peak_bytes, row.baseline_bytes) if size is not None]
     unit, unit_name = (_GIB, "GiB") if compared or max(sizes, default=_GIB) >= _GIB else (_MIB, "MiB")
 
     def size(nbytes: int | None) -> str:
-        return _NOTHING if nbytes is None else f"{nbytes / unit:.2f}"
+        return "does not fit" if nbytes is None else f"{nbytes / unit:.2f}"
 
-    columns = [
-        _Column("model", lambda row: row.model, right=False),
-        _Column("params", lambda row: f"{row.params / 1e6:,.1f} M"),
-        _Column("batch × seq", lambda row: f"{row.batch} × {row.seq}"),
-        _Column("mode", lambda row: row.mode, right=False),
-        _Column("on", lambda row: row.on, right=False, shown=len({row.on for row in rows}) > 1),
-        _Column(
-            f"peak ({unit_name})",
-            lambda row: "does not fit" if row.peak_bytes is None else size(row.peak_bytes),
-        ),
-        _Column("reduction", _reduction, shown=modes),
-        _Column("step time", _time, shown=modes),
-        _Column(
-            f"tensors ({unit_name})",
-            lambda row: size(row.tensor_bytes),
-            shown=any(row.tensor_bytes is not None for row in rows),
-        ),
-        _Column(
-            f"host ({unit_name})",
-            lambda row: size(row.host_bytes),
-            shown=any(row.host_bytes >= _MIB for row in rows),
-        ),
-        _Column(
-            f"disk ({unit_name})", lambda row: size(row.disk_bytes), shown=any(row.disk_bytes for row in rows)
-        ),
-        _Column("published (GiB)", _published, shown=compared),
-        _Column("error", _error, shown=compared),
+    fields = [
+        _Field("model", lambda row: row.model, "left"),
+        _Field("params", lambda row: f"{row.params / 1e6:,.1f} M"),
+        _Field("batch × seq", lambda row: f"{row.batch} × {row.seq}"),
+        _Field("mode", lambda row: row.mode, "left"),
+        _Field("on", lambda row: row.on, "left", shown=len({row.on for row in rows}) > 1),
+        _Field(f"peak ({unit_name})", lambda row: size(row.peak_bytes)),
+        _Field("reduction", _reduction, shown=modes),
+        _Field("step time", _time, shown=modes),
+        _Field(f"host ({unit_name})", lambda row: size(row.host_bytes), shown=has_host),
+        _Field(f"disk ({unit_name})", lambda row: size(row.disk_bytes), shown=has_disk),
+        _Field("published (GiB)", _published, shown=compared),
+        _Field("error", _error, shown=compared),
     ]
-    columns = [column for column in columns if column.shown]
+    fields = [field for field in fields if field.shown]
     return Cells(
-        headers=tuple(column.header for column in columns),
-        right=tuple(column.right for column in columns),
-        rows=tuple(tuple(column.cell(row) for column in columns) for row in rows),
+        columns=tuple(Column(field.header, field.align) for field in fields),
+        rows=tuple(tuple(field.text(row) for field in fields) for row in rows),
         remarks=_remarks(rows, compared),
     )
 
@@ -281,39 +202,34 @@ def _time(row: Row) -> str:
     return _NOTHING if row.time_ratio is None else f"{row.time_ratio:.2f} ×"
 
 
-def _has_published(row: Row) -> bool:
-    """Whether there is a published figure for this very case."""
+def _published_for(row: Row) -> Published | None:
+    """Return what others published, if they did for this very case."""
     model = MODELS.get(row.model)
     if model is None or model.published is None or (row.batch, row.seq) != (model.batch, model.seq):
-        return False
+        return None
     if row.source != "simulated" or row.mode not in ("none", _DEFAULT_MODE):
-        return False
+        return None
     try:
         device = find_device(row.on)
     except MemScaleError:  # a file of results from elsewhere
-        return False
-    return isinstance(device, GpuSpec) and device.name == PUBLISHED_ON
-
-
-def _published_gib(row: Row) -> float | None:
-    published = MODELS[row.model].published if _has_published(row) else None
-    if published is None:
         return None
-    return published.baseline_gib if row.mode == "none" else published.peak_gib
+    return model.published if isinstance(device, GpuSpec) and device.name == PUBLISHED_ON else None
 
 
 def _published(row: Row) -> str:
-    if not _has_published(row):
+    published = _published_for(row)
+    if published is None:
         return _NOTHING
-    gib = _published_gib(row)
+    gib = published.baseline_gib if row.mode == "none" else published.peak_gib
     return "does not fit" if gib is None else f"{gib:.2f}"
 
 
 def _error(row: Row) -> str:
-    """How far the peak is from the published one; of a saving, a percentage would be no error."""
-    gib = _published_gib(row)
-    if row.mode != "none" or not _has_published(row):
+    """Return how far the plain peak is from the published one; of a saving, a percentage would be no error."""
+    published = _published_for(row)
+    if row.mode != "none" or published is None:
         return _NOTHING
+    gib = published.baseline_gib
     if gib is None or row.peak_bytes is None:
         return "agrees" if gib is None and row.peak_bytes is None else "differs"
     return f"{row.peak_bytes / _GIB / gib - 1:+.1%}"
@@ -323,9 +239,8 @@ def _remarks(rows: Sequence[Row], compared: bool) -> tuple[str, ...]:
     said = [f"{row.model}, {row.mode}: {row.note}." for row in rows if row.note is not None]
     sources = {row.source for row in rows}
     if "simulated" in sources:
-        devices = " and ".join(
-            dict.fromkeys(device_name(row.on) for row in rows if row.source == "simulated")
-        )
+        simulated = dict.fromkeys(row.on for row in rows if row.source == "simulated")
+        devices = " and ".join(dict.fromkeys(map(device_name, simulated)))
         said.append(
             f"Simulated on {devices}: device memory in use at the peak, counted as CUDA's caching allocator "
             "counts it. No GPU was used."

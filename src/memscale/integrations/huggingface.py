@@ -42,10 +42,10 @@ class PlanInLog(TrainerCallback):
             torch.cuda.reset_peak_memory_stats(device)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        plan = self._plan()
-        if plan is None or plan is self._logged:
+        executor = self._executor()
+        if executor is None or executor.plan is self._logged:
             return
-        self._logged = plan  # the first batch may have made a new plan
+        plan = self._logged = executor.plan  # the first batch may have made a new plan
         values = _named(
             baseline_peak_gib=plan.baseline_peak_bytes / GIB,
             predicted_peak_gib=plan.predicted_peak_bytes / GIB,
@@ -69,12 +69,11 @@ class PlanInLog(TrainerCallback):
             recomputations=report.recomputations,
             recompute_tflops=report.recompute_flops / 1e12,
         )
-        lost = {
-            name.replace("/", "_"): value
-            for name, value in report.scalars().items()
-            if name.startswith("seconds_lost/")
+        seconds = {
+            name: value for name, value in report.scalars().items() if name.startswith("seconds_lost/")
         }
-        self._log(args, state, control, {**measured, **counted, **_named(**lost)})
+        lost = _named(**{name.replace("/", "_"): value for name, value in seconds.items()})
+        self._log(args, state, control, {**measured, **counted, **lost})
 
     def _log(self, args: Any, state: Any, control: Any, values: dict[str, float]) -> None:
         trainer = self._trainer()
@@ -83,10 +82,6 @@ class PlanInLog(TrainerCallback):
         should_log = control.should_log
         trainer.callback_handler.on_log(args, state, control, values)
         control.should_log = should_log  # an event of ours must not make the Trainer leave out its next entry
-
-    def _plan(self) -> Plan | None:
-        executor = self._executor()
-        return None if executor is None else executor.plan
 
     def _executor(self) -> Executor | None:
         trainer = self._trainer()

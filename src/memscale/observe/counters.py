@@ -1,7 +1,6 @@
 """Counts of what a plan does while a model trains: bytes moved, layers recomputed, passes, time, and the peak.
 
-The executor owns one `Meter` and hands it to techniques. Counting costs an append to a queue, timing two looks at a
-clock as well; a technique that is not attached counts nothing.
+The executor owns one `Meter` and hands it to techniques.
 
 Note [Counting never waits]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -53,7 +52,7 @@ class Clock:
     """Reads the time of a device; on the CPU and on a virtual device all work is the host's.
 
     Work on a CUDA stream is timed by pairs of events, which no training step waits for. Of other devices the time is
-    not known here. (Events of a real device were not tried yet: the project has no such machine.)
+    not known.
     """
 
     def __init__(self, device: torch.device | None = None, *, simulated: bool = False) -> None:
@@ -85,22 +84,13 @@ class Clock:
         return float(start.elapsed_time(end)) / 1e3
 
 
-# ---------------------------------------------------------------------- peaks
-
-
 @dataclass(frozen=True)
 class ObservedPeak:
-    """A peak of memory that was measured.
-
-    Attributes:
-        nbytes: the peak; None if it is not known.
-        kind: whose memory.
-        since: since when; or, if it is not known, why.
-    """
+    """A peak of memory that was measured."""
 
     nbytes: int | None
     kind: Literal["device memory", "process memory above that at attach", "not known"]
-    since: str
+    since: str  # since when; or, if it is not known, why
 
 
 NOT_WATCHED = ObservedPeak(None, "not known", "no plan was attached")
@@ -141,19 +131,8 @@ def _read(figure: Callable[[], int]) -> int | None:
         return None
 
 
-# ---------------------------------------------------------------------- counts
-
-
 class Meter:
-    """Counts of one executor, over all of its plans.
-
-    Example:
-        >>> meter = Meter()
-        >>> meter.up("parameters", "host", 4096)
-        >>> meter.recomputed("layers.0", flops=10)
-        >>> meter.moved(), meter.recomputations()
-        ({('parameters', 'host'): (4096, 0)}, {'layers.0': (1, 10)})
-    """
+    """Counts of one executor, over all of its plans."""
 
     def __init__(self) -> None:
         self._events: deque[tuple[Any, ...]] = deque()  # see Note [Counting never waits]
@@ -175,8 +154,6 @@ class Meter:
         self.planning_seconds = 0.0
         self.dumps: list[str] = []
         """Files that were written when memory ran out."""
-
-    # ------------------------------------------------------------------ from attach to detach
 
     def begin(self, device: torch.device, *, simulated: bool = False) -> None:
         """Watch the memory of a device, to which a plan is being attached."""
@@ -206,8 +183,6 @@ class Meter:
             self.plans += 1
             self.planning_seconds += time.perf_counter() - began
 
-    # ------------------------------------------------------------------ counting
-
     def forward_pass(self) -> None:
         """Count a forward pass in training."""
         self._add("forward")
@@ -228,48 +203,23 @@ class Meter:
         """Count a recomputation of a layer."""
         self._add("recomputed", layer, 1, flops)
 
-    # ------------------------------------------------------------------ timing
-
     @contextlib.contextmanager
     def timing(self, cost: Cost) -> Iterator[None]:
         """Time a block, also if it raises; what is timed inside of it under another name is not counted here."""
         if torch.compiler.is_compiling():
             yield
             return
-        spans, start = self._open_spans, self._clock.now()
-        spans.append(cost)
+        outer: Cost | None = getattr(self._of_thread, "timed", None)
+        self._of_thread.timed = cost
+        start = self._clock.now()
         try:
             yield
         finally:
-            spans.pop()
-            self.lost(cost, start)
-
-    @property
-    def _open_spans(self) -> list[Cost]:
-        """Return the blocks that are being timed in this thread, the outermost first."""
-        if not hasattr(self._of_thread, "spans"):
-            self._of_thread.spans = []
-        spans: list[Cost] = self._of_thread.spans
-        return spans
-
-    def now(self) -> Any:
-        """Return the present moment, for `lost`."""
-        return self._clock.now()
-
-    def lost(self, cost: Cost, since: Any) -> None:
-        """Count the time from then to now."""
-        spans = self._open_spans
-        self._add("lost", self._clock, since, self._clock.now(), cost, spans[-1] if spans else None)
+            self._of_thread.timed = outer
+            self._add("lost", self._clock, start, self._clock.now(), cost, outer)
 
     def watched(self, function: Callable[..., Any], layer: str, flops: int) -> Callable[..., Any]:
-        """Return a function whose first call is a layer's forward, and every later one a recomputation to count.
-
-        Example:
-            >>> meter = Meter()
-            >>> call = meter.watched(abs, "layer", 5)
-            >>> call(-1), meter.recomputations(), call(-1), meter.recomputations()
-            (1, {}, 1, {'layer': (1, 5)})
-        """
+        """Return a function whose first call is a layer's forward, and every later one a recomputation to count."""
         has_run = False
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -282,8 +232,6 @@ class Meter:
                 return function(*args, **kwargs)
 
         return call
-
-    # ------------------------------------------------------------------ reading
 
     @property
     def forward_passes(self) -> int:
@@ -311,8 +259,6 @@ class Meter:
         """Return the time by what it was lost to; None where it cannot be measured."""
         self._add_up(wait=True)
         return dict(self._seconds)
-
-    # ------------------------------------------------------------------ events
 
     def _add(self, *event: Any) -> None:
         if torch.compiler.is_compiling():

@@ -29,7 +29,7 @@ class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
         if isinstance(error, OSError):
-            _say_unwritable(self._path, error)
+            _warn_once(self._path, error)
         else:
             super().handleError(record)
 
@@ -37,32 +37,26 @@ class _LogFile(logging.FileHandler):
         try:
             super().close()
         except OSError as error:  # what is still in its buffer, on a full disk
-            _say_unwritable(self._path, error)
+            _warn_once(self._path, error)
 
 
-_unwritable: set[str] = set()  # log files of which that was logged
+_unwritable: set[str] = set()  # log files that were warned of
 
 
-def _say_unwritable(path: str, error: OSError) -> None:
+def _warn_once(path: str, error: OSError) -> None:
     if path not in _unwritable:
         _unwritable.add(path)
-        logger.warning(
-            "log_file=%r can't be written (%s): going on without it.", path, error.strerror or error
-        )
+        reason = error.strerror or error
+        logger.warning("log_file=%r can't be written (%s): going on without it.", path, reason)
 
 
 @contextlib.contextmanager
 def open_log(config: Config, *, strict: bool = False) -> Iterator[logging.Logger]:
-    """Return the logger, with handlers for as long as the block runs; a silent one if the Config says so.
-
-    Handlers are added for the block only: how logging is configured is the user's business.
+    """Yield the logger, or a silent one if the Config says so; handlers are added for the block only.
 
     Args:
         config: Says whether to log, and to which file.
-        strict: Raise if that file can't be opened; otherwise that is logged once, as a step must not fail for it.
-
-    Raises:
-        ConfigError: `strict`, and the log file can't be opened.
+        strict: Raise a ConfigError if that file can't be opened; otherwise warn once, as a step must not fail for it.
     """
     if not config.enable_logging:
         yield _silent
@@ -81,7 +75,7 @@ def open_log(config: Config, *, strict: bool = False) -> Iterator[logging.Logger
                     f"log_file={shown(config.log_file, 200)} can't be opened for writing: {error.strerror or error}. "
                     "Give the path of a file in a directory that exists and that you may write to, or None."
                 ) from error
-            _say_unwritable(config.log_file, error)
+            _warn_once(config.log_file, error)
     level = logger.level
     if level == logging.NOTSET:
         logger.setLevel(logging.INFO)
@@ -96,8 +90,7 @@ def open_log(config: Config, *, strict: bool = False) -> Iterator[logging.Logger
         logger.setLevel(level)
 
 
-_silent = logging.Logger("memscale.silent")
-_silent.addHandler(logging.NullHandler())
+_silent = logging.Logger("memscale.silent", logging.CRITICAL + 1)  # no message is even formatted
 
 
 def log_plan(log: logging.Logger, plan: Plan | None, hardware: Hardware, occasion: str = "planned") -> None:

@@ -22,32 +22,21 @@ __all__ = ["Lost", "Moved", "Recomputed", "Report"]
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes copied between the model's device (host memory for a model on the CPU) and the tier they are kept on.
-
-    Attributes:
-        what: parameters, gradients, activations or optimizer state.
-        tier: where they are kept: host or disk.
-        technique: which technique moved them.
-        read_bytes: copied from the tier.
-        written_bytes: copied to the tier.
-    """
+    """Bytes copied between the model's device (host memory for a model on the CPU) and the tier they are kept on."""
 
     what: What
     tier: Below
-    technique: str
-    read_bytes: int
-    written_bytes: int
+    technique: str  # which technique moved them
+    read_bytes: int  # copied from the tier
+    written_bytes: int  # copied to the tier
 
 
 @dataclass(frozen=True)
 class Recomputed:
     """A layer that was recomputed in backward.
 
-    Attributes:
-        layer: its name in the plan.
-        times: how often.
-        flops: floating-point operations of all of that: counted recomputations times the profiled FLOPs of one. An
-            upper bound, as a recomputation ends when backward has what it needs.
+    Its FLOPs are counted recomputations times the profiled FLOPs of one: an upper bound, as a recomputation ends when
+    backward has what it needs.
     """
 
     layer: str
@@ -57,15 +46,10 @@ class Recomputed:
 
 @dataclass(frozen=True)
 class Lost:
-    """Time that a step would not have taken without MemScale.
-
-    Attributes:
-        to: what it was lost to.
-        seconds: measured; None on a device whose time is not known here.
-    """
+    """Time that a step would not have taken without MemScale."""
 
     to: str
-    seconds: float | None
+    seconds: float | None  # measured; None on a device whose time is not known
 
 
 @dataclass(frozen=True)
@@ -209,25 +193,13 @@ class Report:
         screen = terminal or Terminal.detect()
         title = f"Report: {self.model} on {self.device}"
         parts = [table(title, ["what", "so far", "how it is known"], self._totals(), terminal=screen)]
-        if self.moved:
-            columns = ["moved (counted)", "technique", "tier", "read", "written"]
-            rows = [
-                (
-                    one.what,
-                    one.technique,
-                    one.tier,
-                    format_bytes(one.read_bytes),
-                    format_bytes(one.written_bytes),
-                )
-                for one in self.moved
-            ]
-            parts.append(table("", columns, rows, terminal=screen))
-        if self.recomputed:
-            columns = ["recomputed", "times (counted)", "FLOPs (counted × profiled)"]
-            parts.append(table("", columns, _layer_rows(self.recomputed), terminal=screen))
-        if self.lost:
-            rows_lost = ((one.to, None if one.seconds is None else f"{one.seconds:.3f}") for one in self.lost)
-            parts.append(table("", ["time lost to", "seconds (measured)"], rows_lost, terminal=screen))
+        for columns, rows in (
+            (["moved (counted)", "technique", "tier", "read", "written"], map(_moved_row, self.moved)),
+            (["recomputed", "times (counted)", "FLOPs (counted × profiled)"], _layer_rows(self.recomputed)),
+            (["time lost to", "seconds (measured)"], map(_lost_row, self.lost)),
+        ):
+            if listed := list(rows):
+                parts.append(table("", columns, listed, terminal=screen))
         return "\n".join(parts)
 
     def _totals(self) -> Iterator[tuple[str, object, str]]:
@@ -247,6 +219,14 @@ class Report:
 
     def __str__(self) -> str:
         return self.explain()
+
+
+def _moved_row(one: Moved) -> tuple[str, ...]:
+    return one.what, one.technique, one.tier, format_bytes(one.read_bytes), format_bytes(one.written_bytes)
+
+
+def _lost_row(one: Lost) -> tuple[str, str | None]:
+    return one.to, None if one.seconds is None else f"{one.seconds:.3f}"
 
 
 def _layer_rows(layers: tuple[Recomputed, ...]) -> Iterator[tuple[str, int, str]]:

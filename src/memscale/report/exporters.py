@@ -47,22 +47,24 @@ class Metrics:
         """Serve the report, unless it is served already. What prevents it is logged, and training goes on."""
         if self._port is None or self._server is not None:
             return
-        problem = None
         try:
-            self._server = _serve(source, self._port)
-        except ImportError as error:
-            problem = (
-                f"No metrics on port {self._port}: {error.name} is not installed (pip install prometheus-client). "
-                "Training goes on without them."
-            )
-        except OSError as error:
-            problem = (
-                f"No metrics on port {self._port} of the loopback interface ({error.strerror or error}). Training goes "
-                "on without them; give another Config(observability_port=...), or 0 for any free one."
-            )
-        if logs and problem is not None:
-            logger.warning("%s", problem)
-        elif logs:
+            with _lock:
+                server = next((each for each in _servers if self._port in each.ports), None)
+                if server is None:
+                    server = _Server(self._port)
+                    _servers.append(server)
+                server.add(source)
+        except (ImportError, OSError) as error:
+            if isinstance(error, ImportError):
+                problem = f"{error.name} is not installed (pip install prometheus-client)"
+            else:
+                reason = error.strerror or error
+                problem = f"{reason}; give another Config(observability_port=...), or 0 for any free one"
+            if logs:
+                logger.warning("No metrics on port %d, training goes on: %s.", self._port, problem)
+            return
+        self._server = server
+        if logs:
             logger.info("metrics for Prometheus: %s", self.url)
 
     def end(self, source: Executor) -> None:
@@ -76,28 +78,18 @@ _servers: list[_Server] = []
 _lock = threading.Lock()  # of the servers and their sources
 
 
-def _serve(source: Executor, port: int) -> _Server:
-    with _lock:
-        server = next((each for each in _servers if port in (each.requested_port, each.port)), None)
-        if server is None:
-            server = _Server(port)
-            _servers.append(server)
-        server.add(source)
-        return server
-
-
 class _Server:
     """One port, however many models share it, on the loopback interface only, until the last of them is gone."""
 
     def __init__(self, port: int) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
 
-        self.requested_port = port
         self._sources: list[weakref.ref[Executor]] = []
         registry = CollectorRegistry()
         registry.register(self)  # it calls `collect`
         self._http, self._thread = start_http_server(port, HOST, registry)
         self.port: int = self._http.server_port
+        self.ports = {port, self.port}  # asked for (0 for any), and had
         self._thread.name = f"memscale-metrics-{self.port}"
 
     def add(self, source: Executor) -> None:
@@ -175,9 +167,6 @@ def _samples(report: Report) -> Iterator[tuple[str, dict[str, str], float | None
         yield "lost_seconds_total", {"technique": lost.to}, lost.seconds
 
 
-# ---------------------------------------------------------------------- TensorBoard
-
-
 class Writer(Protocol):
     """What is used of a ``torch.utils.tensorboard.SummaryWriter``."""
 
@@ -188,8 +177,7 @@ class Writer(Protocol):
 def log_scalars(model: nn.Module, writer: Writer, step: int | None = None) -> dict[str, float]:
     """Write what a wrapped model's plan has done so far to a TensorBoard writer, and return what was written.
 
-    Call it as often as the curves are to have points, once in a hundred steps say. All counts are totals since
-    ``wrap``; what is not known (a peak that was higher before) is left out.
+    All counts are totals since ``wrap``; what is not known (a peak that was higher before) is left out.
 
     Args:
         model: a model that is wrapped.
@@ -217,14 +205,12 @@ def log_scalars(model: nn.Module, writer: Writer, step: int | None = None) -> di
         raise WrapTypeError(f"log_scalars takes the wrapped nn.Module first, got {shown(model, 60)}.")
     if not callable(getattr(writer, "add_scalar", None)):
         raise WrapTypeError(
-            f"log_scalars takes a writer with add_scalar(tag, value, step), such as a SummaryWriter, got "
-            f"{shown(writer, 60)}."
+            f"log_scalars takes a writer with add_scalar(tag, value, step), got {shown(writer, 60)}."
         )
     executor = executor_of(model)
     if executor is None:
-        raise WrapError(
-            f"{type(model).__name__} is not wrapped, so that there is nothing to log. Call memscale.wrap(model) first."
-        )
+        name = type(model).__name__
+        raise WrapError(f"{name} is not wrapped: there is nothing to log. Call memscale.wrap(model) first.")
     report = executor.report()
     written = {f"{PREFIX}{name}": value for name, value in report.scalars().items()}
     at = report.forward_passes if step is None else step
