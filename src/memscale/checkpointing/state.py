@@ -2,25 +2,22 @@
 
 Note [Buffers of a region]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-A recomputation must start from the buffers as the forward pass found them, and must not change the real ones
-a second time. So buffers are copied before forward runs, and the recomputation runs on copies: each module's
-`_buffers` dictionary is exchanged while it runs, so that even a buffer that the function registers, replaces
-or deletes leaves no trace.
+A recomputation must start from the buffers as forward found them, and must not change the real ones a second time. So
+they are copied before forward, and each module's `_buffers` dictionary is exchanged while the recomputation runs: even
+a buffer that the function registers, replaces or deletes leaves no trace.
 
-A region copies every buffer: one that forward leaves alone a thousand times (an average that begins after a
-warm-up) may be changed the next time. Copies of buffers that have not changed are dropped when forward ends.
-Whether a module changes its buffers is learned, for training and evaluation apart:
+A region copies every buffer: one that forward leaves alone a thousand times (an average that begins after a warm-up)
+may be changed the next time. When forward ends, copies of unchanged buffers are dropped. Whether a module changes its
+buffers is learned, for training and evaluation apart:
 
-- The first call compares versions and values: batch norm writes its running statistics in a kernel that
-  raises no version. (Batch norm is known by its class too, as the first values could be equal.)
+- The first call compares versions and values: batch norm writes its running statistics in a kernel that raises no
+  version. (Batch norm is known by its class too, as the first values could be equal.)
 - Later calls compare versions only: to compare values, the host would wait for the device.
-- A buffer that forward replaced by another tensor needs no copy: the old tensor is unchanged.
 
-The call of a whole model (`ModelCall`) copies large buffers only of modules that have been seen
-to change theirs, as it is needed when memory is short. If another one changes, that call cannot be repeated.
+The call of a whole model (`ModelCall`) copies large buffers only of modules that have been seen to change theirs, as it
+is needed when memory is short. If another one changes, that call cannot be repeated.
 
-A buffer that forward did not change must also stay unchanged until the recomputation: a new tensor under its
-name is exchanged for the old one, a change in place raises.
+A buffer that forward did not change must stay so until the recomputation: a change in place raises.
 """
 
 from __future__ import annotations
@@ -80,8 +77,8 @@ FREED = (
 class KeptTensor:
     """What a saved-tensor hook gives autograd for a tensor that stays as it is.
 
-    It has no history: a node that saves its own output would be in a cycle that nothing collects, if backward never
-    comes. And it can be freed before the graph is; see `memscale._torch.release_saved_tensors`.
+    Without its history: a node that saves its own output would be in a cycle that nothing collects. It can be freed
+    before the graph is; see `memscale._torch.release_saved_tensors`.
     """
 
     __slots__ = ("_tensor",)
@@ -90,11 +87,7 @@ class KeptTensor:
         self._tensor: torch.Tensor | None = tensor if tensor.grad_fn is None else tensor.detach()
 
     def get(self) -> torch.Tensor:
-        """Return the tensor.
-
-        Raises:
-            RuntimeError: It was freed.
-        """
+        """Return the tensor; raise a `RuntimeError` if it was freed."""
         if self._tensor is None:
             raise RuntimeError(FREED)
         return self._tensor
@@ -103,8 +96,7 @@ class KeptTensor:
         self._tensor = None
 
 
-# ---------------------------------------------------------------------- inputs
-
+# Inputs ----------------------------------------------------------------------------------------------
 
 Slot = Callable[[int], torch.Tensor]
 """One input tensor, kept in some way: returns it for a recomputation in a backward pass."""
@@ -113,18 +105,15 @@ Slot = Callable[[int], torch.Tensor]
 class Inputs:
     """The arguments of a call, with each tensor in a slot.
 
-    The function must not be able to tell the second call from the first. So a tensor that was given twice is given
-    twice again, as one object (attention modules ask whether the query *is* the key), and parameters and constants
-    are the same objects. Only a tensor with a history is given as a leaf of its own, so that the graph of the
-    recomputation ends at the region's edge.
+    The function must not be able to tell the second call from the first: a tensor that was given twice is given twice
+    again, as one object (attention modules ask whether the query *is* the key), and parameters and constants are the
+    same objects. Only a tensor with a history is given as a leaf, so that the new graph ends there.
 
     Args:
         tree: The arguments.
         hooks: The saved-tensor hooks around the call.
         links: Slots of inputs that need not be kept, by the tensors' ids; see Note [Chained regions].
     """
-
-    __slots__ = ("_tree", "slots")
 
     def __init__(self, tree: Tree, hooks: Hooks | None, links: Mapping[int, Slot] | None = None) -> None:
         indices: dict[int, _Index] = {}
@@ -140,11 +129,7 @@ class Inputs:
         self._tree = tree.map(torch.Tensor, index_of)
 
     def rebuild(self, task: int) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Return arguments and keyword arguments for calling the function again.
-
-        Raises:
-            RecomputeError: An input was changed in place since the first call.
-        """
+        """Return arguments and keyword arguments for calling the function again, if no input was changed in place."""
         tensors = [slot(task) for slot in self.slots]
         args, kwargs = self._tree.map(_Index, lambda index: tensors[index]).build()
         return args, kwargs
@@ -157,10 +142,9 @@ class _Index(int):
 def _keep(tensor: torch.Tensor, position: int, hooks: Hooks | None) -> Slot:
     # Note [Inputs go through the surrounding hooks]
     # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    # To whatever surrounds a region, its inputs are what it saves for backward, so they go through the
-    # saved-tensor hooks that surround it. If those are another region's, the input is not kept at all and the
-    # outer region recomputes it first. If they move tensors to the host (`torch.autograd.graph.save_on_cpu`),
-    # the inputs go there.
+    # To whatever surrounds a region, its inputs are what it saves for backward. If the surrounding hooks are another
+    # region's, the input is not kept at all and the outer region recomputes it first. If they move tensors to the host
+    # (`torch.autograd.graph.save_on_cpu`), it goes there.
     requires_grad = tensor.requires_grad
     if hooks is not None and not isinstance(tensor, nn.Parameter):
         pack, unpack = hooks
@@ -168,9 +152,8 @@ def _keep(tensor: torch.Tensor, position: int, hooks: Hooks | None) -> Slot:
             packed = pack(tensor)
         return lambda task: unpack(packed).detach().requires_grad_(requires_grad)
     needs_leaf = not tensor.is_leaf
-    held = (
-        tensor.detach() if needs_leaf else tensor
-    )  # with its history it would keep the graph before the region alive
+    # With its history it would keep the graph before the region alive.
+    held = tensor.detach() if needs_leaf else tensor
     version = version_of(tensor)
 
     def fetch(task: int) -> torch.Tensor:
@@ -187,7 +170,7 @@ def _keep(tensor: torch.Tensor, position: int, hooks: Hooks | None) -> Slot:
     return fetch
 
 
-# ---------------------------------------------------------------------- modules and global state
+# Modules and global state ----------------------------------------------------------------------------
 
 
 def mark_as_copy(copy: torch.Tensor, parameter: torch.Tensor) -> None:
@@ -221,52 +204,36 @@ class ModuleFlags:
     weights after an inner step) is held without its history, and of a copy on the device the parameter behind it.
     """
 
-    __slots__ = (
-        "_modules",
-        "_owned",
-        "_parameters",
-        "_versions",
-        "any_requires_grad",
-        "any_was_computed",
-        "device_types",
-    )
-
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = [(module, module.training) for module in modules]
+        self._training: list[tuple[object, bool]] = [(module, module.training) for module in modules]
         self._owned: list[tuple[nn.Module, dict[str, torch.Tensor | None]]] = [
             (module, dict(module._parameters)) for module in modules if "_parameters" in vars(module)
         ]
         self.any_was_computed = False
+        self._parameters: list[tuple[torch.Tensor, bool]] = []
         for _, own in self._owned:
             for name, tensor in own.items():
-                if tensor is not None and not tensor.is_leaf:
-                    behind = parameter_behind(tensor)
-                    if not behind.is_leaf:
-                        self.any_was_computed = True
-                        behind = behind.detach().requires_grad_(behind.requires_grad)
-                    own[name] = behind
-        self._parameters = [
-            (tensor, tensor.requires_grad)
-            for _, own in self._owned
-            for tensor in own.values()
-            if tensor is not None
-        ]
+                if tensor is None:
+                    continue
+                behind = tensor if tensor.is_leaf else parameter_behind(tensor)
+                if not behind.is_leaf:
+                    self.any_was_computed = True
+                    behind = behind.detach().requires_grad_(behind.requires_grad)
+                own[name] = behind
+                self._parameters.append((behind, behind.requires_grad))
         self.any_requires_grad = any(flag for _, flag in self._parameters)
         self.device_types = {parameter.device.type for parameter, _ in self._parameters}
-        self._versions = [parameter._version for parameter, _ in self._parameters]
+        self.parameters_moved()
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters; one that is shared, as often as it has owners."""
         return [parameter for parameter, _ in self._parameters]
 
     def check_parameters(self) -> None:
-        """Check, before the first recomputation of a backward pass, that no parameter was changed in place.
+        """Raise a `RecomputeError` if a parameter was changed in place since forward began.
 
-        An optimizer that steps inside backward (`register_post_accumulate_grad_hook`) changes a parameter
-        when nothing that depends on it is left to recompute, so such parameters are not looked at.
-
-        Raises:
-            RecomputeError: A parameter was changed in place after the forward pass began.
+        An optimizer that steps inside backward (`register_post_accumulate_grad_hook`) changes a parameter when nothing
+        that depends on it is left to recompute, so such parameters are not looked at.
         """
         for (parameter, _), version in zip(self._parameters, self._versions, strict=True):
             if parameter._version != version:
@@ -282,31 +249,27 @@ class ModuleFlags:
     def put_back(self) -> Iterator[None]:
         """Run with parameters and flags as they were; afterwards they are as they are now."""
         owners = [
-            (module, module._parameters, own)
+            (vars(module), module._parameters, own)
             for module, own in self._owned
             if not _are_same(own, module._parameters)
         ]
-        modules = [(module, module.training) for module, flag in self._modules if module.training != flag]
-        parameters = [
-            (parameter, parameter.requires_grad)
-            for parameter, flag in self._parameters
-            if parameter.requires_grad != flag
+        flags = [
+            (each, name, getattr(each, name), then)
+            for name, before in (("training", self._training), ("requires_grad", self._parameters))
+            for each, then in before
+            if getattr(each, name) != then
         ]
         try:
-            for owner, _, own in owners:
-                vars(owner)["_parameters"] = dict(own)
-            for module, now in modules:
-                module.training = not now
-            for parameter, now in parameters:
-                parameter.requires_grad_(not now)
+            for attributes, _, own in owners:
+                attributes["_parameters"] = dict(own)
+            for each, name, _, then in flags:
+                setattr(each, name, then)
             yield
         finally:
-            for owner, real, _ in owners:
-                vars(owner)["_parameters"] = real
-            for module, now in modules:
-                module.training = now
-            for parameter, now in parameters:
-                parameter.requires_grad_(now)
+            for attributes, real, _ in owners:
+                attributes["_parameters"] = real
+            for each, name, now, _ in flags:
+                setattr(each, name, now)
 
 
 def _are_same(then: Mapping[str, object], now: Mapping[str, object]) -> bool:
@@ -319,11 +282,6 @@ class Conditions:
     Also the default device, and which attention kernels are allowed (`sdpa_kernel`). Grad mode is not in it: a region
     exists only where gradients are on.
     """
-
-    __slots__ = (
-        *("_attention", "_autocast", "_caches_casts", "_default_device"),
-        *("_device_types", "_host_rng", "_rng", "flags"),
-    )
 
     def __init__(self, flags: ModuleFlags, device_types: Iterable[str]) -> None:
         self._device_types = sorted({*device_types, *flags.device_types})
@@ -387,7 +345,7 @@ def _allowed_attention() -> tuple[bool, ...]:
     return tuple(getattr(backends, f"{kind}_sdp_enabled")() for kind in _ATTENTION)
 
 
-# ---------------------------------------------------------------------- buffers and attributes
+# Buffers and attributes ------------------------------------------------------------------------------
 
 SMALL_BYTES = 64 * 1024
 """A larger buffer is copied, in the call of a whole model, only if its module has been seen to change any."""
@@ -406,8 +364,6 @@ class Buffers:
         copy_all: Copy large buffers too that have not been seen to change.
     """
 
-    __slots__ = ("_attributes", "_owners")
-
     def __init__(self, modules: Sequence[nn.Module], *, copy_all: bool = True) -> None:
         with torch.no_grad():
             self._attributes = Attributes(modules, copy_bytes=math.inf if copy_all else SMALL_BYTES)
@@ -422,11 +378,7 @@ class Buffers:
         self._owners = [owner for owner in self._owners if owner.end_forward()]
 
     def restore(self) -> None:
-        """Set buffers and attributes as they were before a forward pass that failed.
-
-        Raises:
-            RecomputeError: A buffer's value at the beginning is not known any more.
-        """
+        """Set buffers and attributes as they were before a forward pass that failed."""
         self._check_attributes()
         self._attributes.restore()
         with torch.no_grad():
@@ -435,25 +387,21 @@ class Buffers:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Run with copies of the buffers, and the attributes, as forward found them; then set the real ones again.
-
-        Raises:
-            RecomputeError: A buffer's value at forward is not known any more.
-        """
+        """Run with copies of the buffers, and the attributes, as forward found them; then set the real ones again."""
         self._check_attributes()
         copies: dict[int, torch.Tensor] = {}
         with torch.no_grad():
-            exchanged = [(owner.module, owner.at_forward(copies)) for owner in self._owners]
-        real = [(module, module._buffers) for module, buffers in exchanged if buffers is not None]
+            at_forward = [(owner.module, owner.at_forward(copies)) for owner in self._owners]
+        exchanged = [(module, buffers) for module, buffers in at_forward if buffers is not None]
+        real = [(module, module._buffers) for module, _ in exchanged]
         try:
             for module, buffers in exchanged:
-                if buffers is not None:
-                    module.__dict__["_buffers"] = buffers
+                vars(module)["_buffers"] = buffers
             with self._attributes.restored():
                 yield
         finally:
             for module, original in real:
-                module.__dict__["_buffers"] = original
+                vars(module)["_buffers"] = original
 
     def _check_attributes(self) -> None:
         tensor = self._attributes.unknown_tensor()
@@ -467,8 +415,6 @@ class Buffers:
 
 class _Owner:
     """One module's own buffers; it may have none, and register one."""
-
-    __slots__ = ("_before", "_changed", "_copies", "_lost", "_training", "_versions", "module")
 
     def __init__(self, module: nn.Module, copies: dict[int, torch.Tensor], copy_all: bool) -> None:
         self.module = module
