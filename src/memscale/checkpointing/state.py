@@ -46,6 +46,7 @@ __all__ = [
     "ModuleFlags",
     "Slot",
     "changed_parameter",
+    "exchanged",
     "mark_as_copy",
     "parameter_behind",
     "submodules",
@@ -249,7 +250,7 @@ class ModuleFlags:
     def put_back(self) -> Iterator[None]:
         """Run with parameters and flags as they were; afterwards they are as they are now."""
         owners = [
-            (vars(module), module._parameters, own)
+            (module, "_parameters", dict(own))
             for module, own in self._owned
             if not _are_same(own, module._parameters)
         ]
@@ -259,17 +260,28 @@ class ModuleFlags:
             for each, then in before
             if getattr(each, name) != then
         ]
-        try:
-            for attributes, _, own in owners:
-                attributes["_parameters"] = dict(own)
-            for each, name, _, then in flags:
-                setattr(each, name, then)
-            yield
-        finally:
-            for attributes, real, _ in owners:
-                attributes["_parameters"] = real
-            for each, name, now, _ in flags:
-                setattr(each, name, now)
+        with exchanged(owners):
+            try:
+                for each, name, _, then in flags:
+                    setattr(each, name, then)
+                yield
+            finally:
+                for each, name, now, _ in flags:
+                    setattr(each, name, now)
+
+
+@contextlib.contextmanager
+def exchanged(dictionaries: Iterable[tuple[nn.Module, str, dict[str, Any]]]) -> Iterator[None]:
+    """Give modules other `_parameters` or `_buffers` inside the block."""
+    new = list(dictionaries)
+    real = [(vars(module), name, vars(module)[name]) for module, name, _ in new]
+    try:
+        for module, name, tensors in new:
+            vars(module)[name] = tensors
+        yield
+    finally:
+        for attributes, name, tensors in real:
+            attributes[name] = tensors
 
 
 def _are_same(then: Mapping[str, object], now: Mapping[str, object]) -> bool:
@@ -392,16 +404,9 @@ class Buffers:
         copies: dict[int, torch.Tensor] = {}
         with torch.no_grad():
             at_forward = [(owner.module, owner.at_forward(copies)) for owner in self._owners]
-        exchanged = [(module, buffers) for module, buffers in at_forward if buffers is not None]
-        real = [(module, module._buffers) for module, _ in exchanged]
-        try:
-            for module, buffers in exchanged:
-                vars(module)["_buffers"] = buffers
-            with self._attributes.restored():
-                yield
-        finally:
-            for module, original in real:
-                vars(module)["_buffers"] = original
+        buffers = [(module, "_buffers", each) for module, each in at_forward if each is not None]
+        with exchanged(buffers), self._attributes.restored():
+            yield
 
     def _check_attributes(self) -> None:
         tensor = self._attributes.unknown_tensor()
