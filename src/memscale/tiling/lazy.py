@@ -36,7 +36,7 @@ from memscale._torch import (
 )
 from memscale.checkpointing.state import version_of
 from memscale.errors import RecomputeError
-from memscale.tiling.head import Head, LogitsStep, TiledHead, compute_tiled
+from memscale.tiling.head import Head, LogitsStep, compute_tiled
 from memscale.tiling.layers import first_order_only, without_saved_tensor_hooks
 
 __all__ = ["LazyLogits", "lazy_logits"]
@@ -78,13 +78,13 @@ class LazyLogits(Tensor):
 
     Attributes:
         hidden: The hidden states, tokens in the order of the logits' other dimensions.
-        tiled: The head and the operations on its output.
+        head: The head, with the operations on its output.
     """
 
     is_computed_later: ClassVar[bool] = True  # for code that looks at tensors, and must not ask for this one
 
     hidden: Tensor
-    tiled: TiledHead
+    head: Head
     _hidden_version: int
     _origin: _Origin | None
     _derived: list[weakref.ref[LazyLogits]]  # of the head's own output: all that comes from it
@@ -107,7 +107,7 @@ class LazyLogits(Tensor):
             with torch.inference_mode(False), torch.enable_grad():
                 if self._origin is None:
                     self.check()
-                    self._true = self.tiled.head.logits(self.hidden)
+                    self._true = self.head.logits(self.hidden)
                 else:
                     origin = self._origin
                     self._true = origin.function(origin.parent.whole(), *origin.args, **origin.kwargs)
@@ -115,7 +115,7 @@ class LazyLogits(Tensor):
 
     def check(self) -> None:
         """Raise a `RecomputeError` if the hidden states or the head have changed since the model was called."""
-        self.tiled.head.check()
+        self.head.check()
         if version_of(self.hidden) != self._hidden_version:
             raise RecomputeError(
                 f"The input of a tiled head (shape {tuple(self.hidden.shape)}) was changed in place before its logits "
@@ -125,7 +125,7 @@ class LazyLogits(Tensor):
 
     @property
     def vocabulary_dim(self) -> int:
-        return self.tiled.vocabulary_dim % self.dim()
+        return self.head.vocabulary_dim % self.dim()
 
     @property
     def vocabulary_is_last(self) -> bool:
@@ -138,12 +138,12 @@ class LazyLogits(Tensor):
         kwargs: dict[str, Any] | None = None,
         *,
         hidden: Tensor | None = None,
-        tiled: TiledHead | None = None,
+        head: Head | None = None,
     ) -> LazyLogits:
         """Return what `function(logits, *args, **kwargs)` gives, as lazy as these."""
         self.check()
         origin = _Origin(self, function, tuple(args), kwargs or {})
-        derived = _make(self.hidden if hidden is None else hidden, tiled or self.tiled, origin)
+        derived = _make(self.hidden if hidden is None else hidden, head or self.head, origin)
         self.root._derived.append(weakref.ref(derived))
         return derived
 
@@ -185,13 +185,11 @@ class LazyLogits(Tensor):
     # For those who look through wrappers, such as memory trackers: what is really there.
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["hidden"], self.tiled
+        return ["hidden"], self.head
 
     @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor], tiled: TiledHead, size: Any, stride: Any
-    ) -> LazyLogits:
-        return lazy_logits(inner["hidden"], tiled.head)
+    def __tensor_unflatten__(inner: dict[str, Tensor], head: Head, size: Any, stride: Any) -> LazyLogits:
+        return lazy_logits(inner["hidden"], replace(head, steps=(), vocabulary_dim=-1))
 
 
 def lazy_logits(hidden: Tensor, head: Head) -> LazyLogits:
@@ -203,13 +201,13 @@ def lazy_logits(hidden: Tensor, head: Head) -> LazyLogits:
         >>> logits.shape, logits.is_whole
         (torch.Size([3, 5]), False)
     """
-    return _make(hidden, TiledHead(head), None)
+    return _make(hidden, head, None)
 
 
-def _make(hidden: Tensor, tiled: TiledHead, origin: _Origin | None) -> LazyLogits:
+def _make(hidden: Tensor, head: Head, origin: _Origin | None) -> LazyLogits:
     with without_saved_tensor_hooks():  # what it saves is what the lazy logits hold anyway
-        made: LazyLogits = _History.apply(tiled, hidden, *tiled.head.parameters)  # type: ignore[no-untyped-call]
-    made.hidden, made.tiled, made._origin = hidden, tiled, origin
+        made: LazyLogits = _History.apply(head, hidden, *head.parameters)  # type: ignore[no-untyped-call]
+    made.hidden, made.head, made._origin = hidden, head, origin
     made._hidden_version = version_of(hidden)
     made._derived = []
     made._true = None
@@ -220,26 +218,30 @@ class _History(torch.autograd.Function):
     """The history of lazy logits, for a gradient that comes from below Python."""
 
     @staticmethod
-    def forward(ctx: Any, tiled: TiledHead, hidden: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, head: Head, hidden: Tensor, *parameters: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.tiled = tiled
+        ctx.head = head
         ctx.save_for_backward(hidden, *parameters)
         shape = list(hidden.shape[:-1])
-        shape.insert(tiled.vocabulary_dim % (len(shape) + 1), tiled.head.vocabulary)
-        logits: Tensor = make_wrapper_subclass(LazyLogits, shape, dtype=tiled.dtype, device=hidden.device)
+        shape.insert(head.vocabulary_dim % (len(shape) + 1), head.vocabulary)
+        logits: Tensor = make_wrapper_subclass(
+            LazyLogits, shape, dtype=head.final_dtype, device=hidden.device
+        )
         return logits
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *parameters = ctx.saved_tensors
-        with torch.enable_grad(), ctx.tiled.head.borrow(parameters):
+        head: Head = ctx.head
+        with torch.enable_grad(), head.borrow(parameters):
             leaves = [
                 tensor.detach().requires_grad_(is_wanted)
                 for tensor, is_wanted in zip((hidden, *parameters), ctx.needs_input_grad[1:], strict=True)
             ]
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
-            found = iter(torch.autograd.grad(ctx.tiled.compute(*leaves), wanted, gradient))
+            logits = head.after_steps(head.linear(*leaves)).movedim(-1, head.vocabulary_dim)
+            found = iter(torch.autograd.grad(logits, wanted, gradient))
         return None, *(next(found) if leaf.requires_grad else None for leaf in leaves)
 
 
@@ -342,8 +344,8 @@ def _permute(function: Function, logits: LazyLogits, *args: Any) -> Any:
     vocabulary = logits.vocabulary_dim
     # The hidden states lack the vocabulary's dimension in its place.
     tokens = [dim - (dim > vocabulary) for dim in order if dim != vocabulary]
-    tiled = replace(logits.tiled, vocabulary_dim=order.index(vocabulary))
-    return logits.derive(Tensor.permute, (order,), hidden=logits.hidden.permute(*tokens, -1), tiled=tiled)
+    head = replace(logits.head, vocabulary_dim=order.index(vocabulary))
+    return logits.derive(Tensor.permute, (order,), hidden=logits.hidden.permute(*tokens, -1), head=head)
 
 
 # Operations on each token: recorded, and run on each tile.
@@ -351,13 +353,13 @@ def _permute(function: Function, logits: LazyLogits, *args: Any) -> Any:
 
 def _with_step(logits: LazyLogits, step: LogitsStep, args: Sequence[Any] | None = None) -> LazyLogits:
     """Return lazy logits with one step more; `args` are those of the call, if the step has others."""
-    tiled = replace(logits.tiled, steps=(*logits.tiled.steps, step))
-    return logits.derive(step.function, step.args if args is None else args, step.kwargs, tiled=tiled)
+    head = replace(logits.head, steps=(*logits.head.steps, step))
+    return logits.derive(step.function, step.args if args is None else args, step.kwargs, head=head)
 
 
 def _example(logits: LazyLogits) -> Tensor:
     """Return a row of logits, to learn the type of an operation's result."""
-    return torch.empty(1, logits.tiled.head.vocabulary, dtype=logits.dtype, device=logits.device)
+    return torch.empty(1, logits.head.vocabulary, dtype=logits.dtype, device=logits.device)
 
 
 @_supports(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to)
@@ -397,7 +399,7 @@ def _is_constant(logits: LazyLogits, operand: Any) -> bool:
         return False
     if operand.dim() == 0:
         return operand.device in (logits.device, torch.device("cpu"))
-    is_row = operand.numel() == operand.shape[-1] == logits.tiled.head.vocabulary
+    is_row = operand.numel() == operand.shape[-1] == logits.head.vocabulary
     return is_row and logits.vocabulary_is_last and operand.device == logits.device
 
 
@@ -425,7 +427,7 @@ def _is_over_vocabulary(logits: LazyLogits, dim: Any) -> bool:
 def _reduced(logits: LazyLogits, of_tile: Callable[[Tensor, slice], Tensor], **options: Any) -> Tensor:
     logits.check()
     flat = logits.hidden.reshape(-1, logits.hidden.shape[-1])
-    return compute_tiled(logits.tiled, flat, of_tile, **options)
+    return compute_tiled(logits.head, flat, of_tile, **options)
 
 
 @_supports(torch.logsumexp, Tensor.logsumexp, torch.argmax, Tensor.argmax, torch.sum, Tensor.sum)
