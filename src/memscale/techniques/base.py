@@ -39,7 +39,7 @@ class ModelSite:
     model: nn.Module
     plan: Plan
     device: torch.device
-    config: Config | None
+    config: Config
     placement: ModelPlacement
     meter: Meter
     state: dict[str, Any]
@@ -47,7 +47,7 @@ class ModelSite:
     @property
     def logs(self) -> bool:
         """Whether to log."""
-        return self.config is None or self.config.enable_logging
+        return self.config.enable_logging
 
 
 @dataclass(frozen=True)
