@@ -169,8 +169,8 @@ def run_region(
 def _cannot_run_again(module: nn.Module) -> bool:
     """Return whether a module's second run may differ from its first.
 
-    A lazy module makes its parameters in its first call. A scripted one is compiled anew while it learns the
-    shapes, and then saves other tensors than before; and its buffers cannot be exchanged.
+    A lazy module makes its parameters in its first call. A scripted one is compiled anew while it learns the shapes,
+    and then saves other tensors; and its buffers cannot be exchanged.
     """
     if isinstance(module, LazyModuleMixin):
         return bool(module.has_uninitialized_params())
@@ -294,7 +294,7 @@ class Region:
     def _order_to_run(self, task: int) -> list[Region]:
         """Return the regions to recompute so that this one can be: the head of its chain first, itself last.
 
-        In a loop and not by recursion: a chain may be longer than Python's stack is deep.
+        Not by recursion: a chain may be longer than Python's stack is deep.
         """
         order: list[Region] = []
         seen: set[int] = set()
@@ -361,7 +361,10 @@ _origins: MutableMapping[torch.Tensor, _Origin] = WeakTensorKeyDictionary()
 
 
 class Link:
-    """An input that is an earlier region's output and is not kept. See Note [Chained regions]."""
+    """An input that is an earlier region's output and is not kept. See Note [Chained regions].
+
+    A region refers to earlier ones only; an earlier one knows of its successors weakly.
+    """
 
     __slots__ = ("__weakref__", "_requires_grad", "index", "region")
 

@@ -200,9 +200,9 @@ def submodules(roots: Sequence[nn.Module]) -> list[nn.Module]:
 class ModuleFlags:
     """`training` of some modules, their parameters, `requires_grad` of these and their versions.
 
-    The parameters are those that the modules have in forward: `torch.func.functional_call` puts other tensors in
-    their place as long as a call lasts, and a recomputation must use the very same. One that was computed (MAML's
-    weights after an inner step) is held without its history, and of a copy on the device the parameter behind it.
+    The parameters are those that the modules have in forward, which `torch.func.functional_call` may have put there.
+    One that was computed (MAML's weights after an inner step) is held without its history, and of a copy on the device
+    the parameter behind it.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -248,7 +248,7 @@ class ModuleFlags:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Run with parameters and flags as they were; afterwards they are as they are now."""
+        """Run with parameters and flags as they were."""
         owners = [
             (module, "_parameters", dict(own))
             for module, own in self._owned
@@ -428,11 +428,11 @@ class _Owner:
         self._versions = self._current_versions()
         self._changed = True  # until `end_forward` has looked
         self._lost: str | None = None
-        known = _changes.get(module, {}).get(self._training) if self._versions else None
+        copy_all = copy_all or _changes.get(module, {}).get(self._training) is not False
         self._copies = {
             name: _copy(buffer, copies)
             for name, buffer in self._before.items()
-            if buffer is not None and (copy_all or known is not False or buffer.nbytes <= SMALL_BYTES)
+            if buffer is not None and (copy_all or buffer.nbytes <= SMALL_BYTES)
         }
 
     def _current_versions(self) -> dict[str, int]:
@@ -461,13 +461,13 @@ class _Owner:
         return True
 
     def restore(self) -> None:
-        for name in self._changed_in_place():
-            if name not in self._copies:
-                raise RecomputeError(
-                    f"The buffer {name!r} of {type(self.module).__name__} was changed in place by a forward pass "
-                    "that failed, for the first time after passes that left it alone, so its value before that "
-                    "is not known. Set it again, for example from a checkpoint, before you go on."
-                )
+        lost = [name for name in self._changed_in_place() if name not in self._copies]
+        if lost:
+            raise RecomputeError(
+                f"The buffer {lost[0]!r} of {type(self.module).__name__} was changed in place by a forward pass "
+                "that failed, for the first time after passes that left it alone, so its value before that "
+                "is not known. Set it again, for example from a checkpoint, before you go on."
+            )
         for name, copy in self._copies.items():
             buffer = self._before[name]
             if buffer is not None:
@@ -488,10 +488,8 @@ class _Owner:
                 "known and the pass cannot be repeated. Run the step again: the buffer is copied from now on."
             )
         if self._changed:
-            return {
-                name: _copy(self._copies[name], copies) if name in self._copies else buffer
-                for name, buffer in self._before.items()
-            }
+            copied = {name: _copy(copy, copies) for name, copy in self._copies.items()}
+            return {**self._before, **copied}
         for name in self._changed_in_place():
             raise RecomputeError(
                 f"The buffer {name!r} of {type(self.module).__name__} was changed in place between "

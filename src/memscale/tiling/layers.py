@@ -10,7 +10,7 @@ the same masks; they are other masks than the whole layer would have drawn, of t
 
 *Inside a recomputed block.* The input goes through the surrounding saved-tensor hooks before the layer runs. If those
 belong to a region (Note [Regions]) that has nothing else to fill, its recomputation stops there: the layer is computed
-twice in all, as if its block were recomputed without tiles.
+twice in all, not three times.
 
 *Parameters.* Inside an offloaded block, modules have copies on the device in forward; backward uses the parameters
 behind them, which are copied to the device again, once for all tiles.
