@@ -64,7 +64,7 @@ _METADATA: set[Function] = {
 _COMMUTATIVE = {torch.add, Tensor.add, Tensor.__add__, torch.mul, Tensor.mul, Tensor.__mul__}
 
 
-class _Origin(NamedTuple):
+class _Derivation(NamedTuple):
     """What lazy logits were derived from, and how."""
 
     parent: LazyLogits
@@ -86,7 +86,7 @@ class LazyLogits(Tensor):
     hidden: Tensor
     head: Head
     _hidden_version: int
-    _origin: _Origin | None
+    _origin: _Derivation | None
     _derived: list[weakref.ref[LazyLogits]]  # of the head's own output: all that comes from it
     _true: Tensor | None
 
@@ -142,7 +142,7 @@ class LazyLogits(Tensor):
     ) -> LazyLogits:
         """Return what `function(logits, *args, **kwargs)` gives, as lazy as these."""
         self.check()
-        origin = _Origin(self, function, tuple(args), kwargs or {})
+        origin = _Derivation(self, function, tuple(args), kwargs or {})
         derived = _make(self.hidden if hidden is None else hidden, head or self.head, origin)
         self.root._derived.append(weakref.ref(derived))
         return derived
@@ -204,7 +204,7 @@ def lazy_logits(hidden: Tensor, head: Head) -> LazyLogits:
     return _make(hidden, head, None)
 
 
-def _make(hidden: Tensor, head: Head, origin: _Origin | None) -> LazyLogits:
+def _make(hidden: Tensor, head: Head, origin: _Derivation | None) -> LazyLogits:
     with without_saved_tensor_hooks():  # what it saves is what the lazy logits hold anyway
         made: LazyLogits = _History.apply(head, hidden, *head.parameters)  # type: ignore[no-untyped-call]
     made.hidden, made.head, made._origin = hidden, head, origin
