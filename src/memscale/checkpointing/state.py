@@ -110,10 +110,7 @@ class Inputs:
     again, as one object (attention modules ask whether the query *is* the key), and parameters and constants are the
     same objects. Only a tensor with a history is given as a leaf, so that the new graph ends there.
 
-    Args:
-        tree: The arguments.
-        hooks: The saved-tensor hooks around the call.
-        links: Slots of inputs that need not be kept, by the tensors' ids; see Note [Chained regions].
+    Tensors are kept by the saved-tensor hooks around the call; not those in `links`, by their ids, which have slots.
     """
 
     def __init__(self, tree: Tree, hooks: Hooks | None, links: Mapping[int, Slot] | None = None) -> None:
@@ -185,16 +182,9 @@ def parameter_behind(tensor: torch.Tensor) -> torch.Tensor:
     return parameter
 
 
-def submodules(roots: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return every module under some modules, each once; like `nn.Module.modules()`, without making the names."""
-    found: dict[nn.Module, None] = {}
-    waiting = list(roots)
-    while waiting:
-        module = waiting.pop()
-        if module not in found:
-            found[module] = None
-            waiting.extend(child for child in module._modules.values() if child is not None)
-    return list(found)
+def submodules(roots: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return every module under some modules, each once."""
+    return list(dict.fromkeys(module for root in roots for module in root.modules()))
 
 
 class ModuleFlags:
@@ -359,8 +349,7 @@ def _allowed_attention() -> tuple[bool, ...]:
 
 # Buffers and attributes ------------------------------------------------------------------------------
 
-SMALL_BYTES = 64 * 1024
-"""A larger buffer is copied, in the call of a whole model, only if its module has been seen to change any."""
+SMALL_BYTES = 64 * 1024  # a larger buffer is not always copied: Note [Buffers of a region]
 
 # Of each module, and of each value of `training`: does forward change its buffers?
 _changes: weakref.WeakKeyDictionary[nn.Module, dict[bool, bool]] = weakref.WeakKeyDictionary()
@@ -369,11 +358,8 @@ _changes: weakref.WeakKeyDictionary[nn.Module, dict[bool, bool]] = weakref.WeakK
 class Buffers:
     """The buffers and Python attributes of some modules, before a forward pass and after it.
 
-    See Note [Buffers of a region] and Note [Attributes of a region].
-
-    Args:
-        modules: Whose buffers and attributes.
-        copy_all: Copy large buffers too that have not been seen to change.
+    See Note [Buffers of a region] and Note [Attributes of a region]. Without `copy_all`, large buffers are copied only
+    if they may change.
     """
 
     def __init__(self, modules: Sequence[nn.Module], *, copy_all: bool = True) -> None:
