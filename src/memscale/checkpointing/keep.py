@@ -56,9 +56,6 @@ EVERY = -1
 def calls_to_keep(ops: tuple[str, ...]) -> Mapping[str, frozenset[int]]:
     """Return the numbers of the calls to keep of each operation that `ops` names.
 
-    Raises:
-        ConfigError: A name is not that of an operation.
-
     Example:
         >>> calls_to_keep(("aten.addmm.default#0", "aten.mm.default"))
         {'aten.addmm.default': frozenset({0}), 'aten.mm.default': frozenset({-1})}

@@ -123,8 +123,7 @@ def run_region(
         chain: Do not keep an input that is the output of the region before; see Note [Chained regions].
 
     Raises:
-        RecomputeError: Now, if the function changed one of its inputs in place; in backward, if the recomputation
-            differs from the forward pass.
+        RecomputeError: Now, if the function changed an input in place; in backward, if the recomputation differs.
 
     Example:
         >>> layer = torch.nn.Linear(2, 2)
@@ -281,7 +280,7 @@ class Region:
                 region.forget(task)
 
     def _rerun(self, task: int, *, holder: Holder | None = None) -> list[torch.Tensor]:
-        """Run again: until a holder is filled, or to the end; the first time in a pass, fill all others too."""
+        """Run again, to the end or until a holder is filled; the first time in a pass, fill all others too."""
         fills_all = task not in (OUTSIDE_BACKWARD, *self.filled)
         outputs = _Rerun(self, task, fills_all, holder).run()
         if fills_all:
@@ -488,14 +487,7 @@ class _Stop(BaseException):
 
 
 class _Rerun:
-    """One more run of a region's function.
-
-    Args:
-        region: The region.
-        task: The backward pass that it is for.
-        fills_all: Whether to fill all of the region's holders.
-        holder: The one to fill in any case; None to run to the end of the function.
-    """
+    """One more run of a region's function for a backward pass, to its end or until a holder is filled."""
 
     def __init__(self, region: Region, task: int, fills_all: bool, holder: Holder | None) -> None:
         self._region = region

@@ -242,9 +242,7 @@ def is_cache(value: object) -> bool:
 class NoCache:
     """Turns the cache off in training, as a forward pre-hook. See Note [use_cache].
 
-    Args:
-        position: The place of `use_cache` among the forward's positional arguments, if it has one.
-        logs: Whether to log, once, that a cache was asked for.
+    `position` is the place of `use_cache` among the forward's positional arguments, if it has one.
     """
 
     def __init__(self, position: int | None, *, logs: bool) -> None:

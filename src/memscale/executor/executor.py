@@ -137,8 +137,6 @@ class Executor:
         meter: Counts what is done; by default a new one.
 
     Attributes:
-        plan: The plan that is attached, or is to be.
-        attached: Whether it is attached.
         placement: Where the model's parameters, gradients and optimizer state are, and the disk tier.
         technique_state: What techniques keep from one plan of the model to the next.
         batches: The batches that the model's plans were made for so far.
@@ -290,11 +288,7 @@ class Executor:
 
     @interrupts_deferred()
     def replan(self, plan: Plan) -> None:
-        """Replace the plan; if that fails, the model keeps the old one.
-
-        Raises:
-            WrapError: The plan does not fit the model, or no plan is attached.
-        """
+        """Replace the plan; if it does not fit the model (`WrapError`), the model keeps the old one."""
         if not self.attached:
             raise WrapError("Only an attached executor can be given another plan: call attach() first.")
         model = self.model
@@ -396,11 +390,7 @@ class Executor:
                 logger.warning("No %s on %s: %s.", name, ", ".join(layers), reason)
 
     def _place_parameters(self, model: nn.Module, sites: Sequence[LayerSite]) -> set[int]:
-        """Move the parameters of offloaded layers to the host or to disk, all others to the device.
-
-        Returns:
-            The ids of the parameters that are not on the device.
-        """
+        """Move parameters to their tier or to the device; return the ids of those that are not on the device."""
         device = self.device
         tiers: dict[Tier, list[nn.Parameter]] = {"device": [], "host": [], "disk": []}
         for site in sites:

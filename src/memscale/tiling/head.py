@@ -129,15 +129,12 @@ def compute_tiled(
     """Reduce the logits of flat hidden states (tokens × width), one tile at a time.
 
     Args:
-        head: The head, with its steps.
+        head: The head.
         hidden: The hidden states.
         of_tile: Maps a tile of logits (tokens × vocabulary) and the slice of tokens that it covers to a scalar, or
             to one result per token.
         is_total: Whether tiles give scalars, which are added up.
         divisor: What a total is divided by, if it is a mean.
-
-    Returns:
-        A scalar, or one result per token along the first dimension.
     """
     tensors = (hidden, *head.parameters)
     needs_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)

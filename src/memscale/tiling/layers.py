@@ -291,15 +291,7 @@ class TiledMethod:
 
 
 def find_wide_layers(block: nn.Module, name: str = "") -> Iterator[TiledMethod]:
-    """Yield the wide position-wise layers inside a block, none inside another; the block itself is called `name`.
-
-    Example:
-        >>> block = nn.Module()
-        >>> block.norm = nn.LayerNorm(4)
-        >>> block.mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
-        >>> list(find_wide_layers(block))
-        [TiledMethod(name='mlp', method='forward', uses=('0', '1', '2'))]
-    """
+    """Yield the wide position-wise layers inside a block, none inside another; the block itself is called `name`."""
     for method in MLP_METHODS:
         uses = _children_used(block, method) if hasattr(type(block), method) else None
         if uses is not None:
@@ -368,14 +360,7 @@ def show_position_wise(
 ) -> PositionWise:
     """Trace a method of a module, to show that it is position-wise. See Note [Position-wise].
 
-    Args:
-        function: The method.
-        module: The module.
-        width: The last dimension of the input.
-        dtype: The type of the input.
-
-    Raises:
-        NotPositionWise: It is not, or cannot be traced.
+    The input has `width` elements per position. Raises `NotPositionWise` if it is not, or cannot be traced.
 
     Example:
         >>> layer = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
