@@ -571,6 +571,12 @@ DDP_STATIC_GRAPH_REDUCED = "_static_graph_delay_allreduce_enqueued"
 """Flag of DistributedDataParallel(static_graph=True): its first reduction is under way."""
 
 
+def in_ddp_static_graph() -> bool:
+    """Return whether a forward of `DistributedDataParallel(static_graph=True)` is running; no, where unknown."""
+    active = getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    return active is not None and bool(active.static_graph)
+
+
 def has_global_forward_hooks() -> bool:
     """Return whether hooks on the forward of all modules are registered."""
     hooks: Any = torch.nn.modules.module

@@ -140,7 +140,7 @@ def test_the_mlp_is_found_in_every_block(family: Family) -> None:
 def test_what_it_uses_is_known(name: str, place: TiledMethod) -> None:
     pytest.importorskip("transformers")
     model = FAMILIES[name].build()
-    assert find_wide_layers(model.get_submodule(repeated(model)[0].name)) == [place]
+    assert list(find_wide_layers(model.get_submodule(repeated(model)[0].name))) == [place]
 
 
 @pytest.mark.parametrize("name", ["resnet"])

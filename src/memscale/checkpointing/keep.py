@@ -2,35 +2,33 @@
 
 Note [Keeping outputs]
 ~~~~~~~~~~~~~~~~~~~~~~
-A region that recomputes everything runs its whole forward again. Some outputs are expensive to compute and
-cheap to keep (a matrix product, an attention); a plan names them. In forward, a dispatch mode below
-autograd keeps a detached alias of what a named operation returns. In the recomputation another mode returns
-the kept output instead of running the operation; the graph, and what it saves, is as in forward.
+Some outputs are expensive to compute and cheap to keep (a matrix product, an attention); a plan names them. In forward,
+a dispatch mode below autograd keeps a detached alias of what a named operation returns. In the recomputation another
+mode returns the kept output instead of running the operation; the graph, and what it saves, is as in forward.
 
-Operations are identified by their overload and their place in the order of calls, which are the same both
-times. These are computed again, named or not:
+Operations are identified by their overload and their place in the order of calls, which are the same both times. These
+are computed again, named or not:
 
-- An operation that changes an argument or returns an alias of one (views, `add_`, `out=`), by its schema:
-  there is nothing of its own to keep.
+- An operation that changes an argument or returns an alias of one (views, `add_`, `out=`), by its schema: there is
+  nothing of its own to keep.
 - An output that is not one storage (sparse, or a wrapper subclass), as writes to it cannot be seen.
-- A cast (`aten._to_copy`): autocast caches casts of weights, so their number may differ from one call to the
-  next.
-- An output whose memory was written to after it was kept (`relu_(linear(x))`). Inside the region the mode
-  sees every write, and compares storages: the output's version is not enough, as the result of `_unsafe_view`
-  (every 3-D `linear` without a bias) or `unsafe_chunk` (the gates of a GRU) shares its memory and has a
-  counter of its own. After the region, the versions of the output and of what the region returned in the same
-  memory are compared.
+- A cast (`aten._to_copy`): autocast caches casts of weights, so their number may differ from one call to the next.
+- An output whose memory was written to after it was kept (`relu_(linear(x))`). Inside the region the mode sees every
+  write, and compares storages: the output's version is not enough, as the result of `_unsafe_view` (every 3-D `linear`
+  without a bias) or `unsafe_chunk` (the gates of a GRU) shares its memory and has a counter of its own. After the
+  region, the versions of the output and of what the region returned in the same memory are compared.
 
-An operation that draws random numbers may be kept. The random state it left behind is kept with it and set
-when it is skipped, so later operations draw the same numbers.
+An operation that draws random numbers may be kept: the random state it left behind is kept with it and set when it is
+skipped, so later operations draw the same numbers.
 
-Kept outputs are never needed for a correct result, only for a fast one. So each is dropped as soon as a
-backward pass that frees the graph has used it; one that retains the graph leaves them for the next.
+Kept outputs are never needed for a correct result, only for a fast one. So each is dropped as soon as a backward pass
+that frees the graph has used it; one that retains the graph leaves them for the next.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -58,9 +56,6 @@ EVERY = -1
 def calls_to_keep(ops: tuple[str, ...]) -> Mapping[str, frozenset[int]]:
     """Return the numbers of the calls to keep of each operation that `ops` names.
 
-    Raises:
-        ConfigError: A name is not that of an operation.
-
     Example:
         >>> calls_to_keep(("aten.addmm.default#0", "aten.mm.default"))
         {'aten.addmm.default': frozenset({0}), 'aten.mm.default': frozenset({-1})}
@@ -78,11 +73,9 @@ def calls_to_keep(ops: tuple[str, ...]) -> Mapping[str, frozenset[int]]:
 
 
 class Kept:
-    """The outputs of some operations (as in `run_region`) that are kept for one region.
+    """The outputs of the operations `ops` that are kept for one region; see `run_region`.
 
-    Args:
-        ops: The operations.
-        device_types: Devices whose random state they may change.
+    The operations may change the random state of devices of `device_types`.
     """
 
     def __init__(self, ops: tuple[str, ...], device_types: Sequence[str]) -> None:
@@ -152,8 +145,7 @@ class KeepMode(LightDispatchMode):
         super().__init__()
         self._kept = kept
         self._replays = replays
-        self._names: dict[Any, str | None] = {}
-        self._numbers: dict[str, int] = {}
+        self._numbers: Counter[str] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -173,20 +165,20 @@ class KeepMode(LightDispatchMode):
 
     def _call_of(self, func: Any) -> tuple[str, int] | None:
         """Return name and number of a call, if its output is to be kept."""
-        if func not in self._names:
-            name = str(func)
-            self._names[func] = name if name in self._kept.calls and _can_be_kept(func) else None
-        known = self._names[func]
-        if known is None:
+        name = _name_to_keep(func)
+        wanted = self._kept.calls.get(name)
+        if wanted is None:
             return None
-        number = self._numbers.get(known, 0)
-        self._numbers[known] = number + 1
-        wanted = self._kept.calls[known]
-        return (known, number) if number in wanted or EVERY in wanted else None
+        number = self._numbers[name]
+        self._numbers[name] += 1
+        return (name, number) if number in wanted or EVERY in wanted else None
 
 
-def _can_be_kept(func: Any) -> bool:
-    schema = getattr(func, "_schema", None)
-    if schema is None or str(func).startswith("aten._to_copy."):
-        return False
-    return all(value.alias_info is None for value in (*schema.arguments, *schema.returns))
+@functools.cache
+def _name_to_keep(func: Any) -> str:
+    """Return the name of an operation; "" if its output cannot be kept."""
+    name, schema = str(func), getattr(func, "_schema", None)
+    if schema is None or name.startswith("aten._to_copy."):
+        return ""
+    has_aliases = any(value.alias_info is not None for value in (*schema.arguments, *schema.returns))
+    return "" if has_aliases else name

@@ -3,10 +3,10 @@
 Note [Gradients of a model's outputs]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 To repeat the backward pass of a call, one needs the gradients that came to its outputs from outside. They are read by
-pre-hooks on the autograd nodes that made the outputs: the outputs themselves are the model's own, with nothing around
-them. A pass captures them only at the outputs that it reaches from outside (`reached_outputs`): a model may return its
-loss beside the logits that the loss was computed from, and the gradient that goes from one to the other inside is not
-to be kept. If a pass reaches both from outside, what arrives at the logits is a sum of both, and of no use.
+pre-hooks on the autograd nodes that made the outputs. A pass captures them only at the outputs that it reaches from
+outside (`reached_outputs`): a model may return its loss beside the logits that the loss was computed from, and the
+gradient that goes from one to the other inside is not to be kept. If a pass reaches both from outside, what arrives at
+the logits is a sum of both, and of no use.
 
 *Who owns whom.* graph → node → pre-hook → `GraphHandle`, which refers to the call weakly: a call knows the model, and
 the model may hold its output; through a node the garbage collector does not see such a cycle. So the call belongs to
@@ -44,11 +44,9 @@ class GraphHandle:
     def before_node(
         self, outputs: Sequence[tuple[int, int]], gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """Tell the call that a backward pass has come to a node that made outputs of it.
+        """Tell the call that a backward pass has come to a node that made outputs of it, with these gradients.
 
-        Args:
-            outputs: The index of each, and its number among the results of the node.
-            gradients: Those of all results of the node.
+        Each output is given by its index, and by its number among the results of the node.
         """
         call = self.call()
         if call is None:
@@ -62,12 +60,6 @@ class GraphHandle:
 
 class ModelCall:
     """One call of a model, and the state that it started from.
-
-    Args:
-        model: The model.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        device: Where the model computes, if its parameters are elsewhere.
 
     Attributes:
         sample: The arguments.

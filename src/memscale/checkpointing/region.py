@@ -2,29 +2,29 @@
 
 Note [Regions]
 ~~~~~~~~~~~~~~
-Forward runs the function once, under saved-tensor hooks that give autograd an empty `Holder` for each tensor
-it would save. Nothing is kept but the inputs (and the outputs in Note [Keeping outputs]). When backward opens the first
-holder, the function runs again under the conditions of the first time, with hooks that put each tensor it
-saves into the holder of the same number; the graph it builds on the way is thrown away. Autograd attaches the
-original graph to what it unpacks, so double backward works.
+Forward runs the function once, under saved-tensor hooks that give autograd an empty `Holder` for each tensor it would
+save. Nothing is kept but the inputs (and the outputs in Note [Keeping outputs]). When backward opens the first holder,
+the function runs again under the conditions of the first time, with hooks that put each tensor it saves into the holder
+of the same number; the graph it builds on the way is thrown away. Autograd attaches the original graph to what it
+unpacks, so double backward works.
 
-*Ownership.* graph -> holder -> region -> inputs. The region refers to its holders weakly. So it is freed with
-the graph: after a backward pass that does not retain it, or with the output, without the garbage collector.
+*Ownership.* graph -> holder -> region -> inputs. The region refers to its holders weakly, so it is freed with the
+graph, without the garbage collector.
 
-*Backward passes.* Recomputed tensors belong to one backward pass, by its graph task id; a second pass over a
-retained graph recomputes again. Each tensor is handed out once and then dropped, so memory falls as backward
-proceeds. If one is asked for twice in one pass (a custom function that reads `saved_tensors` twice), the
-region runs again for it alone. What was recomputed and not asked for is dropped when the pass ends.
+*Backward passes.* Recomputed tensors belong to one backward pass, by its graph task id; a second pass over a retained
+graph recomputes again. Each tensor is handed out once and then dropped, so memory falls as backward proceeds. If one is
+asked for twice in one pass (a custom function that reads `saved_tensors` twice), the region runs again for it alone.
+What was not asked for is dropped when the pass ends.
 
-*Early stop.* A private exception ends the recomputation when the last holder that the graph still has is
-filled. So a function may call `torch.autograd.grad` in the middle: its recomputation stops before that call.
+*Early stop.* A private exception ends the recomputation when the last holder that the graph still has is filled. So a
+function may call `torch.autograd.grad` in the middle: its recomputation stops before that call.
 
-*Nested regions.* The innermost region takes the saved tensors; to the one around it, an inner region's inputs
-are saved tensors (Note [Inputs go through the surrounding hooks]). So opening an inner holder recomputes the
-outer region first, once.
+*Nested regions.* The innermost region takes the saved tensors; to the one around it, an inner region's inputs are saved
+tensors (Note [Inputs go through the surrounding hooks]). So opening an inner holder recomputes the outer region first,
+once.
 
-*Threads.* On an accelerator, backward runs in threads of its own, one per device. Recomputing sets global
-state (random generators, buffers, flags), so one recomputation runs at a time, under one lock for all regions.
+*Threads.* On an accelerator, backward runs in one thread per device. Recomputing sets global state (random generators,
+buffers, flags), so one recomputation runs at a time, under one lock for all regions.
 
 Note [Chained regions]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -33,22 +33,19 @@ is not: the second region refers to the first (`Link`), and when it must be reco
 it, to its end, and takes its output. This fills the first region's holders as well, which its own backward needs next:
 nothing is computed more often, and nothing more is kept, than if both blocks were one checkpointed function.
 
-*Which tensor comes from which region* is in `_origins`, weakly by the tensor. If the region is gone, or the tensor
-was changed in place, the second region keeps its input.
+*Which tensor comes from which region* is in `_origins`, weakly by the tensor. If the region is gone, or the tensor was
+changed in place, the second region keeps its input.
 
-*Segments.* A region that chains joins the segment of the latest region among its inputs' origins, and leaves
-out just the inputs that come from its own segment. A tensor from further back (an encoder's output that each
-decoder block takes, a skip connection of a U-Net) is kept: it is kept elsewhere anyway, and recomputing it
-from each of its users would cost a whole encoder each time.
+*Segments.* A region that chains joins the segment of the latest region among its inputs' origins, and leaves out just
+the inputs that come from its own segment. A tensor from further back (an encoder's output that each decoder block
+takes, a skip connection of a U-Net) is kept: recomputing it for each of its users would cost a whole encoder each time.
 
 *Inside another region* a region chains only to regions of the same run of the outer one. When that is recomputed, a
 tensor from outside it is no region's output any more; were it one in forward, the outer region would see another
 number of saved tensors the second time.
 
-*How long an output lives.* Until the last chained region that will ask for it, in this backward pass, has it, or
-until the pass ends.
-
-*No cycles.* A region refers to earlier regions only. An earlier one knows of its successors weakly.
+*How long an output lives.* Until the last chained region that will ask for it, in this backward pass, has it, or until
+the pass ends.
 """
 
 from __future__ import annotations
@@ -112,22 +109,21 @@ def run_region(
     """Call a function so that backward recomputes what it needs instead of finding it saved.
 
     Loss and gradients are bit for bit those of the plain call, dropout included, as long as the function depends on its
-    arguments, `modules` and the global random generators of torch, Python and NumPy only. Where gradients are off, or
-    nothing requires one, this is the plain call; so it is for modules that cannot be run again.
+    arguments, `modules` and the global random generators of torch, Python and NumPy only. Where nothing requires a
+    gradient, and for modules that cannot be run again, this is the plain call.
 
     Args:
         function: What to run; it runs once now and once for each backward pass.
         args: Its positional arguments. Tensors are found in nested containers too.
         kwargs: Its keyword arguments.
-        modules: The modules that the function uses, with their submodules: parameters, flags, buffers and attributes
-            are restored for the recomputation, which leaves no trace in them.
+        modules: The modules that the function uses: parameters, flags, buffers and attributes of these and of their
+            submodules are restored for the recomputation, which leaves no trace in them.
         keep: Operations whose outputs are kept instead of recomputed, as `"aten.addmm.default"` for every call or
             `"aten.addmm.default#3"` for the fourth; see Note [Keeping outputs].
         chain: Do not keep an input that is the output of the region before; see Note [Chained regions].
 
     Raises:
-        RecomputeError: Now, if the function changed one of its inputs in place; in backward, if the
-            recomputation comes out other than the forward pass.
+        RecomputeError: Now, if the function changed an input in place; in backward, if the recomputation differs.
 
     Example:
         >>> layer = torch.nn.Linear(2, 2)
@@ -172,8 +168,8 @@ def run_region(
 def _cannot_run_again(module: nn.Module) -> bool:
     """Return whether a module's second run may differ from its first.
 
-    A lazy module makes its parameters in its first call. A scripted one is compiled anew while it learns the
-    shapes, and then saves other tensors than before; and its buffers cannot be exchanged.
+    A lazy module makes its parameters in its first call. A scripted one is compiled anew while it learns the shapes,
+    and then saves other tensors; and its buffers cannot be exchanged.
     """
     if isinstance(module, LazyModuleMixin):
         return bool(module.has_uninitialized_params())
@@ -196,7 +192,7 @@ class Region:
         types = {tensor.device.type for tensor in tensors}
         hooks = surrounding_hooks()
         # What tells one run of an outer region from another. A bound method is made anew at every use.
-        owner = _Outermost if hooks is None else getattr(hooks[0], "__self__", hooks[0])
+        owner = Region if hooks is None else getattr(hooks[0], "__self__", hooks[0])
         self._outer: Callable[[], object] = weakref.ref(owner)
         self._segment = object()
         self.successors: list[weakref.ref[Link]] = []
@@ -274,11 +270,7 @@ class Region:
         try:
             for region in order[:-1]:
                 region._recompute_outputs(task)
-            if self._may_fill(task):
-                _Rerun(self, task, fill=True, to_the_end=False).run()
-                self._mark_filled(task)
-            else:
-                _Rerun(self, task, fill=holder, to_the_end=False).run()
+            self._rerun(task, holder=holder)
         except BaseException:
             for region in order:
                 region.forget(task)
@@ -287,19 +279,21 @@ class Region:
             for region in order[:-1]:
                 region.forget(task)
 
-    def _may_fill(self, task: int) -> bool:
-        return task != OUTSIDE_BACKWARD and task not in self.filled
-
-    def _mark_filled(self, task: int) -> None:
-        self.filled.add(task)
-        at_end_of_backward(self.forget, task)
+    def _rerun(self, task: int, *, holder: Holder | None = None) -> list[torch.Tensor]:
+        """Run again, to the end or until a holder is filled; the first time in a pass, fill all others too."""
+        fills_all = task not in (OUTSIDE_BACKWARD, *self.filled)
+        outputs = _Rerun(self, task, fills_all, holder).run()
+        if fills_all:
+            self.filled.add(task)
+            at_end_of_backward(self.forget, task)
+        return outputs
 
     # Chained regions. See the note.
 
     def _order_to_run(self, task: int) -> list[Region]:
         """Return the regions to recompute so that this one can be: the head of its chain first, itself last.
 
-        In a loop and not by recursion: a chain may be longer than Python's stack is deep.
+        Not by recursion: a chain may be longer than Python's stack is deep.
         """
         order: list[Region] = []
         seen: set[int] = set()
@@ -318,10 +312,7 @@ class Region:
 
     def _recompute_outputs(self, task: int) -> None:
         """Run to the end, and hold those outputs that chained regions will ask for."""
-        fill = self._may_fill(task)
-        outputs = _Rerun(self, task, fill=fill, to_the_end=True).run()
-        if fill:
-            self._mark_filled(task)
+        outputs = self._rerun(task)
         for successor in self.successors:
             link = successor()
             if link is None:
@@ -348,10 +339,6 @@ class Region:
         return output.tensor.detach()
 
 
-class _Outermost:
-    """Stands for the hooks around a region that has none around it."""
-
-
 class _Origin(NamedTuple):
     """The region that made a tensor, as which of its outputs, in which order, and the tensor's version then."""
 
@@ -373,7 +360,10 @@ _origins: MutableMapping[torch.Tensor, _Origin] = WeakTensorKeyDictionary()
 
 
 class Link:
-    """An input that is an earlier region's output and is not kept. See Note [Chained regions]."""
+    """An input that is an earlier region's output and is not kept. See Note [Chained regions].
+
+    A region refers to earlier ones only; an earlier one knows of its successors weakly.
+    """
 
     __slots__ = ("__weakref__", "_requires_grad", "index", "region")
 
@@ -387,14 +377,11 @@ class Link:
         return self.region.take_output(task, self).requires_grad_(self._requires_grad)
 
 
-# ---------------------------------------------------------------------- saved tensors
+# Saved tensors ---------------------------------------------------------------------------------------
 
 
 class Holder:
-    """What autograd saves in place of a tensor: empty, until a recomputation fills it for one backward pass.
-
-    The graph owns the holder, the holder owns the region, and nothing refers back.
-    """
+    """What autograd saves in place of a tensor: empty, until a recomputation fills it for one backward pass."""
 
     __slots__ = ("__weakref__", "_tensors", "index", "region")
 
@@ -407,11 +394,7 @@ class Holder:
         self._tensors[task] = (tensor, version_of(tensor))
 
     def take(self, task: int) -> torch.Tensor | None:
-        """Return the tensor for a backward pass, once; None if it is not there.
-
-        Raises:
-            RecomputeError: The region changed the tensor in place after autograd had saved it.
-        """
+        """Return the tensor for a backward pass, once; None if it is not there."""
         tensor, version = self._tensors.pop(task, (None, 0))
         if tensor is not None and version_of(tensor) != version:
             raise RecomputeError(
@@ -496,7 +479,7 @@ class _Saved:
         return None
 
 
-# ---------------------------------------------------------------------- recomputation
+# Recomputation ---------------------------------------------------------------------------------------
 
 
 class _Stop(BaseException):
@@ -504,30 +487,20 @@ class _Stop(BaseException):
 
 
 class _Rerun:
-    """One more run of a region's function.
+    """One more run of a region's function for a backward pass, to its end or until a holder is filled."""
 
-    Args:
-        region: The region.
-        task: The backward pass that it is for.
-        fill: Whether to fill the region's holders, or which one.
-        to_the_end: Run to the end of the function, and not only until the last holder is filled.
-    """
-
-    def __init__(self, region: Region, task: int, *, fill: Holder | bool, to_the_end: bool) -> None:
+    def __init__(self, region: Region, task: int, fills_all: bool, holder: Holder | None) -> None:
         self._region = region
         self._task = task
-        self._fill = fill
+        self._fills_all = fills_all
+        self._holder = holder
         self._count = 0
         self._is_done = False
         self._error: RecomputeError | None = None
-        self._last = -1
-        if to_the_end:
-            self._last = len(region.saved)
-        elif isinstance(fill, Holder):
-            self._last = fill.index
-        else:
-            filled = (saved.index for saved in reversed(region.saved) if saved.holder() is not None)
-            self._last = next(filled, -1)
+        self._last = len(region.saved)
+        if holder is not None:
+            needed = (saved.index for saved in reversed(region.saved) if saved.holder() is not None)
+            self._last = next(needed) if fills_all else holder.index
 
     def run(self) -> list[torch.Tensor]:
         """Fill the holders; return the tensors that the function returned, if it was run to its end."""
@@ -573,7 +546,7 @@ class _Rerun:
         if self._error is not None:
             raise _Stop
         holder = saved.holder()
-        if holder is not None and (self._fill is True or self._fill is holder):
+        if holder is not None and (self._fills_all or holder is self._holder):
             holder.put(self._task, plain)
         if index >= self._last:
             self._is_done = True

@@ -2,25 +2,22 @@
 
 Note [Buffers of a region]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-A recomputation must start from the buffers as the forward pass found them, and must not change the real ones
-a second time. So buffers are copied before forward runs, and the recomputation runs on copies: each module's
-`_buffers` dictionary is exchanged while it runs, so that even a buffer that the function registers, replaces
-or deletes leaves no trace.
+A recomputation must start from the buffers as forward found them, and must not change the real ones a second time. So
+they are copied before forward, and each module's `_buffers` dictionary is exchanged while the recomputation runs: even
+a buffer that the function registers, replaces or deletes leaves no trace.
 
-A region copies every buffer: one that forward leaves alone a thousand times (an average that begins after a
-warm-up) may be changed the next time. Copies of buffers that have not changed are dropped when forward ends.
-Whether a module changes its buffers is learned, for training and evaluation apart:
+A region copies every buffer: one that forward leaves alone a thousand times (an average that begins after a warm-up)
+may be changed the next time. When forward ends, copies of unchanged buffers are dropped. Whether a module changes its
+buffers is learned, for training and evaluation apart:
 
-- The first call compares versions and values: batch norm writes its running statistics in a kernel that
-  raises no version. (Batch norm is known by its class too, as the first values could be equal.)
+- The first call compares versions and values: batch norm writes its running statistics in a kernel that raises no
+  version. (Batch norm is known by its class too, as the first values could be equal.)
 - Later calls compare versions only: to compare values, the host would wait for the device.
-- A buffer that forward replaced by another tensor needs no copy: the old tensor is unchanged.
 
-The call of a whole model (`ModelCall`) copies large buffers only of modules that have been seen
-to change theirs, as it is needed when memory is short. If another one changes, that call cannot be repeated.
+The call of a whole model (`ModelCall`) copies large buffers only of modules that have been seen to change theirs, as it
+is needed when memory is short. If another one changes, that call cannot be repeated.
 
-A buffer that forward did not change must also stay unchanged until the recomputation: a new tensor under its
-name is exchanged for the old one, a change in place raises.
+A buffer that forward did not change must stay so until the recomputation: a change in place raises.
 """
 
 from __future__ import annotations
@@ -49,6 +46,7 @@ __all__ = [
     "ModuleFlags",
     "Slot",
     "changed_parameter",
+    "exchanged",
     "mark_as_copy",
     "parameter_behind",
     "submodules",
@@ -80,8 +78,8 @@ FREED = (
 class KeptTensor:
     """What a saved-tensor hook gives autograd for a tensor that stays as it is.
 
-    It has no history: a node that saves its own output would be in a cycle that nothing collects, if backward never
-    comes. And it can be freed before the graph is; see `memscale._torch.release_saved_tensors`.
+    Without its history: a node that saves its own output would be in a cycle that nothing collects. It can be freed
+    before the graph is; see `memscale._torch.release_saved_tensors`.
     """
 
     __slots__ = ("_tensor",)
@@ -90,11 +88,7 @@ class KeptTensor:
         self._tensor: torch.Tensor | None = tensor if tensor.grad_fn is None else tensor.detach()
 
     def get(self) -> torch.Tensor:
-        """Return the tensor.
-
-        Raises:
-            RuntimeError: It was freed.
-        """
+        """Return the tensor; raise a `RuntimeError` if it was freed."""
         if self._tensor is None:
             raise RuntimeError(FREED)
         return self._tensor
@@ -103,8 +97,7 @@ class KeptTensor:
         self._tensor = None
 
 
-# ---------------------------------------------------------------------- inputs
-
+# Inputs ----------------------------------------------------------------------------------------------
 
 Slot = Callable[[int], torch.Tensor]
 """One input tensor, kept in some way: returns it for a recomputation in a backward pass."""
@@ -113,18 +106,12 @@ Slot = Callable[[int], torch.Tensor]
 class Inputs:
     """The arguments of a call, with each tensor in a slot.
 
-    The function must not be able to tell the second call from the first. So a tensor that was given twice is given
-    twice again, as one object (attention modules ask whether the query *is* the key), and parameters and constants
-    are the same objects. Only a tensor with a history is given as a leaf of its own, so that the graph of the
-    recomputation ends at the region's edge.
+    The function must not be able to tell the second call from the first: a tensor that was given twice is given twice
+    again, as one object (attention modules ask whether the query *is* the key), and parameters and constants are the
+    same objects. Only a tensor with a history is given as a leaf, so that the new graph ends there.
 
-    Args:
-        tree: The arguments.
-        hooks: The saved-tensor hooks around the call.
-        links: Slots of inputs that need not be kept, by the tensors' ids; see Note [Chained regions].
+    Tensors are kept by the saved-tensor hooks around the call; not those in `links`, by their ids, which have slots.
     """
-
-    __slots__ = ("_tree", "slots")
 
     def __init__(self, tree: Tree, hooks: Hooks | None, links: Mapping[int, Slot] | None = None) -> None:
         indices: dict[int, _Index] = {}
@@ -140,11 +127,7 @@ class Inputs:
         self._tree = tree.map(torch.Tensor, index_of)
 
     def rebuild(self, task: int) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Return arguments and keyword arguments for calling the function again.
-
-        Raises:
-            RecomputeError: An input was changed in place since the first call.
-        """
+        """Return arguments and keyword arguments for calling the function again, if no input was changed in place."""
         tensors = [slot(task) for slot in self.slots]
         args, kwargs = self._tree.map(_Index, lambda index: tensors[index]).build()
         return args, kwargs
@@ -157,10 +140,9 @@ class _Index(int):
 def _keep(tensor: torch.Tensor, position: int, hooks: Hooks | None) -> Slot:
     # Note [Inputs go through the surrounding hooks]
     # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    # To whatever surrounds a region, its inputs are what it saves for backward, so they go through the
-    # saved-tensor hooks that surround it. If those are another region's, the input is not kept at all and the
-    # outer region recomputes it first. If they move tensors to the host (`torch.autograd.graph.save_on_cpu`),
-    # the inputs go there.
+    # To whatever surrounds a region, its inputs are what it saves for backward. If the surrounding hooks are another
+    # region's, the input is not kept at all and the outer region recomputes it first. If they move tensors to the host
+    # (`torch.autograd.graph.save_on_cpu`), it goes there.
     requires_grad = tensor.requires_grad
     if hooks is not None and not isinstance(tensor, nn.Parameter):
         pack, unpack = hooks
@@ -168,9 +150,8 @@ def _keep(tensor: torch.Tensor, position: int, hooks: Hooks | None) -> Slot:
             packed = pack(tensor)
         return lambda task: unpack(packed).detach().requires_grad_(requires_grad)
     needs_leaf = not tensor.is_leaf
-    held = (
-        tensor.detach() if needs_leaf else tensor
-    )  # with its history it would keep the graph before the region alive
+    # With its history it would keep the graph before the region alive.
+    held = tensor.detach() if needs_leaf else tensor
     version = version_of(tensor)
 
     def fetch(task: int) -> torch.Tensor:
@@ -187,7 +168,7 @@ def _keep(tensor: torch.Tensor, position: int, hooks: Hooks | None) -> Slot:
     return fetch
 
 
-# ---------------------------------------------------------------------- modules and global state
+# Modules and global state ----------------------------------------------------------------------------
 
 
 def mark_as_copy(copy: torch.Tensor, parameter: torch.Tensor) -> None:
@@ -201,72 +182,49 @@ def parameter_behind(tensor: torch.Tensor) -> torch.Tensor:
     return parameter
 
 
-def submodules(roots: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return every module under some modules, each once; like `nn.Module.modules()`, without making the names."""
-    found: dict[nn.Module, None] = {}
-    waiting = list(roots)
-    while waiting:
-        module = waiting.pop()
-        if module not in found:
-            found[module] = None
-            waiting.extend(child for child in module._modules.values() if child is not None)
-    return list(found)
+def submodules(roots: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return every module under some modules, each once."""
+    return list(dict.fromkeys(module for root in roots for module in root.modules()))
 
 
 class ModuleFlags:
     """`training` of some modules, their parameters, `requires_grad` of these and their versions.
 
-    The parameters are those that the modules have in forward: `torch.func.functional_call` puts other tensors in
-    their place as long as a call lasts, and a recomputation must use the very same. One that was computed (MAML's
-    weights after an inner step) is held without its history, and of a copy on the device the parameter behind it.
+    The parameters are those that the modules have in forward, which `torch.func.functional_call` may have put there.
+    One that was computed (MAML's weights after an inner step) is held without its history, and of a copy on the device
+    the parameter behind it.
     """
 
-    __slots__ = (
-        "_modules",
-        "_owned",
-        "_parameters",
-        "_versions",
-        "any_requires_grad",
-        "any_was_computed",
-        "device_types",
-    )
-
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = [(module, module.training) for module in modules]
+        self._training: list[tuple[object, bool]] = [(module, module.training) for module in modules]
         self._owned: list[tuple[nn.Module, dict[str, torch.Tensor | None]]] = [
             (module, dict(module._parameters)) for module in modules if "_parameters" in vars(module)
         ]
         self.any_was_computed = False
+        self._parameters: list[tuple[torch.Tensor, bool]] = []
         for _, own in self._owned:
             for name, tensor in own.items():
-                if tensor is not None and not tensor.is_leaf:
-                    behind = parameter_behind(tensor)
-                    if not behind.is_leaf:
-                        self.any_was_computed = True
-                        behind = behind.detach().requires_grad_(behind.requires_grad)
-                    own[name] = behind
-        self._parameters = [
-            (tensor, tensor.requires_grad)
-            for _, own in self._owned
-            for tensor in own.values()
-            if tensor is not None
-        ]
+                if tensor is None:
+                    continue
+                behind = tensor if tensor.is_leaf else parameter_behind(tensor)
+                if not behind.is_leaf:
+                    self.any_was_computed = True
+                    behind = behind.detach().requires_grad_(behind.requires_grad)
+                own[name] = behind
+                self._parameters.append((behind, behind.requires_grad))
         self.any_requires_grad = any(flag for _, flag in self._parameters)
         self.device_types = {parameter.device.type for parameter, _ in self._parameters}
-        self._versions = [parameter._version for parameter, _ in self._parameters]
+        self.parameters_moved()
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters; one that is shared, as often as it has owners."""
         return [parameter for parameter, _ in self._parameters]
 
     def check_parameters(self) -> None:
-        """Check, before the first recomputation of a backward pass, that no parameter was changed in place.
+        """Raise a `RecomputeError` if a parameter was changed in place since forward began.
 
-        An optimizer that steps inside backward (`register_post_accumulate_grad_hook`) changes a parameter
-        when nothing that depends on it is left to recompute, so such parameters are not looked at.
-
-        Raises:
-            RecomputeError: A parameter was changed in place after the forward pass began.
+        An optimizer that steps inside backward (`register_post_accumulate_grad_hook`) changes a parameter when nothing
+        that depends on it is left to recompute, so such parameters are not looked at.
         """
         for (parameter, _), version in zip(self._parameters, self._versions, strict=True):
             if parameter._version != version:
@@ -280,33 +238,40 @@ class ModuleFlags:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Run with parameters and flags as they were; afterwards they are as they are now."""
+        """Run with parameters and flags as they were."""
         owners = [
-            (module, module._parameters, own)
+            (module, "_parameters", dict(own))
             for module, own in self._owned
             if not _are_same(own, module._parameters)
         ]
-        modules = [(module, module.training) for module, flag in self._modules if module.training != flag]
-        parameters = [
-            (parameter, parameter.requires_grad)
-            for parameter, flag in self._parameters
-            if parameter.requires_grad != flag
+        flags = [
+            (each, name, getattr(each, name), then)
+            for name, before in (("training", self._training), ("requires_grad", self._parameters))
+            for each, then in before
+            if getattr(each, name) != then
         ]
-        try:
-            for owner, _, own in owners:
-                vars(owner)["_parameters"] = dict(own)
-            for module, now in modules:
-                module.training = not now
-            for parameter, now in parameters:
-                parameter.requires_grad_(not now)
-            yield
-        finally:
-            for owner, real, _ in owners:
-                vars(owner)["_parameters"] = real
-            for module, now in modules:
-                module.training = now
-            for parameter, now in parameters:
-                parameter.requires_grad_(now)
+        with exchanged(owners):
+            try:
+                for each, name, _, then in flags:
+                    setattr(each, name, then)
+                yield
+            finally:
+                for each, name, now, _ in flags:
+                    setattr(each, name, now)
+
+
+@contextlib.contextmanager
+def exchanged(dictionaries: Iterable[tuple[nn.Module, str, dict[str, Any]]]) -> Iterator[None]:
+    """Give modules other `_parameters` or `_buffers` inside the block."""
+    new = list(dictionaries)
+    real = [(vars(module), name, vars(module)[name]) for module, name, _ in new]
+    try:
+        for module, name, tensors in new:
+            vars(module)[name] = tensors
+        yield
+    finally:
+        for attributes, name, tensors in real:
+            attributes[name] = tensors
 
 
 def _are_same(then: Mapping[str, object], now: Mapping[str, object]) -> bool:
@@ -319,11 +284,6 @@ class Conditions:
     Also the default device, and which attention kernels are allowed (`sdpa_kernel`). Grad mode is not in it: a region
     exists only where gradients are on.
     """
-
-    __slots__ = (
-        *("_attention", "_autocast", "_caches_casts", "_default_device"),
-        *("_device_types", "_host_rng", "_rng", "flags"),
-    )
 
     def __init__(self, flags: ModuleFlags, device_types: Iterable[str]) -> None:
         self._device_types = sorted({*device_types, *flags.device_types})
@@ -387,10 +347,9 @@ def _allowed_attention() -> tuple[bool, ...]:
     return tuple(getattr(backends, f"{kind}_sdp_enabled")() for kind in _ATTENTION)
 
 
-# ---------------------------------------------------------------------- buffers and attributes
+# Buffers and attributes ------------------------------------------------------------------------------
 
-SMALL_BYTES = 64 * 1024
-"""A larger buffer is copied, in the call of a whole model, only if its module has been seen to change any."""
+SMALL_BYTES = 64 * 1024  # a larger buffer is not always copied: Note [Buffers of a region]
 
 # Of each module, and of each value of `training`: does forward change its buffers?
 _changes: weakref.WeakKeyDictionary[nn.Module, dict[bool, bool]] = weakref.WeakKeyDictionary()
@@ -399,14 +358,9 @@ _changes: weakref.WeakKeyDictionary[nn.Module, dict[bool, bool]] = weakref.WeakK
 class Buffers:
     """The buffers and Python attributes of some modules, before a forward pass and after it.
 
-    See Note [Buffers of a region] and Note [Attributes of a region].
-
-    Args:
-        modules: Whose buffers and attributes.
-        copy_all: Copy large buffers too that have not been seen to change.
+    See Note [Buffers of a region] and Note [Attributes of a region]. Without `copy_all`, large buffers are copied only
+    if they may change.
     """
-
-    __slots__ = ("_attributes", "_owners")
 
     def __init__(self, modules: Sequence[nn.Module], *, copy_all: bool = True) -> None:
         with torch.no_grad():
@@ -422,11 +376,7 @@ class Buffers:
         self._owners = [owner for owner in self._owners if owner.end_forward()]
 
     def restore(self) -> None:
-        """Set buffers and attributes as they were before a forward pass that failed.
-
-        Raises:
-            RecomputeError: A buffer's value at the beginning is not known any more.
-        """
+        """Set buffers and attributes as they were before a forward pass that failed."""
         self._check_attributes()
         self._attributes.restore()
         with torch.no_grad():
@@ -435,25 +385,14 @@ class Buffers:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Run with copies of the buffers, and the attributes, as forward found them; then set the real ones again.
-
-        Raises:
-            RecomputeError: A buffer's value at forward is not known any more.
-        """
+        """Run with copies of the buffers, and the attributes, as forward found them; then set the real ones again."""
         self._check_attributes()
         copies: dict[int, torch.Tensor] = {}
         with torch.no_grad():
-            exchanged = [(owner.module, owner.at_forward(copies)) for owner in self._owners]
-        real = [(module, module._buffers) for module, buffers in exchanged if buffers is not None]
-        try:
-            for module, buffers in exchanged:
-                if buffers is not None:
-                    module.__dict__["_buffers"] = buffers
-            with self._attributes.restored():
-                yield
-        finally:
-            for module, original in real:
-                module.__dict__["_buffers"] = original
+            at_forward = [(owner.module, owner.at_forward(copies)) for owner in self._owners]
+        buffers = [(module, "_buffers", each) for module, each in at_forward if each is not None]
+        with exchanged(buffers), self._attributes.restored():
+            yield
 
     def _check_attributes(self) -> None:
         tensor = self._attributes.unknown_tensor()
@@ -468,8 +407,6 @@ class Buffers:
 class _Owner:
     """One module's own buffers; it may have none, and register one."""
 
-    __slots__ = ("_before", "_changed", "_copies", "_lost", "_training", "_versions", "module")
-
     def __init__(self, module: nn.Module, copies: dict[int, torch.Tensor], copy_all: bool) -> None:
         self.module = module
         self._training = module.training
@@ -477,11 +414,11 @@ class _Owner:
         self._versions = self._current_versions()
         self._changed = True  # until `end_forward` has looked
         self._lost: str | None = None
-        known = _changes.get(module, {}).get(self._training) if self._versions else None
+        copy_all = copy_all or _changes.get(module, {}).get(self._training) is not False
         self._copies = {
             name: _copy(buffer, copies)
             for name, buffer in self._before.items()
-            if buffer is not None and (copy_all or known is not False or buffer.nbytes <= SMALL_BYTES)
+            if buffer is not None and (copy_all or buffer.nbytes <= SMALL_BYTES)
         }
 
     def _current_versions(self) -> dict[str, int]:
@@ -510,13 +447,13 @@ class _Owner:
         return True
 
     def restore(self) -> None:
-        for name in self._changed_in_place():
-            if name not in self._copies:
-                raise RecomputeError(
-                    f"The buffer {name!r} of {type(self.module).__name__} was changed in place by a forward pass "
-                    "that failed, for the first time after passes that left it alone, so its value before that "
-                    "is not known. Set it again, for example from a checkpoint, before you go on."
-                )
+        lost = [name for name in self._changed_in_place() if name not in self._copies]
+        if lost:
+            raise RecomputeError(
+                f"The buffer {lost[0]!r} of {type(self.module).__name__} was changed in place by a forward pass "
+                "that failed, for the first time after passes that left it alone, so its value before that "
+                "is not known. Set it again, for example from a checkpoint, before you go on."
+            )
         for name, copy in self._copies.items():
             buffer = self._before[name]
             if buffer is not None:
@@ -537,10 +474,8 @@ class _Owner:
                 "known and the pass cannot be repeated. Run the step again: the buffer is copied from now on."
             )
         if self._changed:
-            return {
-                name: _copy(self._copies[name], copies) if name in self._copies else buffer
-                for name, buffer in self._before.items()
-            }
+            copied = {name: _copy(copy, copies) for name, copy in self._copies.items()}
+            return {**self._before, **copied}
         for name in self._changed_in_place():
             raise RecomputeError(
                 f"The buffer {name!r} of {type(self.module).__name__} was changed in place between "

@@ -1,22 +1,20 @@
 """Gradient checkpointing: a block keeps its input and is computed again in backward.
 
-The mechanism is `memscale.checkpointing`; here it is put on modules. A block that is one module gets a
-`RecomputeStage`. A block that is a few neighbours in an `nn.Sequential` has no module of its own, so the
-`nn.Sequential` gets a `SlicesStage`, which runs its children in order, each planned slice as one region.
+A block that is one module gets a `RecomputeStage`. A block that is a few neighbours in an `nn.Sequential` has no module
+of its own, so the `nn.Sequential` gets a `SlicesStage`, which runs its children in order, each planned slice as one
+region.
 
 Note [use_cache]
 ~~~~~~~~~~~~~~~~
-A Hugging Face model has `config.use_cache`, mostly on, and a forward that takes `use_cache` and looks into
-the config if it is not given. A cache is of no use in training, holds memory, and breaks recomputation, which
-would write to it twice. So each module with such a config and such a forward gets a hook, which in training
-passes `use_cache=False` for a caller who does not say anything. In `eval()` mode a call with gradients on is
-training if it has labels; without them it may be the first of a loop that generates, so that the cache stays
-and it is logged once what that costs in training. The config itself is never written to: it is at all times
-what its user set, also in the middle of a forward, after an interrupt, and in `save_pretrained`.
+A Hugging Face model has `config.use_cache`, mostly on, and a forward that takes `use_cache` and looks into the config
+if it is not given. A cache is of no use in training, holds memory, and breaks recomputation, which would write to it
+twice. So each module with such a config and such a forward gets a hook, which in training passes `use_cache=False` for
+a caller who does not say anything. In `eval()` mode a call with gradients on is training if it has labels; without them
+it may be the first of a loop that generates, so the cache stays. The config itself is never written to, as it could be
+read in the middle of a forward, after an interrupt, or by `save_pretrained`.
 
-A caller who passes `use_cache=True` or a cache (as prefix tuning does, for the model to read) gets it. Layers
-that are given a cache are not recomputed in that call (`is_cache`), and it is logged once that this costs
-memory.
+A caller who passes `use_cache=True` or a cache (as prefix tuning does) gets it. Layers that are given a cache are not
+recomputed in that call (`is_cache`), and it is logged once that this costs memory.
 """
 
 from __future__ import annotations
@@ -24,23 +22,22 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from memscale.checkpointing.cost import recompute_options
 from memscale.checkpointing.keep import calls_to_keep
 from memscale.checkpointing.region import run_region
 from memscale.errors import WrapError
 from memscale.execution_plan import Checkpointing
-from memscale.profiler.profile import BlockProfile
+from memscale.profiler.profile import BlockProfile, OpProfile
 from memscale.techniques.base import LayerSite
-from memscale.techniques.cost import BlockOption, CostTerms
+from memscale.techniques.cost import HOOK_SECONDS, BlockOption, CostTerms
 from memscale.techniques.forward import ForwardStage, Stage, override_of
+from memscale.units import format_bytes
 
 if TYPE_CHECKING:
     from memscale.techniques.undo_log import UndoLog
@@ -48,16 +45,28 @@ if TYPE_CHECKING:
 __all__ = [
     "GradientCheckpointing",
     "NoCache",
-    "RecomputeStage",
-    "Slice",
     "SlicesStage",
-    "has_own_checkpointing",
+    "can_recompute",
     "is_cache",
     "no_cache_hooks",
+    "worth_keeping",
 ]
 
-
 logger = logging.getLogger("memscale")
+
+RunBlock = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any], Sequence[nn.Module]], Any]
+"""Runs a function with its arguments as one region; the last argument are the modules that it uses."""
+
+
+def can_recompute(block: BlockProfile) -> bool:
+    """Return whether forward saves anything in a block, and the block can be run again from its input."""
+    return block.saved_bytes > 0 and not block.has_own_checkpointing and not block.changes_input
+
+
+def worth_keeping(block: BlockProfile) -> tuple[OpProfile, ...]:
+    """Return the block's heavy operations, those that save the most computation per byte first."""
+    useful = [op for op in block.ops if op.output_bytes > 0]
+    return tuple(sorted(useful, key=lambda op: (-op.flops / op.output_bytes, op.key)))
 
 
 class GradientCheckpointing:
@@ -65,8 +74,30 @@ class GradientCheckpointing:
 
     name = "checkpointing"
 
-    def options(self, block: BlockProfile, terms: CostTerms) -> Iterable[BlockOption]:
-        return recompute_options(block, terms)
+    def options(self, block: BlockProfile, terms: CostTerms) -> Iterator[BlockOption]:
+        """Yield one option for each number of kept products, none first."""
+        if not terms.config.enable_checkpointing or not can_recompute(block):
+            return
+        products = worth_keeping(block)
+        for count in range(len(products) + 1):
+            keep = products[:count]
+            kept_bytes = sum(op.output_bytes for op in keep)
+            flops = max(0, block.forward_flops - sum(op.flops for op in keep) * block.calls)
+            half = max(0, block.forward_half_flops - sum(op.flops for op in keep if op.half) * block.calls)
+            seconds = terms.rates.seconds(flops, half, block.forward_traffic)
+            reason = f"holds {format_bytes(block.saved_bytes)} for backward, recomputed instead"
+            if keep:
+                reason += f"; keeps {format_bytes(kept_bytes * block.calls)} that are expensive to compute"
+            yield BlockOption(
+                self.name,
+                HOOK_SECONDS + seconds,
+                held_bytes=kept_bytes * block.calls,
+                returned_bytes=max(0, block.saved_bytes // max(1, block.calls) - kept_bytes),
+                reruns_forward=True,
+                keep=keep,
+                settings=Checkpointing(tuple(sorted(op.key for op in keep))),
+                reason=reason,
+            )
 
     def unsupported_reason(self, site: LayerSite) -> str | None:
         if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):
@@ -82,10 +113,12 @@ class GradientCheckpointing:
 
     def attach(self, site: LayerSite, log: UndoLog) -> None:
         layer = site.layer
+        settings = layer.checkpointing or Checkpointing()
+        calls_to_keep(settings.keep)  # raises now if a name is wrong, and not in the first step
         watched = functools.partial(site.meter.watched, layer=layer.name, flops=layer.recompute_flops)
-        region = _Region(layer.checkpointing or Checkpointing(), watched)
+        run_block = functools.partial(_run_block, settings, watched)
         if len(site.modules) == 1:
-            log.add_stage(site.modules[0], RecomputeStage(region), name=site.layer.members[0])
+            log.add_stage(site.modules[0], RecomputeStage(run_block), name=layer.members[0])
             return
         name, start = _slice_position(site)
         container = site.model.get_submodule(name)
@@ -94,36 +127,19 @@ class GradientCheckpointing:
         if stage is None:
             stage = SlicesStage()
             log.add_stage(container, stage, name=name)
-        stage.add(Slice(start, start + len(site.modules), region))
+        stage.add(start, start + len(site.modules), run_block)
 
 
-class _Region:
-    """Runs a block as a region, with the settings of its plan."""
-
-    def __init__(self, settings: Checkpointing, watched: Callable[..., Callable[..., Any]]) -> None:
-        calls_to_keep(settings.keep)  # raises now if a name is wrong, and not in the first step
-        self.keep = settings.keep
-        self.chain = settings.chained
-        self.watched = watched
-
-    def run(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        modules: Sequence[nn.Module],
-    ) -> Any:
-        function = self.watched(function)
-        return run_region(function, args, kwargs, modules=modules, keep=self.keep, chain=self.chain)
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Children `start` to `stop` (exclusive) of an `nn.Sequential`, which run as one region."""
-
-    start: int
-    stop: int
-    region: _Region
+def _run_block(
+    settings: Checkpointing,
+    watched: Callable[[Callable[..., Any]], Callable[..., Any]],
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    modules: Sequence[nn.Module],
+) -> Any:
+    keep, chain = settings.keep, settings.chained
+    return run_region(watched(function), args, kwargs, modules=modules, keep=keep, chain=chain)
 
 
 class RecomputeStage(ForwardStage):
@@ -131,15 +147,15 @@ class RecomputeStage(ForwardStage):
 
     order = Stage.RECOMPUTE
 
-    def __init__(self, region: _Region) -> None:
-        self._region = region
+    def __init__(self, run_block: RunBlock) -> None:
+        self._run_block = run_block
 
     def run(
         self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if _checkpoints_itself(module) or any(map(is_cache, args)) or any(map(is_cache, kwargs.values())):
             return call_next(*args, **kwargs)
-        return self._region.run(call_next, args, kwargs, (module,))
+        return self._run_block(call_next, args, kwargs, (module,))
 
 
 class SlicesStage(ForwardStage):
@@ -152,11 +168,11 @@ class SlicesStage(ForwardStage):
     order = Stage.RECOMPUTE
 
     def __init__(self) -> None:
-        self._slices: list[Slice] = []
+        self._slices: list[tuple[int, int, RunBlock]] = []
 
-    def add(self, part: Slice) -> None:
-        """Add a slice; none overlaps another."""
-        self._slices = sorted((*self._slices, part), key=lambda one: one.start)
+    def add(self, start: int, stop: int, run_block: RunBlock) -> None:
+        """Add the slice of children from `start` to `stop` (exclusive); none overlaps another."""
+        self._slices = sorted((*self._slices, (start, stop, run_block)), key=lambda each: each[0])
 
     def run(
         self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -166,14 +182,14 @@ class SlicesStage(ForwardStage):
         (value,) = args
         children = list(module._modules.values())
         done = 0
-        for one in self._slices:
-            value = _in_order(children[done : one.start], value)
-            inside = [child for child in children[max(done, one.start) : one.stop] if child is not None]
-            done = max(done, one.stop)
+        for start, stop, run_block in self._slices:
+            value = _in_order(children[done:start], value)
+            inside = [child for child in children[start:stop] if child is not None]
+            done = stop
             if is_cache(value) or any(map(_checkpoints_itself, inside)):
                 value = _in_order(inside, value)
             elif inside:
-                value = one.region.run(functools.partial(_in_order, inside), (value,), {}, inside)
+                value = run_block(functools.partial(_in_order, inside), (value,), {}, inside)
         return _in_order(children[done:], value)
 
 
@@ -185,50 +201,27 @@ def _in_order(modules: Sequence[Any], value: Any) -> Any:
 
 def _slice_position(site: LayerSite) -> tuple[str, int]:
     """Return the name of the `nn.Sequential` that a block is a slice of, and where the slice begins."""
-    layer = site.layer
-    parents = {member.rpartition(".")[0] for member in layer.members}
-    name = min(parents)
+    members = site.layer.members
+    name, dot, _ = members[0].rpartition(".")
     container = site.model.get_submodule(name)
     override = override_of(container)
     own_forward = vars(container).get("forward") if override is None else override.inner
-    in_order = getattr(type(container), "forward", None) is nn.Sequential.forward
-    if len(parents) > 1 or not in_order or own_forward is not None:
+    in_order = type(container).forward is nn.Sequential.forward and own_forward is None
+    children = [f"{name}{dot}{child}" for child in container._modules]
+    start = children.index(members[0])
+    if not in_order or tuple(children[start : start + len(members)]) != members:
         raise WrapError(
-            f"The plan's layer {layer.name!r} is the modules {', '.join(layer.members)}, which can be one "
-            "block only as neighbours in an nn.Sequential that runs them in order; here they are in "
-            f"{', '.join(f'{p!r} ({type(site.model.get_submodule(p)).__name__})' for p in sorted(parents))}. "
-            "Make a new plan for this model."
-        )
-    children = list(container._modules)
-    wanted = [member.rpartition(".")[2] for member in layer.members]
-    start = children.index(wanted[0])
-    if children[start : start + len(wanted)] != wanted:
-        raise WrapError(
-            f"The plan's layer {layer.name!r} is the modules {', '.join(wanted)} of {name!r}, which are not "
-            f"neighbours there: it has {', '.join(children)}. Make a new plan for this model."
+            f"The plan's layer {site.layer.name!r} is the modules {', '.join(members)}, which are not neighbours in an "
+            f"nn.Sequential that runs them in order: {name!r} is a {type(container).__name__} with "
+            f"{', '.join(children)}. Make a new plan for this model."
         )
     return name, start
 
 
-def has_own_checkpointing(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the modules that recompute by themselves, or whose layers do.
-
-    They are known by their structure: Hugging Face sets `gradient_checkpointing = True` on stacks and layers, torch's
-    `checkpoint_wrapper` puts a module around each layer.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        >>> model[1].gradient_checkpointing = True
-        >>> has_own_checkpointing(model)
-        ('1',)
-    """
-    return tuple(name for name, module in model.named_modules() if _checkpoints_itself(module))
-
-
 def _checkpoints_itself(module: nn.Module) -> bool:
-    if getattr(module, "gradient_checkpointing", False) is True:
-        return True
-    return "_checkpoint_wrapped_module" in module._modules
+    """Return whether Hugging Face's flag is set, or the module is torch's `checkpoint_wrapper`."""
+    has_flag = getattr(module, "gradient_checkpointing", False) is True
+    return has_flag or "_checkpoint_wrapped_module" in module._modules
 
 
 _NOT_CACHES = (torch.Tensor, nn.Module, type(None), str, int, float, tuple, list, Mapping, AbstractSet)
@@ -249,9 +242,7 @@ def is_cache(value: object) -> bool:
 class NoCache:
     """Turns the cache off in training, as a forward pre-hook. See Note [use_cache].
 
-    Args:
-        position: The place of `use_cache` among the forward's positional arguments, if it has one.
-        logs: Whether to log, once, that a cache was asked for.
+    `position` is the place of `use_cache` among the forward's positional arguments, if it has one.
     """
 
     def __init__(self, position: int | None, *, logs: bool) -> None:
@@ -275,6 +266,10 @@ class NoCache:
                 "A training step asked for a cache (use_cache=True, or past_key_values)",
                 "leave use_cache out",
             )
+        elif is_training and wanted is None:
+            if position is None:
+                return args, {**kwargs, "use_cache": False}
+            return (*args[:position], False, *args[position + 1 :]), kwargs
         elif not is_training and wanted is None and self._logs:
             config: Any = module.config
             if config.use_cache and any(each.requires_grad for each in module.parameters()):
@@ -282,11 +277,7 @@ class NoCache:
                     "A step in eval() mode, with gradients on and no labels, uses a cache",
                     "pass use_cache=False",
                 )
-        if not is_training or has_cache or wanted is not None:
-            return None
-        if position is not None:
-            return (*args[:position], False, *args[position + 1 :]), kwargs
-        return args, {**kwargs, "use_cache": False}
+        return None
 
     def _log(self, what: str, remedy: str) -> None:
         if self._logs:

@@ -5,7 +5,14 @@ Note [Copies]
 `copy.deepcopy` and pickle ask an object itself for `__reduce_ex__`. While a model is wrapped, each of its modules has
 one in its `__dict__`, by which it is copied as if it were not wrapped. That of the model also passes on the plan and
 the settings; once the copy is complete, an executor of its own attaches the plan to it. So nothing that a technique
-holds is ever copied, a copy of a single submodule is plain, and the original is not disturbed.
+holds is ever copied, and a copy of a single submodule is plain.
+
+Note [Moves]
+~~~~~~~~~~~~
+`.to()`, `.cuda()`, `.half()` and the like all go through `nn.Module._apply`. A move to the device that the model trains
+on already, as accelerate and the Trainer make, leaves offloaded parameters on their tier: the card may have no room for
+them. A move to another device takes everything along. The plan was for the old device, so nothing is attached until the
+next training batch makes a new one.
 """
 
 from __future__ import annotations
@@ -16,7 +23,7 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -28,7 +35,6 @@ from memscale.checkpointing.technique import no_cache_hooks
 from memscale.config import Config
 from memscale.errors import WrapError
 from memscale.execution_plan import LayerPlan, Offloading, Plan, Tier
-from memscale.executor.moves import Moves, without_techniques
 from memscale.executor.registry import LAYER_TECHNIQUES, MODEL_TECHNIQUES
 from memscale.observe.counters import Meter
 from memscale.observe.report import Report
@@ -74,13 +80,12 @@ class Settings:
     """What the executor of a copy has in common with that of the original.
 
     Attributes:
-        guard: The class of its guard.
         origins: Where parameters and buffers go on detach, by their names.
         changed: Attributes of objects other than modules: object, name, and the value before.
     """
 
     plan: Plan
-    config: Config | None
+    config: Config
     device: torch.device | None
     guard: type[RecoveryGuard] | None
     on_training_batch: TrainingBatch | None
@@ -115,27 +120,23 @@ class Settings:
 class Executor:
     """Attaches a plan to a model, and detaches it.
 
-    The model has its executor as `model._memscale_executor`, in its `__dict__` and not as a submodule; the
-    executor refers to the model weakly. A copy of the model, by `deepcopy` or pickle, has an executor of its
-    own. See Note [Copies].
+    The model has its executor as `model._memscale_executor`, in its `__dict__` and not as a submodule; the executor
+    refers to the model weakly. A copy of the model has an executor of its own. See Note [Copies].
 
     Args:
         model: The model that the plan was made for.
         plan: The plan.
-        config: The settings that the plan was made with.
-        device: Where the model trains, if that is not where it is: what is not offloaded is moved there,
-            and so are the arguments of each call.
-        on_training_batch: Called before each forward pass of the model in training, as
-            `on_training_batch(executor, args, kwargs)`. It may call `replan`: the pass that is about to begin
-            runs by the new plan. It is not called for passes that it makes itself. A copy of the model
-            keeps it only if it is a module-level function: others may refer to the original model.
+        config: The settings that the plan was made with; by default those of `Config()`.
+        device: Where the model trains, if that is not where it is: what is not offloaded is moved there, and so are the
+            arguments of each call.
+        on_training_batch: Called before each forward pass in training that it does not make itself. It may call
+            `replan`: the pass that is about to begin runs by the new plan. A copy of the model keeps it only if it is a
+            module-level function: others may refer to the original model.
         guard: Catches out-of-memory errors in a step.
         metrics: Serves the executor's numbers while it is attached.
         meter: Counts what is done; by default a new one.
 
     Attributes:
-        plan: The plan that is attached, or is to be.
-        attached: Whether it is attached.
         placement: Where the model's parameters, gradients and optimizer state are, and the disk tier.
         technique_state: What techniques keep from one plan of the model to the next.
         batches: The batches that the model's plans were made for so far.
@@ -169,25 +170,25 @@ class Executor:
         self._model = weakref.ref(model)
         self._device = device
         self.plan = plan
-        self.config = config
+        self.config = config = config or Config()
         self.on_training_batch = on_training_batch
         self.metrics = metrics
         self.meter = meter or Meter()
         self.attached = False
-        store = (
-            DiskStore() if config is None else DiskStore(config.offload_dir, config.max_disk_offload_bytes)
+        settings = config.async_config
+        self.placement = ModelPlacement(
+            DiskStore(config.offload_dir, config.max_disk_offload_bytes),
+            self.meter,
+            PinnedMemory(None if settings is None else settings.pinned_pool_bytes),
         )
-        settings = None if config is None else config.async_config
-        pinned = PinnedMemory(None if settings is None else settings.pinned_pool_bytes)
-        self.placement = ModelPlacement(store, self.meter, pinned)
-        self.placement.host_capacity = None if config is None else config.max_cpu_offload_bytes
-        self.placement.fused_host_step = config is None or config.fused_host_step
+        self.placement.host_capacity = config.max_cpu_offload_bytes
+        self.placement.fused_host_step = config.fused_host_step
         self.technique_state: dict[str, Any] = {}
         self.batches = PlannedBatches()
         self.optimizer: OptimizerNeeds | None = None
         self._guard = guard
         self._is_calling_back = False
-        self._logs = config is None or config.enable_logging
+        self._logs = config.enable_logging
         notice = CompileNotice(enabled=self._logs)
         self._hooks = UndoLog(notice)  # what stays when the plan changes
         self._techniques = UndoLog(notice)
@@ -239,7 +240,7 @@ class Executor:
     def attach(self) -> None:
         """Attach the plan to the model; if that fails, the model is as it was before.
 
-        Tensors on the meta device get memory and values. See Note [Models larger than memory].
+        Tensors on the meta device get memory and values: Note [Models larger than memory].
 
         Raises:
             WrapError: The plan does not fit the model; the model, a part of it or a model around it is wrapped
@@ -281,26 +282,13 @@ class Executor:
         """
         if self.metrics is not None:
             self.metrics.end(self)
-        self._detach()
-
-    def _detach(self) -> None:
-        if not self.attached:
-            return
-        self.meter.end()
-        try:
+        if self.attached:
+            self.meter.end()
             self._undo(self.model)
-        except Exception:
-            self.attached = False
-            raise
-        self.attached = False
 
     @interrupts_deferred()
     def replan(self, plan: Plan) -> None:
-        """Replace the plan; if that fails, the model keeps the old one.
-
-        Raises:
-            WrapError: The plan does not fit the model, or no plan is attached.
-        """
+        """Replace the plan; if it does not fit the model (`WrapError`), the model keeps the old one."""
         if not self.attached:
             raise WrapError("Only an attached executor can be given another plan: call attach() first.")
         model = self.model
@@ -322,7 +310,8 @@ class Executor:
         model = self.model
         # Parameters stay where they are: the device may have no room for all of them.
         placement, self.placement = self.placement, ModelPlacement()
-        self._detach()
+        self.meter.end()
+        self._undo(model)
         try:
             yield model
         finally:
@@ -331,8 +320,7 @@ class Executor:
                 self.attach()
 
     @contextlib.contextmanager
-    def moving_to(self, device: torch.device) -> Iterator[None]:
-        """Run a block that moves the model to another device, for which the next training batch makes a new plan."""
+    def _moving_to(self, device: torch.device) -> Iterator[None]:
         model = self.model
         with interrupts_deferred():
             self._techniques.undo()
@@ -344,12 +332,17 @@ class Executor:
                 yield
             finally:
                 self._device, self.batches = None, PlannedBatches()
-                self.plan = without_techniques(self.plan, f"the model moved to {device}")
+                why = f"nothing until the next training batch makes a new plan: the model moved to {device}"
+                layers = tuple(
+                    LayerPlan(each.name, each.members, (), "moved", why) for each in self.plan.layers
+                )
+                plan = replace(self.plan, layers=layers, notes=(*self.plan.notes, why))
+                self.plan = replace(plan, precision=None, loss=None, optimizer=None)
                 self._attach_techniques(model, self.plan)
                 self.meter.begin(self.device)
 
     def _apply(self, model: nn.Module) -> None:
-        self._hooks.set_attribute(model, "_apply", Moves(self))
+        self._hooks.set_attribute(model, "_apply", functools.partial(_convert, weakref.ref(self)))
         copied = _CopiedAsPlain(model)
         self._hooks.add(copied)
         copied.make(self)
@@ -397,11 +390,7 @@ class Executor:
                 logger.warning("No %s on %s: %s.", name, ", ".join(layers), reason)
 
     def _place_parameters(self, model: nn.Module, sites: Sequence[LayerSite]) -> set[int]:
-        """Move the parameters of offloaded layers to the host or to disk, all others to the device.
-
-        Returns:
-            The ids of the parameters that are not on the device.
-        """
+        """Move parameters to their tier or to the device; return the ids of those that are not on the device."""
         device = self.device
         wanted: dict[Tier, list[nn.Parameter]] = {"host": [], "disk": [], "device": []}
         for site in sites:
@@ -435,6 +424,7 @@ class Executor:
         # Last: `memscale.detach` finds what is left to undo by it.
         vars(model).pop(EXECUTOR, None)
         _wrapped_models.discard(self)
+        self.attached = False
         if errors:
             raise errors[0]
 
@@ -496,6 +486,37 @@ def _find_module(model: nn.Module, layer: LayerPlan, name: str) -> nn.Module:
             f"({type(model).__name__}) has none of that name. A plan fits the model that it was made for: "
             "make a new one."
         ) from None
+
+
+def _convert(
+    executor: weakref.ref[Executor], convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
+    """Move or convert the tensors of a wrapped model: its `_apply`. See Note [Moves]."""
+    attached = executor()
+    assert attached is not None, "an attribute of a model that is gone was called"
+    model, device, placement = attached.model, attached.device, attached.placement
+    apply: Callable[..., nn.Module] = type(model)._apply
+    target = convert(torch.empty(0, device=device)).device
+    if target != device:
+        with attached._moving_to(target):
+            return apply(model, convert, recurse)
+    masters = {id(each) for each in (*placement.host_masters(), *placement.on_disk)}
+    hidden = [
+        (module._parameters, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and id(parameter) in masters
+    ]
+    for parameters, name, _ in hidden:
+        parameters[name] = None
+    try:
+        apply(model, convert, recurse)
+    finally:
+        for parameters, name, parameter in hidden:
+            parameters[name] = parameter
+    if placement.convert_masters(convert):
+        attached.batches = PlannedBatches()  # of another type they need other memory
+    return model
 
 
 # Forward pre-hooks of the model. They find the executor by the model; the last one that was added runs first.
@@ -560,19 +581,16 @@ class _CopiedAsPlain:
 
     def make(self, executor: Executor) -> None:
         for reference in self._modules:
-            module = reference()
-            if module is None:
-                continue
-            around = reference, weakref.ref(executor)
-            vars(module)[_REDUCE] = functools.partial(_reduce, *around)
-            if hasattr(type(module), _DEEPCOPY):
-                vars(module)[_DEEPCOPY] = functools.partial(_deepcopy, *around)
+            if (module := reference()) is not None:
+                around = reference, weakref.ref(executor)
+                vars(module)[_REDUCE] = functools.partial(_reduce, *around)
+                if hasattr(type(module), _DEEPCOPY):
+                    vars(module)[_DEEPCOPY] = functools.partial(_deepcopy, *around)
 
     def undo(self) -> None:
         """Remove it again."""
         for reference in self._modules:
-            module = reference()
-            if module is not None:
+            if (module := reference()) is not None:
                 self.undo_in(module, vars(module))
 
     def undo_in(self, module: nn.Module, attributes: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from memscale.checkpointing.cost import can_recompute
+from memscale.checkpointing.technique import can_recompute
 from memscale.config import Config, OptimizationMode
 from memscale.execution_plan import (
     Checkpointing,

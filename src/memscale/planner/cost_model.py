@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from memscale.checkpointing.cost import can_recompute, worth_keeping
+from memscale.checkpointing.technique import can_recompute, worth_keeping
 from memscale.config import Config
 from memscale.executor.registry import LAYER_TECHNIQUES
 from memscale.hardware import Hardware

@@ -30,7 +30,7 @@ class ModelSite:
     model: nn.Module
     plan: Plan
     device: torch.device  # where the model trains
-    config: Config | None
+    config: Config
     placement: ModelPlacement
     meter: Meter
     state: dict[str, Any]  # what techniques keep from one plan to the next, by names of their choice
@@ -38,7 +38,7 @@ class ModelSite:
     @property
     def logs(self) -> bool:
         """Whether to log."""
-        return self.config is None or self.config.enable_logging
+        return self.config.enable_logging
 
 
 @dataclass(frozen=True)

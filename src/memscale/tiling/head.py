@@ -2,13 +2,12 @@
 
 Note [Gradients in forward or in backward]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A scalar loss has one gradient, up to the factor that arrives in backward. So it is computed in forward, while a
-tile's logits exist: the three matrix products of a plain head, none of them twice. Backward multiplies. In between,
-the gradients of the hidden states and of the weight are kept, which a plain head would compute a moment later.
+A scalar loss has one gradient, up to the factor that arrives in backward. So it is computed in forward, while a tile's
+logits exist: the three matrix products of a plain head, none of them twice. Backward multiplies. In between, the
+gradients of the hidden states and of the weight are kept, which a plain head would compute a moment later.
 
-A result per token (`reduction="none"`, log-sum-exp) gets a factor per token in backward, and the logits are
-recomputed there. So they are in float16, where gradients are only representable after the loss was scaled, and the
-scale is known in backward.
+A result per token (`reduction="none"`, log-sum-exp) gets a factor per token in backward, and the logits are recomputed
+there. So they are in float16, whose gradients are only representable after the loss was scaled.
 """
 
 from __future__ import annotations
@@ -26,19 +25,35 @@ from memscale.checkpointing.state import Conditions, ModuleFlags, version_of
 from memscale.errors import RecomputeError
 from memscale.tiling.layers import first_order_only, sum_dtype, tiles_of, without_saved_tensor_hooks
 
-__all__ = ["Head", "LogitsStep", "TiledHead", "compute_tiled"]
+__all__ = ["Head", "LogitsStep", "compute_tiled"]
 
 Borrow = Callable[[Sequence[torch.Tensor]], contextlib.AbstractContextManager[Any]]
-"""A context around every use of a head's parameters, for those that need more than a copy to the device."""
+
+
+@dataclass(frozen=True)
+class LogitsStep:
+    """An operation on logits, its first argument, that treats every token by itself.
+
+    Attributes:
+        dtype: The type of its result when it was recorded; autocast may be another when it runs.
+    """
+
+    function: Callable[..., torch.Tensor]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class Head:
-    """The parameters of a linear layer at the time of a call, on whichever device they are.
+    """The parameters of a linear layer at the time of a call, on whichever device they are, and what follows it.
 
     Attributes:
         dtype: The type that it computes in: that of its weight, or autocast's.
         rows: Tokens per tile.
+        borrow: A context around every use of the parameters.
+        steps: The operations on its output that are recorded so far.
+        vocabulary_dim: The vocabulary's dimension after these.
     """
 
     weight: torch.Tensor
@@ -46,6 +61,8 @@ class Head:
     dtype: torch.dtype
     rows: int
     borrow: Borrow = contextlib.nullcontext
+    steps: tuple[LogitsStep, ...] = ()
+    vocabulary_dim: int = -1
     _versions: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,51 +103,23 @@ class Head:
             )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return all logits, differentiable, as the plain layer would."""
+        """Return all logits, differentiable, as the plain layer would; without steps."""
         self.check()
         with self.borrow(self.parameters):
             return self.linear(hidden, *self.parameters)
 
-
-@dataclass(frozen=True)
-class LogitsStep:
-    """An operation on logits, its first argument, that treats every token by itself.
-
-    Attributes:
-        dtype: The type of its result when it was recorded; autocast may be another when it runs.
-    """
-
-    function: Callable[..., torch.Tensor]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class TiledHead:
-    """A head, the operations on its logits that are recorded so far, and the vocabulary's dimension in those."""
-
-    head: Head
-    steps: tuple[LogitsStep, ...] = ()
-    vocabulary_dim: int = -1
-
     @property
-    def dtype(self) -> torch.dtype:
-        return self.steps[-1].dtype if self.steps else self.head.dtype
+    def final_dtype(self) -> torch.dtype:
+        return self.steps[-1].dtype if self.steps else self.dtype
 
     def after_steps(self, logits: torch.Tensor) -> torch.Tensor:
         for step in self.steps:
             logits = step.function(logits, *step.args, **step.kwargs).to(step.dtype)
         return logits
 
-    def compute(self, hidden: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        """Return all logits at once."""
-        logits = self.after_steps(self.head.linear(hidden, *parameters))
-        return logits.movedim(-1, self.vocabulary_dim)
-
 
 def compute_tiled(
-    tiled: TiledHead,
+    head: Head,
     hidden: torch.Tensor,
     of_tile: Callable[[torch.Tensor, slice], torch.Tensor],
     *,
@@ -140,23 +129,19 @@ def compute_tiled(
     """Reduce the logits of flat hidden states (tokens × width), one tile at a time.
 
     Args:
-        tiled: The head.
+        head: The head.
         hidden: The hidden states.
         of_tile: Maps a tile of logits (tokens × vocabulary) and the slice of tokens that it covers to a scalar, or
             to one result per token.
         is_total: Whether tiles give scalars, which are added up.
         divisor: What a total is divided by, if it is a mean.
-
-    Returns:
-        A scalar, or one result per token along the first dimension.
     """
-    needs_gradient = torch.is_grad_enabled() and any(
-        each.requires_grad for each in (hidden, *tiled.head.parameters)
-    )
+    tensors = (hidden, *head.parameters)
+    needs_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
     # See Note [Gradients in forward or in backward].
-    in_forward = is_total and needs_gradient and tiled.head.dtype is not torch.float16
-    call = _TiledCall(tiled, of_tile, is_total, divisor, in_forward)
-    result: torch.Tensor = _TiledReduction.apply(call, hidden, *tiled.head.parameters)  # type: ignore[no-untyped-call]
+    in_forward = is_total and needs_gradient and head.dtype is not torch.float16
+    call = _TiledCall(head, of_tile, is_total, divisor, in_forward)
+    result: torch.Tensor = _TiledReduction.apply(call, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -164,7 +149,7 @@ def compute_tiled(
 class _TiledCall:
     """A call of `compute_tiled`."""
 
-    tiled: TiledHead
+    head: Head
     of_tile: Callable[[torch.Tensor, slice], torch.Tensor]
     is_total: bool
     divisor: torch.Tensor | None
@@ -174,7 +159,7 @@ class _TiledCall:
         self, hidden: torch.Tensor, gradients: _Gradients | None = None, incoming: torch.Tensor | None = None
     ) -> Any:
         """Reduce all tiles; add up `gradients`, if there are any to add to, given the gradient of the result."""
-        head = self.tiled.head
+        head = self.head
         if self.divisor is not None and gradients is not None:
             # 0 for a mean over nothing, though that is NaN.
             factor = torch.where(self.divisor == 0, torch.zeros_like(self.divisor), 1 / self.divisor)
@@ -183,7 +168,7 @@ class _TiledCall:
         with head.on(hidden.device) as parameters:
             for tile in tiles_of(hidden, 0, head.rows):
                 if gradients is None:
-                    part = self.of_tile(self.tiled.after_steps(head.linear(hidden[tile], *parameters)), tile)
+                    part = self.of_tile(self.head.after_steps(head.linear(hidden[tile], *parameters)), tile)
                 else:
                     arrived = incoming if incoming is None or self.is_total else incoming[tile]
                     part, slope = self._differentiated(head.linear(hidden[tile], *parameters), tile, arrived)
@@ -203,7 +188,7 @@ class _TiledCall:
         """Return a tile's result and the gradient of its logits."""
         logits.requires_grad_()
         with torch.enable_grad(), without_saved_tensor_hooks():
-            part = self.of_tile(self.tiled.after_steps(logits), tile)
+            part = self.of_tile(self.head.after_steps(logits), tile)
             incoming = None if incoming is None else incoming.to(part.dtype)
             (slope,) = torch.autograd.grad(part, logits, incoming)
         return part.detach(), slope
@@ -218,7 +203,7 @@ class _TiledReduction(torch.autograd.Function):
         ctx.call = call
         ctx.devices = [each.device for each in (hidden, *parameters)]
         if call.gradients_in_forward:
-            gradients = _Gradients(call.tiled.head, hidden, ctx.needs_input_grad[1:])
+            gradients = _Gradients(call.head, hidden, ctx.needs_input_grad[1:])
             result: torch.Tensor = call.run(hidden, gradients)
             ctx.save_for_backward(*gradients.finish())
         else:
@@ -240,7 +225,7 @@ class _TiledReduction(torch.autograd.Function):
             ]
         else:
             hidden = ctx.saved_tensors[0]
-            gradients = _Gradients(call.tiled.head, hidden, ctx.needs_input_grad[1:])
+            gradients = _Gradients(call.head, hidden, ctx.needs_input_grad[1:])
             with ctx.conditions.replay(), torch.no_grad():
                 call.run(hidden, gradients, gradient)
             found = gradients.finish()

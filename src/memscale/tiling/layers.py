@@ -2,19 +2,18 @@
 
 Note [Tiles of positions]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-Forward runs the layer on one tile after the other, without a graph, and keeps the layer's input alone. Backward
-runs it again, tile by tile, each with a small graph that is used at once. So neither the wide tensors inside the
-layer nor what would be saved of them exist for more than one tile at a time, in either direction.
+Forward runs the layer on one tile after the other, without a graph, and keeps the layer's input alone. Backward runs it
+again, tile by tile, each with a small graph that is used at once. So nothing wide exists for more than one tile.
 
 *Exactness.* The tiles are recomputed in the order of forward from the random state of forward, so that dropout draws
 the same masks; they are other masks than the whole layer would have drawn, of the same distribution.
 
 *Inside a recomputed block.* The input goes through the surrounding saved-tensor hooks before the layer runs. If those
 belong to a region (Note [Regions]) that has nothing else to fill, its recomputation stops there: the layer is computed
-twice in all, as if its block were recomputed without tiles.
+twice in all, not three times.
 
-*Parameters* are those that the modules have in forward. Inside an offloaded block these are copies on the device;
-backward uses the parameters behind them, which are copied to the device again, once for all tiles.
+*Parameters.* Inside an offloaded block, modules have copies on the device in forward; backward uses the parameters
+behind them, which are copied to the device again, once for all tiles.
 
 Note [Position-wise]
 ~~~~~~~~~~~~~~~~~~~~
@@ -57,7 +56,7 @@ from memscale._torch import (
 )
 from memscale._util.snapshots import Attributes, HostRngState
 from memscale._util.trees import Tree
-from memscale.checkpointing.state import FREED, Conditions, Inputs, ModuleFlags, submodules
+from memscale.checkpointing.state import FREED, Conditions, Inputs, ModuleFlags, exchanged, submodules
 from memscale.errors import RecomputeError
 
 __all__ = [
@@ -80,8 +79,7 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 def tiles_of(tensor: torch.Tensor, dim: int, rows: int) -> Iterator[slice]:
     """Yield the tiles of a tensor along one dimension: `rows` each, the last one the remainder.
 
-    Of a fake tensor, yield only the first two and the last: there is nothing to compute, and to a simulation of
-    memory the others are like the second, which finds what the first has left.
+    Of a fake tensor, yield only the first two and the last: to a simulation of memory the others are like the second.
 
     Example:
         >>> [(tile.start, tile.stop) for tile in tiles_of(torch.ones(7), 0, 3)]
@@ -114,8 +112,8 @@ def first_order_only(backward: Callable[..., ResultT]) -> Callable[..., ResultT 
     Torch's `once_differentiable` refuses only if the incoming gradient has a history. That of `output.sum()` has
     none, and the second derivatives of a gradient penalty would be silently missing.
 
-    An undefined gradient, of an output that the loss does not use, stays undefined: the forward of the function must
-    call `ctx.set_materialize_grads(False)`.
+    An undefined gradient, of an output that the loss does not use, stays undefined: the function's forward calls
+    `ctx.set_materialize_grads(False)`.
     """
 
     @functools.wraps(backward)
@@ -170,7 +168,7 @@ class _ParameterSlots:
     """Where modules have their parameters; a shared parameter counts once."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        slots: dict[int, list[tuple[nn.Module, str]]] = {}
+        slots: dict[int, list[tuple[Any, str]]] = {}
         for module in submodules(modules):
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -179,7 +177,7 @@ class _ParameterSlots:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return what is there now: parameters, or their copies on the device."""
-        return [module._parameters[name] for (module, name), *_ in self._slots]  # type: ignore[misc]
+        return [module._parameters[name] for (module, name), *_ in self._slots]
 
     @contextlib.contextmanager
     def holding(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -194,12 +192,12 @@ class _ParameterSlots:
     def _put(self, tensors: Sequence[torch.Tensor]) -> None:
         for slots, tensor in zip(self._slots, tensors, strict=True):
             for module, name in slots:
-                module._parameters[name] = tensor  # type: ignore[assignment]
+                module._parameters[name] = tensor
 
 
 @dataclass
 class _LayerCall:
-    """One call of a layer in tiles, for as long as its graph lives; without inputs, once backward is through."""
+    """One call of a layer in tiles, for as long as its graph lives."""
 
     function: Layer
     rows: int
@@ -253,7 +251,7 @@ class _TiledLayer(torch.autograd.Function):
             for each, dtype, is_wanted in zip(parameters, ctx.dtypes, ctx.needs_input_grad[2:], strict=True)
         ]
         trained = [index for index, leaf in enumerate(leaves) if leaf.requires_grad]
-        sums: list[torch.Tensor | None] = [None] * len(leaves)
+        sums: dict[int, torch.Tensor] = {}
         of_input = torch.empty_like(flat) if ctx.needs_input_grad[1] else None
         with call.conditions.replay(), without_saved_tensor_hooks(), call.slots.holding(leaves):
             for tile in tiles_of(flat, 1, call.rows):
@@ -266,13 +264,12 @@ class _TiledLayer(torch.autograd.Function):
                     if of_input is not None:
                         of_input[:, tile] = 0 if found[-1] is None else found[-1]
                     for index, addend in zip(trained, found, strict=False):
-                        total = sums[index]
-                        if addend is not None and total is None:
+                        if addend is not None and index in sums:
+                            sums[index].add_(addend)
+                        elif addend is not None:
                             sums[index] = addend.to(sum_dtype(addend.dtype))
-                        elif addend is not None and total is not None:
-                            total.add_(addend)
         of_parameters = (
-            None if each is None else each.to(dtype) for each, dtype in zip(sums, ctx.dtypes, strict=True)
+            sums[index].to(dtype) if index in sums else None for index, dtype in enumerate(ctx.dtypes)
         )
         return None, of_input, *of_parameters
 
@@ -293,32 +290,20 @@ class TiledMethod:
     uses: tuple[str, ...]
 
 
-def find_wide_layers(block: nn.Module) -> list[TiledMethod]:
-    """Return the wide position-wise layers inside a block, none inside another.
-
-    Example:
-        >>> block = nn.Module()
-        >>> block.norm = nn.LayerNorm(4)
-        >>> block.mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
-        >>> find_wide_layers(block)
-        [TiledMethod(name='mlp', method='forward', uses=('0', '1', '2'))]
-    """
-    return list(_wide_layers("", block))
-
-
-def _wide_layers(name: str, module: nn.Module) -> Iterator[TiledMethod]:
+def find_wide_layers(block: nn.Module, name: str = "") -> Iterator[TiledMethod]:
+    """Yield the wide position-wise layers inside a block, none inside another; the block itself is called `name`."""
     for method in MLP_METHODS:
-        uses = _children_used(module, method) if hasattr(type(module), method) else None
+        uses = _children_used(block, method) if hasattr(type(block), method) else None
         if uses is not None:
             yield TiledMethod(name, method, uses)
             return
-    for child_name, child in module.named_children():
+    for child_name, child in block.named_children():
         path = f"{name}.{child_name}" if name else child_name
         uses = _children_used(child, "forward") if "forward" not in vars(child) else None
         if uses is not None:
             yield TiledMethod(path, "forward", uses)
         else:
-            yield from _wide_layers(path, child)
+            yield from find_wide_layers(child, path)
 
 
 def _children_used(module: nn.Module, method: str) -> tuple[str, ...] | None:
@@ -347,9 +332,8 @@ _VIEWS = """
     empty_like zeros_like ones_like full_like rand_like randn_like bernoulli bernoulli_
 """
 _OVER_DIMS = "mean sum amax amin var var_mean _softmax _log_softmax linalg_vector_norm"
-_NORMS = "native_layer_norm _fused_rms_norm rms_norm"
-_PRODUCTS = "mm addmm"
-_OTHER_ELEMENTWISE = "native_dropout _to_copy copy_ glu cat lift_fresh"
+_NORMS = ("native_layer_norm", "_fused_rms_norm", "rms_norm")
+_OTHER_ELEMENTWISE = ("native_dropout", "_to_copy", "copy_", "glu", "cat", "lift_fresh")
 
 
 class NotPositionWise(Exception):
@@ -374,16 +358,9 @@ class PositionWise:
 def show_position_wise(
     function: Callable[[torch.Tensor], Any], module: nn.Module, width: int, dtype: torch.dtype
 ) -> PositionWise:
-    """Trace a module's forward, or another method, to show that it is position-wise. See Note [Position-wise].
+    """Trace a method of a module, to show that it is position-wise. See Note [Position-wise].
 
-    Args:
-        function: The method.
-        module: The module.
-        width: The last dimension of the input.
-        dtype: The type of the input.
-
-    Raises:
-        NotPositionWise: It is not, or cannot be traced.
+    The input has `width` elements per position. Raises `NotPositionWise` if it is not, or cannot be traced.
 
     Example:
         >>> layer = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
@@ -393,26 +370,24 @@ def show_position_wise(
     # A simulation or a memory tracker around must neither see this nor change the result.
     with torch.no_grad(), disable_current_modes(), _without_data(module):
         x = torch.empty(P, Q, width, dtype=dtype, device="meta")
-        random, attributes = HostRngState(), Attributes(submodules([module]))
-        buffers = [each for one in submodules([module]) for each in one._buffers.values()]
+        inside = submodules([module])
+        random, attributes = HostRngState(), Attributes(inside)
+        buffers = [id(each) for one in inside for each in one._buffers.values()]
         try:
             with _Tracer(x) as tracer:
                 result = function(x)
         except NotPositionWise:
             raise
         except Exception as error:  # whatever a layer raises that cannot be called like this
-            raise NotPositionWise(
-                f"it cannot be traced ({type(error).__name__}: {str(error)[:80]})"
-            ) from error
+            raise NotPositionWise(f"it cannot be traced ({type(error).__name__}: {error})") from error
         finally:
-            draws, changes = random.has_moved(), attributes.has_changed()
+            changes = random.has_moved() or attributes.has_changed()
             random.restore()
             attributes.restore()
-        if draws:
-            raise NotPositionWise("it draws from Python's or NumPy's random numbers, once a call")
-        after = [each for one in submodules([module]) for each in one._buffers.values()]
-        if changes or [*map(id, after)] != [*map(id, buffers)]:
-            raise NotPositionWise("it changes attributes or buffers of its own, once a call")
+        if changes or buffers != [id(each) for one in inside for each in one._buffers.values()]:
+            raise NotPositionWise(
+                "once a call, it draws random numbers of Python or NumPy, or changes attributes or buffers"
+            )
         if not isinstance(result, torch.Tensor):
             raise NotPositionWise(f"it returns a {type(result).__name__}")
         if not tracer.is_of_positions(result) or tuple(result.shape[:-1]) != (P, Q):
@@ -426,28 +401,20 @@ def show_position_wise(
         return PositionWise(tuple(uses), max(width, result.shape[-1]), widest)
 
 
-@contextlib.contextmanager
-def _without_data(root: nn.Module) -> Iterator[None]:
-    """Replace parameters and buffers by meta tensors inside the block."""
-    before = [(module, module._parameters, module._buffers) for module in submodules([root])]
-    meta: dict[int, Any] = {}
+def _without_data(root: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Return a block in which parameters and buffers are meta tensors."""
+    meta: dict[int, Any] = {id(None): None}
 
     def on_meta(tensor: Any) -> Any:
-        if tensor is None:
-            return None
         if id(tensor) not in meta:
             meta[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return meta[id(tensor)]
 
-    try:
-        for module, parameters, buffers in before:
-            vars(module)["_parameters"] = {name: on_meta(each) for name, each in parameters.items()}
-            vars(module)["_buffers"] = {name: on_meta(each) for name, each in buffers.items()}
-        yield
-    finally:
-        for module, parameters, buffers in before:
-            vars(module)["_parameters"] = parameters
-            vars(module)["_buffers"] = buffers
+    return exchanged(
+        (module, kind, {name: on_meta(each) for name, each in vars(module)[kind].items()})
+        for module in submodules([root])
+        for kind in ("_parameters", "_buffers")
+    )
 
 
 class _Tracer(LightDispatchMode):
@@ -466,13 +433,16 @@ class _Tracer(LightDispatchMode):
         kwargs = kwargs or {}
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         self.seen.update((id(each), each) for each in tensors)
+        if func._schema.is_mutable:
+            changed = args[0] if args else None
+            if not isinstance(changed, torch.Tensor) or not self.is_of_positions(changed):
+                raise NotPositionWise(f"{func} changes a tensor of its own")
+            if changed.untyped_storage()._cdata == self._input:
+                raise NotPositionWise(f"{func} changes its input in place")
         rows = [each for each in tensors if self.is_of_positions(each)]
         if rows:
-            self._check(
-                func, args, kwargs, rows, [each for each in tensors if not self.is_of_positions(each)]
-            )
-        elif func._schema.is_mutable:
-            raise NotPositionWise(f"{func} changes a tensor of its own")
+            others = [each for each in tensors if not self.is_of_positions(each)]
+            self._check(func, args, kwargs, rows, others)
         result = func(*args, **kwargs)
         if rows:
             for each in tree_leaves(result):
@@ -486,28 +456,21 @@ class _Tracer(LightDispatchMode):
         self, func: Any, args: Any, kwargs: Any, rows: list[torch.Tensor], others: list[torch.Tensor]
     ) -> None:
         name = func._schema.name.removeprefix("aten::")
-        first = args[0] if args else None
-        if func._schema.is_mutable and isinstance(first, torch.Tensor):
-            if not self.is_of_positions(first):
-                raise NotPositionWise(f"{name} changes a tensor of its own")
-            if first.untyped_storage()._cdata == self._input:
-                raise NotPositionWise(f"{name} changes its input in place")
         if name in _VIEWS.split():
             return
-        if torch.Tag.pointwise in func.tags or name in _OTHER_ELEMENTWISE.split():
+        if torch.Tag.pointwise in func.tags or name in _OTHER_ELEMENTWISE:
             _check_operands(name, rows, others)
             if name in ("glu", "cat"):
-                _check_dims(
-                    name, args[1] if len(args) > 1 else kwargs.get("dim", -1 if name == "glu" else 0), rows[0]
-                )
-        elif name in _PRODUCTS.split():
+                dim = args[1] if len(args) > 1 else kwargs.get("dim", -1 if name == "glu" else 0)
+                _check_dims(name, dim, rows[0])
+        elif name in ("mm", "addmm"):
             factor = args[-1] if name == "mm" else args[2]
             bias = None if name == "mm" else args[0]
             if self.is_of_positions(factor) or (bias is not None and (bias.dim() > 1 and bias.shape[0] != 1)):
                 raise NotPositionWise(f"{name} multiplies positions with each other")
         elif name in _OVER_DIMS.split():
             _check_dims(name, args[1] if len(args) > 1 else kwargs.get("dim"), rows[0])
-        elif name in _NORMS.split():
+        elif name in _NORMS:
             if len(args[1]) > rows[0].dim() - _leading(rows[0]):
                 raise NotPositionWise(f"{name} over positions")
         else:

@@ -3,10 +3,9 @@
 Note [Lazy logits]
 ~~~~~~~~~~~~~~~~~~
 A tiled head returns a tensor of the logits' shape, type and device that has no data: it knows the hidden states and
-the head, and so can be computed at any time. Models do little with logits on their way to the loss. What is in the
-table `_SUPPORTED` keeps them lazy: cutting, flattening and permuting tokens is done to the hidden states instead, and
-operations on each token (another type, scaling, softmax) are recorded and run on each tile. A loss in the table is
-computed tile by tile from the hidden states.
+the head, and so can be computed at any time. What is in the table `_SUPPORTED` keeps it lazy: cutting, flattening and
+permuting tokens is done to the hidden states instead, and operations on each token (another type, scaling, softmax) are
+recorded and run on each tile. A loss in the table is computed tile by tile from the hidden states.
 
 *Any other operation* gets the true logits, computed once, as the plain head would have, with their history. From then
 on everything that was derived from these logits is plain: a flat view or a copy in float that was taken before is
@@ -20,11 +19,10 @@ history of their own, and a gradient that arrives there goes on to the hidden st
 from __future__ import annotations
 
 import inspect
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,16 +36,15 @@ from memscale._torch import (
 )
 from memscale.checkpointing.state import version_of
 from memscale.errors import RecomputeError
-from memscale.tiling.head import Head, LogitsStep, TiledHead, compute_tiled
+from memscale.tiling.head import Head, LogitsStep, compute_tiled
 from memscale.tiling.layers import first_order_only, without_saved_tensor_hooks
 
 __all__ = ["LazyLogits", "lazy_logits"]
 
 Function = Callable[..., Any]
-HandlerT = TypeVar("HandlerT", bound=Function)
 F = nn.functional
 
-_SUPPORTED: dict[Function, tuple[Function, inspect.Signature]] = {}
+_SUPPORTED: dict[Function, Function] = {}
 """From functions of torch to what is called instead; see `_supports`."""
 
 # What can be answered without data.
@@ -67,7 +64,7 @@ _METADATA: set[Function] = {
 _COMMUTATIVE = {torch.add, Tensor.add, Tensor.__add__, torch.mul, Tensor.mul, Tensor.__mul__}
 
 
-class _Origin(NamedTuple):
+class _Derivation(NamedTuple):
     """What lazy logits were derived from, and how."""
 
     parent: LazyLogits
@@ -81,15 +78,15 @@ class LazyLogits(Tensor):
 
     Attributes:
         hidden: The hidden states, tokens in the order of the logits' other dimensions.
-        tiled: The head and the operations on its output.
+        head: The head, with the operations on its output.
     """
 
     is_computed_later: ClassVar[bool] = True  # for code that looks at tensors, and must not ask for this one
 
     hidden: Tensor
-    tiled: TiledHead
+    head: Head
     _hidden_version: int
-    _origin: _Origin | None
+    _origin: _Derivation | None
     _derived: list[weakref.ref[LazyLogits]]  # of the head's own output: all that comes from it
     _true: Tensor | None
 
@@ -110,7 +107,7 @@ class LazyLogits(Tensor):
             with torch.inference_mode(False), torch.enable_grad():
                 if self._origin is None:
                     self.check()
-                    self._true = self.tiled.head.logits(self.hidden)
+                    self._true = self.head.logits(self.hidden)
                 else:
                     origin = self._origin
                     self._true = origin.function(origin.parent.whole(), *origin.args, **origin.kwargs)
@@ -118,7 +115,7 @@ class LazyLogits(Tensor):
 
     def check(self) -> None:
         """Raise a `RecomputeError` if the hidden states or the head have changed since the model was called."""
-        self.tiled.head.check()
+        self.head.check()
         if version_of(self.hidden) != self._hidden_version:
             raise RecomputeError(
                 f"The input of a tiled head (shape {tuple(self.hidden.shape)}) was changed in place before its logits "
@@ -127,8 +124,12 @@ class LazyLogits(Tensor):
             )
 
     @property
+    def vocabulary_dim(self) -> int:
+        return self.head.vocabulary_dim % self.dim()
+
+    @property
     def vocabulary_is_last(self) -> bool:
-        return self.tiled.vocabulary_dim % self.dim() == self.dim() - 1
+        return self.vocabulary_dim == self.dim() - 1
 
     def derive(
         self,
@@ -137,12 +138,12 @@ class LazyLogits(Tensor):
         kwargs: dict[str, Any] | None = None,
         *,
         hidden: Tensor | None = None,
-        tiled: TiledHead | None = None,
+        head: Head | None = None,
     ) -> LazyLogits:
         """Return what `function(logits, *args, **kwargs)` gives, as lazy as these."""
         self.check()
-        origin = _Origin(self, function, tuple(args), kwargs or {})
-        derived = _make(self.hidden if hidden is None else hidden, tiled or self.tiled, origin)
+        origin = _Derivation(self, function, tuple(args), kwargs or {})
+        derived = _make(self.hidden if hidden is None else hidden, head or self.head, origin)
         self.root._derived.append(weakref.ref(derived))
         return derived
 
@@ -158,7 +159,8 @@ class LazyLogits(Tensor):
             if func in _METADATA:
                 with without_torch_function():
                     return func(*args, **kwargs)
-            result = _answer(func, args, kwargs)
+            handler = _SUPPORTED.get(func)
+            result = NotImplemented if handler is None else handler(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
         if _changes_in_place(func, kwargs):  # first compute all that comes from the same call of the head
@@ -183,13 +185,11 @@ class LazyLogits(Tensor):
     # For those who look through wrappers, such as memory trackers: what is really there.
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["hidden"], self.tiled
+        return ["hidden"], self.head
 
     @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor], tiled: TiledHead, size: Any, stride: Any
-    ) -> LazyLogits:
-        return lazy_logits(inner["hidden"], tiled.head)
+    def __tensor_unflatten__(inner: dict[str, Tensor], head: Head, size: Any, stride: Any) -> LazyLogits:
+        return lazy_logits(inner["hidden"], replace(head, steps=(), vocabulary_dim=-1))
 
 
 def lazy_logits(hidden: Tensor, head: Head) -> LazyLogits:
@@ -201,13 +201,13 @@ def lazy_logits(hidden: Tensor, head: Head) -> LazyLogits:
         >>> logits.shape, logits.is_whole
         (torch.Size([3, 5]), False)
     """
-    return _make(hidden, TiledHead(head), None)
+    return _make(hidden, head, None)
 
 
-def _make(hidden: Tensor, tiled: TiledHead, origin: _Origin | None) -> LazyLogits:
+def _make(hidden: Tensor, head: Head, origin: _Derivation | None) -> LazyLogits:
     with without_saved_tensor_hooks():  # what it saves is what the lazy logits hold anyway
-        made: LazyLogits = _History.apply(tiled, hidden, *tiled.head.parameters)  # type: ignore[no-untyped-call]
-    made.hidden, made.tiled, made._origin = hidden, tiled, origin
+        made: LazyLogits = _History.apply(head, hidden, *head.parameters)  # type: ignore[no-untyped-call]
+    made.hidden, made.head, made._origin = hidden, head, origin
     made._hidden_version = version_of(hidden)
     made._derived = []
     made._true = None
@@ -218,39 +218,31 @@ class _History(torch.autograd.Function):
     """The history of lazy logits, for a gradient that comes from below Python."""
 
     @staticmethod
-    def forward(ctx: Any, tiled: TiledHead, hidden: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, head: Head, hidden: Tensor, *parameters: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.tiled = tiled
+        ctx.head = head
         ctx.save_for_backward(hidden, *parameters)
         shape = list(hidden.shape[:-1])
-        shape.insert(tiled.vocabulary_dim % (len(shape) + 1), tiled.head.vocabulary)
-        logits: Tensor = make_wrapper_subclass(LazyLogits, shape, dtype=tiled.dtype, device=hidden.device)
+        shape.insert(head.vocabulary_dim % (len(shape) + 1), head.vocabulary)
+        logits: Tensor = make_wrapper_subclass(
+            LazyLogits, shape, dtype=head.final_dtype, device=hidden.device
+        )
         return logits
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *parameters = ctx.saved_tensors
-        with torch.enable_grad(), ctx.tiled.head.borrow(parameters):
+        head: Head = ctx.head
+        with torch.enable_grad(), head.borrow(parameters):
             leaves = [
                 tensor.detach().requires_grad_(is_wanted)
                 for tensor, is_wanted in zip((hidden, *parameters), ctx.needs_input_grad[1:], strict=True)
             ]
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
-            found = iter(torch.autograd.grad(ctx.tiled.compute(*leaves), wanted, gradient))
+            logits = head.after_steps(head.linear(*leaves)).movedim(-1, head.vocabulary_dim)
+            found = iter(torch.autograd.grad(logits, wanted, gradient))
         return None, *(next(found) if leaf.requires_grad else None for leaf in leaves)
-
-
-def _answer(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return what a function of lazy logits gives without the true ones, if it is in the table."""
-    handler, signature = _SUPPORTED.get(function, (None, None))
-    if handler is None or signature is None:
-        return NotImplemented
-    try:
-        signature.bind(function, *args, **kwargs)
-    except TypeError:
-        return NotImplemented
-    return handler(function, *args, **kwargs)
 
 
 def _changes_in_place(function: Function, kwargs: dict[str, Any]) -> bool:
@@ -263,15 +255,24 @@ def _changes_in_place(function: Function, kwargs: dict[str, Any]) -> bool:
 # The table of supported operations -------------------------------------------------------------------
 
 
-def _supports(*functions: Function) -> Callable[[HandlerT], HandlerT]:
+def _supports(*functions: Function) -> Callable[[Function], Function]:
     """Register a handler for functions of torch that have lazy logits as their first argument.
 
     The handler gets the function and its arguments. If it does not accept them, or returns `NotImplemented`, the
     function gets the true logits; so it is with what is an error, which torch explains best.
     """
 
-    def register(handler: HandlerT) -> HandlerT:
-        _SUPPORTED.update(dict.fromkeys(functions, (handler, inspect.signature(handler))))
+    def register(handler: Function) -> Function:
+        signature = inspect.signature(handler)
+
+        def handle(*args: Any, **kwargs: Any) -> Any:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError:
+                return NotImplemented
+            return handler(*args, **kwargs)
+
+        _SUPPORTED.update(dict.fromkeys(functions, handle))
         return handler
 
     return register
@@ -340,11 +341,11 @@ def _permute(function: Function, logits: LazyLogits, *args: Any) -> Any:
         order[dims[0]], order[dims[1]] = order[dims[1]], order[dims[0]]
     if len(dims) < 2 or sorted(order) != list(range(logits.dim())):
         return NotImplemented
-    vocabulary = logits.tiled.vocabulary_dim % logits.dim()
+    vocabulary = logits.vocabulary_dim
     # The hidden states lack the vocabulary's dimension in its place.
     tokens = [dim - (dim > vocabulary) for dim in order if dim != vocabulary]
-    tiled = replace(logits.tiled, vocabulary_dim=order.index(vocabulary))
-    return logits.derive(Tensor.permute, (order,), hidden=logits.hidden.permute(*tokens, -1), tiled=tiled)
+    head = replace(logits.head, vocabulary_dim=order.index(vocabulary))
+    return logits.derive(Tensor.permute, (order,), hidden=logits.hidden.permute(*tokens, -1), head=head)
 
 
 # Operations on each token: recorded, and run on each tile.
@@ -352,18 +353,16 @@ def _permute(function: Function, logits: LazyLogits, *args: Any) -> Any:
 
 def _with_step(logits: LazyLogits, step: LogitsStep, args: Sequence[Any] | None = None) -> LazyLogits:
     """Return lazy logits with one step more; `args` are those of the call, if the step has others."""
-    tiled = replace(logits.tiled, steps=(*logits.tiled.steps, step))
-    return logits.derive(step.function, step.args if args is None else args, step.kwargs, tiled=tiled)
+    head = replace(logits.head, steps=(*logits.head.steps, step))
+    return logits.derive(step.function, step.args if args is None else args, step.kwargs, head=head)
 
 
 def _example(logits: LazyLogits) -> Tensor:
     """Return a row of logits, to learn the type of an operation's result."""
-    return torch.empty(1, logits.tiled.head.vocabulary, dtype=logits.dtype, device=logits.device)
+    return torch.empty(1, logits.head.vocabulary, dtype=logits.dtype, device=logits.device)
 
 
-@_supports(
-    *(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to),
-)
+@_supports(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to)
 def _convert(function: Function, logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     if kwargs.keys() - {"device", "dtype", "non_blocking"} or len(args) > 3:
         return NotImplemented
@@ -391,21 +390,20 @@ def _elementwise(function: Function, logits: LazyLogits, *operands: Any) -> Any:
     return _with_step(logits, LogitsStep(function, flat, {}, dtype), operands)
 
 
+def _is_tensor_constant(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, LazyLogits) and not value.requires_grad
+
+
 def _is_constant(logits: LazyLogits, operand: Any) -> bool:
-    if not isinstance(operand, Tensor) or isinstance(operand, LazyLogits) or operand.requires_grad:
-        return False
-    if operand.is_complex() or operand.dim() > logits.dim():
+    if not _is_tensor_constant(operand) or operand.is_complex() or operand.dim() > logits.dim():
         return False
     if operand.dim() == 0:
         return operand.device in (logits.device, torch.device("cpu"))
-    is_row = operand.numel() == operand.shape[-1] == logits.tiled.head.vocabulary
+    is_row = operand.numel() == operand.shape[-1] == logits.head.vocabulary
     return is_row and logits.vocabulary_is_last and operand.device == logits.device
 
 
-@_supports(
-    *(torch.log_softmax, Tensor.log_softmax, F.log_softmax),
-    *(torch.softmax, Tensor.softmax, F.softmax),
-)
+@_supports(torch.log_softmax, Tensor.log_softmax, F.log_softmax, torch.softmax, Tensor.softmax, F.softmax)
 def _softmax(
     function: Function, logits: LazyLogits, dim: Any = None, *, _stacklevel: int = 3, dtype: Any = None
 ) -> Any:
@@ -429,20 +427,14 @@ def _is_over_vocabulary(logits: LazyLogits, dim: Any) -> bool:
 def _reduced(logits: LazyLogits, of_tile: Callable[[Tensor, slice], Tensor], **options: Any) -> Tensor:
     logits.check()
     flat = logits.hidden.reshape(-1, logits.hidden.shape[-1])
-    return compute_tiled(logits.tiled, flat, of_tile, **options)
+    return compute_tiled(logits.head, flat, of_tile, **options)
 
 
-@_supports(
-    *(torch.logsumexp, Tensor.logsumexp, torch.argmax, Tensor.argmax),
-    *(torch.sum, Tensor.sum, torch.mean, Tensor.mean),
-)
+@_supports(torch.logsumexp, Tensor.logsumexp, torch.argmax, Tensor.argmax, torch.sum, Tensor.sum)
 def _reduce(
     function: Function, logits: LazyLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
     options = {} if dtype is None else {"dtype": dtype}
-    if dim is None and not keepdim and function in (torch.sum, Tensor.sum, torch.mean, Tensor.mean):
-        total = _reduced(logits, lambda values, _: values.sum(**options), is_total=True)
-        return total / logits.numel() if function in (torch.mean, Tensor.mean) else total
     if not _is_over_vocabulary(logits, dim):
         return NotImplemented
     with torch.set_grad_enabled(torch.is_grad_enabled() and function not in (torch.argmax, Tensor.argmax)):
@@ -474,15 +466,18 @@ def _loss(
 ) -> Any:
     if size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
         return NotImplemented  # the first two are deprecated names, which torch translates
-    if not _can_be_tiled(logits, target, weight):
+    constants = [target] if weight is None else [target, weight]
+    if any(not _is_tensor_constant(each) or each.device != logits.device for each in constants):
+        return NotImplemented
+    if logits.numel() == 0 or logits.dim() < 2 or logits.vocabulary_dim != 1:
+        return NotImplemented
+    # Probabilities as targets are as large as the logits, and whole.
+    if target.is_floating_point() or target.shape != logits.hidden.shape[:-1]:
         return NotImplemented
     options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index}
     if label_smoothing is not None:
         options["label_smoothing"] = label_smoothing
-    has_probabilities = target.is_floating_point()
-    if has_probabilities and function is F.nll_loss:
-        return NotImplemented
-    rows = target if has_probabilities else target.reshape(-1)
+    rows = target.reshape(-1)
 
     def of_tile(values: Tensor, tile: slice) -> Tensor:
         kind = "none" if reduction == "none" else "sum"
@@ -490,29 +485,11 @@ def _loss(
         return loss
 
     if reduction == "none":
-        return _reduced(logits, of_tile).reshape(target.shape[:-1] if has_probabilities else target.shape)
+        return _reduced(logits, of_tile).reshape(target.shape)
     divisor = None
-    if reduction == "mean":
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        if has_probabilities:
-            divisor = torch.full((), math.prod(target.shape[:-1]), dtype=dtype, device=logits.device)
-        else:  # the tokens that are not ignored, each with the weight of its class
-            is_counted = rows != ignore_index
-            counts = is_counted
-            if weight is not None:
-                counts = torch.where(is_counted, weight[torch.where(is_counted, rows, 0)], 0)
-            divisor = counts.sum().to(dtype)
+    if reduction == "mean":  # over the tokens that are not ignored, each with the weight of its class
+        counts = is_counted = rows != ignore_index
+        if weight is not None:
+            counts = torch.where(is_counted, weight[torch.where(is_counted, rows, 0)], 0)
+        divisor = counts.sum().to(torch.promote_types(logits.dtype, torch.float32))
     return _reduced(logits, of_tile, is_total=True, divisor=divisor)
-
-
-def _can_be_tiled(logits: LazyLogits, target: Any, weight: Tensor | None) -> bool:
-    if not isinstance(target, Tensor) or isinstance(target, LazyLogits):
-        return False
-    constants = [target] if weight is None else [target, weight]
-    if any(each.requires_grad or each.device != logits.device for each in constants):
-        return False
-    if logits.numel() == 0 or logits.dim() < 2 or logits.tiled.vocabulary_dim % logits.dim() != 1:
-        return False
-    if target.is_floating_point():  # probabilities
-        return logits.dim() == 2 and target.shape == logits.shape
-    return target.shape == logits.hidden.shape[:-1]

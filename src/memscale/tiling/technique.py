@@ -1,16 +1,14 @@
 """The techniques of this package: wide layers in tiles, eager attention by SDPA, head and loss in tiles.
 
-*Wide layers.* Inside a block, those modules are tiled that are shown to be position-wise (Note [Position-wise]) and
-have something inside that is wider than their input and output. Mostly that is one, the MLP. Some blocks have it in a
-method of their own instead, which is overridden alike.
+*Wide layers.* Inside a block, those modules or methods are tiled that are shown to be position-wise
+(Note [Position-wise]) and have something inside that is wider than their input and output; mostly that is the MLP.
 
-*Attention.* Models of Hugging Face have their attention in two forms and a setting that chooses. `"eager"` computes all
-scores, queries × keys, and keeps two or three tensors of that size for backward; `"sdpa"` is torch's
-`scaled_dot_product_attention`, whose kernels never have them whole. Where a plan has tiles, models that ask for the
-first get the second, if it computes the same; other attention is left alone.
+*Attention.* Models of Hugging Face have a setting: `"eager"` attention computes all scores, queries × keys, and keeps
+two or three tensors of that size for backward; `"sdpa"` is torch's `scaled_dot_product_attention`, whose kernels never
+have them whole. Where a plan has tiles, models that ask for the first get the second, if it computes the same.
 
-*Head and loss.* The head returns lazy logits (Note [Lazy logits]). Its parameters are copied to the device when the
-loss is computed, for as long as that takes, and not before.
+*Head and loss.* The head returns lazy logits (Note [Lazy logits]). Its parameters are copied to the device while the
+loss is computed, and not before.
 """
 
 from __future__ import annotations
@@ -22,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from memscale._torch import hooks_are_allowed
+from memscale._torch import hooks_are_allowed, in_ddp_static_graph
 from memscale.checkpointing.state import parameter_behind
 from memscale.execution_plan import LossTiling, Tiling
 from memscale.offload.placement import ModelPlacement
@@ -86,7 +83,7 @@ class ActivationTiling:
     def unsupported_reason(self, site: LayerSite) -> str | None:
         if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):
             return "it is a scripted module, whose forward cannot be replaced"
-        if not any(map(find_wide_layers, site.modules)):
+        if not any(any(find_wide_layers(module)) for module in site.modules):
             return "no wide layer inside is known to be position-wise"
         return None
 
@@ -157,15 +154,11 @@ def _eager_configs(model: nn.Module) -> tuple[list[Any], list[str]]:
         if not is_model or getattr(config, "__dict__", {}).get(_ATTENTION_SETTING) != "eager":
             continue
         found[id(config)] = config
-        can_choose = getattr(type(module), "_can_set_attn_implementation", None)
+        can_choose = getattr(type(module), "_can_set_attn_implementation", lambda: False)
         others = [name for name in _OTHER_ATTENTION if getattr(config, name, None)]
         if others:
             reasons[id(config)] = f"{type(module).__name__} has {', '.join(others)} set"
-        elif (
-            getattr(module, "_supports_sdpa", False) is not True
-            or not callable(can_choose)
-            or not can_choose()
-        ):
+        elif getattr(module, "_supports_sdpa", False) is not True or not can_choose():
             reasons[id(config)] = f"{type(module).__name__} does not support SDPA"
     return [each for key, each in found.items() if key not in reasons], list(dict.fromkeys(reasons.values()))
 
@@ -210,11 +203,7 @@ class TiledLoss:
 class TileHeadStage(ForwardStage):
     """Makes a head's logits lazy, `rows` tokens per tile. See Note [Lazy logits].
 
-    Args:
-        rows: Tokens per tile.
-        device: Where it computes, if its parameters may be elsewhere.
-        placement: Where the model's parameters are.
-        logs: Whether to log, once, that a static graph keeps it from tiling.
+    If the head's parameters may be elsewhere, it computes on `device`.
     """
 
     order = Stage.TILE_HEAD
@@ -230,19 +219,23 @@ class TileHeadStage(ForwardStage):
     def run(
         self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        hidden = args[0] if len(args) == 1 and not kwargs else None
-        if not isinstance(hidden, torch.Tensor) or isinstance(hidden, LazyLogits):
-            return call_next(*args, **kwargs)
-        if not hooks_are_allowed():
-            return call_next(*args, **kwargs)
-        if _in_static_graph():
+        logits = self._lazy_logits(module, args[0]) if len(args) == 1 and not kwargs else None
+        return call_next(*args, **kwargs) if logits is None else logits
+
+    def _lazy_logits(self, module: nn.Module, hidden: Any) -> LazyLogits | None:
+        """Return the logits of hidden states; None if the head is to compute them as usual."""
+        if not isinstance(hidden, torch.Tensor) or isinstance(hidden, LazyLogits) or not hooks_are_allowed():
+            return None
+        if in_ddp_static_graph():
+            # That puts a node of its own on every tensor that the model returns, to learn when all gradients are
+            # there. Lazy logits are no such tensor.
             if self._logs:
                 self._logs = False
                 logger.warning(
                     "Head and loss are not tiled inside DistributedDataParallel(static_graph=True), which would not "
                     "average their gradients. To save the memory of the logits, leave static_graph out."
                 )
-            return call_next(*args, **kwargs)
+            return None
         if self._device is not None and hidden.device.type == "cpu":
             hidden = hidden.to(self._device, non_blocking=True)
         # Inside an offloaded block the module has copies on the device, which must not be held on to.
@@ -251,11 +244,11 @@ class TileHeadStage(ForwardStage):
             for each in (module._parameters["weight"], module._parameters["bias"])
         )
         if not isinstance(weight, nn.Parameter) or not isinstance(bias, (nn.Parameter, type(None))):
-            return call_next(*args, **kwargs)  # other weights, by torch.func.functional_call
+            return None  # other weights, by torch.func.functional_call
         dtype = _logits_dtype(hidden, weight)
         tensors = [each for each in (hidden, weight, bias) if each is not None]
         if dtype is None or hidden.dim() < 2 or not any(each.requires_grad for each in tensors):
-            return call_next(*args, **kwargs)
+            return None
         return lazy_logits(hidden, Head(weight, bias, dtype, self._rows, self._borrow))
 
     @contextlib.contextmanager
@@ -265,18 +258,6 @@ class TileHeadStage(ForwardStage):
             yield
         finally:
             self._placement.end_use(mapped)
-
-
-def _in_static_graph() -> bool:
-    """Return whether the model runs inside `DistributedDataParallel(static_graph=True)`.
-
-    That puts a node of its own on every tensor that the model returns, to learn from backward when all gradients are
-    there. Lazy logits are no such tensor: gradients would not be averaged.
-
-    Private torch API: `DistributedDataParallel._active_ddp_module` (tried on torch 2.13).
-    """
-    active = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    return active is not None and bool(active.static_graph)
 
 
 def _logits_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype | None:
