@@ -146,7 +146,13 @@ def _module_with_rng(device_type: str) -> Any:
 
 _PLAIN = frozenset({int, float, bool, str, complex, type(None)})
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, set, deque})
-_NOT_THE_USERS = frozenset({*vars(nn.Module()), "_memscale_executor", "_memscale_forward", "forward"})
+# A plan that is attached between a forward and its repetition sets some of them anew.
+_NOT_THE_USERS = frozenset(
+    {
+        *vars(nn.Module()),
+        *("_memscale_executor", "_memscale_forward", "_apply", "forward", "__reduce_ex__", "__deepcopy__"),
+    }
+)
 _MISSING = object()
 
 
@@ -331,7 +337,13 @@ def _mapped(container: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _attributes(own: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in own.items() if name not in _NOT_THE_USERS}
+    users = ((name, value) for name, value in own.items() if name not in _NOT_THE_USERS)
+    return {name: value for name, value in users if not _is_override(value)}
+
+
+def _is_override(value: Any) -> bool:
+    """Return whether an attribute is a method that MemScale has put in the place of the class's."""
+    return callable(value) and type(value).__module__.startswith("memscale.")
 
 
 def _set_attributes(own: dict[str, Any], wanted: dict[str, Any]) -> None:
