@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.metadata
 import io
 import logging
 import pickle
@@ -527,11 +528,11 @@ def test_sgd_without_momentum_has_nothing_to_keep(caplog: pytest.LogCaptureFixtu
 
 
 def _too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bitsandbytes, "__version__", "0.41.3")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.41.3")
 
 
 def _missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
 
 
 def _broken(monkeypatch: pytest.MonkeyPatch) -> None:

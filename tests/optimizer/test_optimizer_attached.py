@@ -147,13 +147,13 @@ def test_host_memory_is_counted_while_it_is_used() -> None:
         store, parameter = HostStateStore(DiskStore(), capacity=10_000), torch.ones(1, device=gpu.device)
         first = store.allocate(torch.ones(1000), parameter)
         second = store.allocate(torch.empty(1000, device="meta"), parameter)
-        assert store.bytes_used == 8000
+        assert store.memory.bytes_used == 8000
         with pytest.raises(TierFullError):
             store.allocate(torch.ones(1000), parameter)
         del first
-        assert store.bytes_used == 4000
+        assert store.memory.bytes_used == 4000
         del second
-        assert store.bytes_used == 0
+        assert store.memory.bytes_used == 0
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])

@@ -88,7 +88,7 @@ def test_two_buckets_of_state_on_the_host_are_in_flight(bucket, most):
                 assert gpu.tracker.live_bytes(gpu.device) == before
                 assert gpu.peak_bytes - before == most
             assert steps.bytes_moved == 5 * TOTAL
-            assert steps.store.bytes_used == TOTAL
+            assert steps.store.memory.bytes_used == TOTAL
         plain = parameters(SHAPES)
         expected = momentum(plain)
         for step in range(3):

@@ -320,6 +320,21 @@ def test_the_heaviest_plan_fails_too(backward: bool) -> None:
     loss_inside(model, 6).backward()
 
 
+def test_a_model_whose_plans_all_failed_is_plain_after_detach(caplog: pytest.LogCaptureFixture) -> None:
+    model = build()
+    own = set(vars(model))
+    memscale.wrap(model, QUIET, {"ids": ids(), "labels": ids()})
+    with (
+        RunsOut(1, ops=(aten.gelu.default,), always=True),
+        pytest.raises(torch.OutOfMemoryError, match="injected"),
+    ):
+        loss_inside(model, 6)
+    memscale.detach(model)
+    assert set(vars(model)) == own
+    assert "was replaced" not in caplog.text
+    assert model.double().head.weight.dtype is torch.float64
+
+
 @pytest.mark.parametrize("options", [{"retain_graph": True}, {"create_graph": True}])
 def test_a_pass_that_is_to_keep_its_graph_is_not_repeated(options: dict[str, bool]) -> None:
     model = wrapped()

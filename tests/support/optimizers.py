@@ -66,8 +66,9 @@ class Mapped(Elsewhere):
 @contextlib.contextmanager
 def streamed(parameters, store=None, bucket_bytes=4096, least_bytes=1):
     """Steps run in buckets inside the block; tests have small tensors, so every one moves."""
-    steps = BucketedSteps(DiskStore())
-    steps.attach(parameters, store or Elsewhere(), bucket_bytes, least_bytes=least_bytes)
+    steps, store = BucketedSteps(DiskStore()), store or Elsewhere()
+    store.least_bytes = least_bytes
+    steps.attach(parameters, store, bucket_bytes)
     try:
         yield steps
     finally:

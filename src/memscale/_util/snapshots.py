@@ -161,9 +161,10 @@ def _module_with_rng(device_type: str) -> Any:
 
 _PLAIN = frozenset({int, float, bool, str, complex, type(None)})
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, set, deque})
+# Not the user's: a plan that is attached between a forward and its repetition sets them anew.
 _IGNORED = frozenset(
-    {*vars(nn.Module()), "_memscale_executor", "_memscale_forward", "forward"}
-)  # not the user's
+    {*vars(nn.Module()), "_memscale_executor", "_apply", "forward", "__reduce_ex__", "__deepcopy__"}
+)
 _MISSING = object()
 
 
@@ -356,7 +357,12 @@ def _mapped(container: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _attributes(own: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [(name, value) for name, value in own.items() if name not in _IGNORED]
+    return [(name, value) for name, value in own.items() if name not in _IGNORED and not _is_override(value)]
+
+
+def _is_override(value: Any) -> bool:
+    """Return whether an attribute is a method that MemScale has put in the place of the class's."""
+    return callable(value) and type(value).__module__.startswith("memscale.")
 
 
 def _set_attributes(own: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -2,34 +2,28 @@
 
 Note [Bucketed steps]
 ~~~~~~~~~~~~~~~~~~~~~
-While ``optimizer.step()`` runs, the arithmetic of torch.optim is called once for each bucket of parameters, with the
-optimizer's groups cut down to these. A bucket's state is loaded before its call and saved after it
-(Note [Stored state]), state that the call made included: all of it is never loaded at once, from the first step on.
-Moments that are in 8 bits are dequantized for the call and quantized after it (Note [Eight bits between steps]), on
-the device, so that only codes are moved.
-
-Only the steps of torch.optim's own classes are split, and the numbers are the same to the bit: the same functions
-see the same operands, fewer at a time. Others are called once, as they are, and their state is not moved
-(Note [Whose arithmetic is split]).
+In ``optimizer.step()`` the arithmetic of torch.optim is called once for each bucket of parameters, with the optimizer's
+groups cut down to these. A bucket's state is loaded before its call and saved after it (Note [Stored state]), new
+state included. Moments in 8 bits are dequantized for the call and quantized after it (Note [Eight bits between
+steps]), on the device, so that only codes are moved. The numbers are the same to the bit: the same functions see the
+same operands, fewer at a time. Which steps are split: Note [Whose arithmetic is split].
 
 Note [Slices]
 ~~~~~~~~~~~~~
-An embedding can be larger than a bucket by itself: with its gradient, Adam's moments and Adam's temporaries, six
-times its own bytes. Optimizers that treat every element by itself can be called for a slice of it: a parameter over
-a part of the same memory, with that part of the gradient and of the state. Each slice begins with the counters
-that the parameter had; those of the last are the parameter's afterwards. Slices of 8-bit moments begin where their
-blocks do. Other optimizers (Adafactor looks at rows and columns, Muon at matrices) get the parameter whole.
+An embedding can be larger than a bucket by itself. Optimizers that treat every element by itself can be called for a
+slice of it: a parameter over a part of the same memory, with that part of the gradient and of the state. Each slice
+begins with the counters that the parameter had; those of the last are the parameter's afterwards. Slices of 8-bit
+moments begin where their blocks do. Other optimizers (Adafactor, Muon) get the parameter whole.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import weakref
-from collections import ChainMap, defaultdict, deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +31,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from memscale.errors import TierFullError
+from memscale.memory.tracker import parts_of
 from memscale.observe.counters import Meter
 from memscale.optimizer.eight_bit import (
     EightBitState,
@@ -44,7 +39,7 @@ from memscale.optimizer.eight_bit import (
     Unavailable,
     find_quantizer,
     is_moment,
-    moment_layout,
+    stored_layout,
 )
 from memscale.optimizer.interceptor import Member, SplitStep, StepOrder, StepSubscriber, members_of
 from memscale.optimizer.kinds import (
@@ -57,7 +52,7 @@ from memscale.optimizer.kinds import (
     why_32_bits,
     why_whole,
 )
-from memscale.optimizer.state_stores import PAGE, Origins, StateMover, StateStore, tensors_in
+from memscale.optimizer.state_stores import PAGE, StateMover, StateStore, Stepped, tensors_in
 from memscale.tiers.disk import DiskStore
 
 __all__ = ["BucketedSteps", "bytes_of_gradient"]
@@ -68,7 +63,9 @@ LEAST_SLICE_BYTES = 16 * PAGE
 _NOT_REACHED = "its step does not call that of torch.optim, or torch's wrapper of that was not found"
 _ON_DEVICE = "The state of this %s stays on its device: %s."
 _IN_32_BITS = "The state of this %s stays in 32 bits: %s."
-_REDUCE = "__reduce_ex__"
+# What one call of the arithmetic steps: the parameters whose state is loaded, and all that the groups hold.
+_Bucket = tuple[list[Stepped], list[Member]]
+_GET_STATE = "__getstate__"
 _HOST = torch.device("cpu")
 
 logger = logging.getLogger("memscale")
@@ -77,49 +74,26 @@ _SILENT.disabled = True
 
 
 class BucketedSteps(StepSubscriber):
-    """Keeps the optimizer state of one model in a store or in 8 bits, through all of its plans.
-
-    It lives as long as someone holds it: its owner, or an optimizer whose state it keeps.
-
-    Args:
-        disk: The disk of the model.
-        meter: Counts what is moved.
-
-    Attributes:
-        buckets_run: Calls of torch's arithmetic so far.
-        skipped: The optimizers that are stepped whole, with the reason.
-
-    Example:
-        >>> from memscale.optimizer.state_stores import DiskStateStore
-        >>> model = nn.Linear(64, 64)
-        >>> steps = BucketedSteps(DiskStore())
-        >>> steps.attach(model.parameters(), DiskStateStore(DiskStore()), bucket_bytes=2**20)
-        >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> model(torch.ones(1, 64)).sum().backward()
-        >>> optimizer.step()
-        >>> steps.bytes_moved == 2 * 64 * 64 * 4  # two moments of the weight; the bias's are too small
-        True
-        >>> steps.restore()
-    """
+    """Keeps the optimizer state of one model in a store or in 8 bits, through all of its plans."""
 
     order = StepOrder.BUCKETS
 
     def __init__(self, disk: DiskStore, meter: Meter | None = None) -> None:
         self._disk = disk
         self._meter = meter or Meter()
-        self.buckets_run = 0
+        self.buckets_run = 0  # calls of torch's arithmetic
+        # The optimizers that are stepped whole, and those with moments in 32 bits, with the reason.
         self.skipped: MutableMapping[Optimizer, str] = weakref.WeakKeyDictionary()
         self._in_32_bits: MutableMapping[Optimizer, str] = weakref.WeakKeyDictionary()
         self._state_dict_hooks: MutableMapping[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
         self._splits = 0  # calls of torch's arithmetic that were split
         self._splits_before: MutableMapping[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # some of whose state is ours
         self._wholes: dict[int, Tensor] = {}  # the parameter of the slice that is being stepped
         self._unavailable = ""  # the reason that was last given
         self._eight_bit: EightBitState | None = None
-        self._bytes_moved = 0  # under the plans before this one
-        self._mover = StateMover(StateStore(disk), PAGE, self._meter)
-        self._configure([], [], StateStore(disk), 1, PAGE, logs=False)
+        self._mover = StateMover(StateStore(disk), self._meter)
+        self._configure([], [], self._mover.store, 1, logs=False)
 
     def _configure(
         self,
@@ -127,7 +101,6 @@ class BucketedSteps(StepSubscriber):
         in_eight_bits: list[nn.Parameter],
         store: StateStore,
         bucket_bytes: int,
-        least_bytes: int,
         *,
         logs: bool,
     ) -> None:
@@ -136,14 +109,10 @@ class BucketedSteps(StepSubscriber):
         self._logger = logger if logs else _SILENT
         # Not weakly: torch.utils.swap_tensors, which moves parameters, takes none that are referred to so.
         self._parameters = {id(each): each for each in parameters}
-        eight_bit = self._eight_bit
-        if eight_bit is None or [*eight_bit.parameters] != self._configuration[1]:
+        if self._eight_bit is None or [*self._eight_bit.parameters] != self._configuration[1]:
             self._eight_bit = self._find_eight_bit(in_eight_bits)
         self._every = ChainMap(self._parameters, self._eight_bit.parameters if self._eight_bit else {})
-        self._bytes_moved += self._mover.bytes_moved
-        self._mover = StateMover(store, least_bytes, self._meter)
-        # Of parameters whose state is in 8 bits and not stored.
-        self._unmoved = StateMover(StateStore(self._disk), least_bytes, self._meter)
+        self._mover.store = store
 
     def _find_eight_bit(self, parameters: list[nn.Parameter]) -> EightBitState | None:
         if not parameters:
@@ -164,7 +133,7 @@ class BucketedSteps(StepSubscriber):
     @property
     def bytes_moved(self) -> int:
         """Bytes of state loaded from or saved to the store so far."""
-        return self._bytes_moved + self._mover.bytes_moved
+        return self._mover.bytes_moved
 
     # ------------------------------------------------------------------ on and off
 
@@ -175,7 +144,6 @@ class BucketedSteps(StepSubscriber):
         bucket_bytes: int,
         *,
         eight_bit: Iterable[nn.Parameter] = (),
-        least_bytes: int = PAGE,
         logs: bool = True,
     ) -> None:
         """Run steps in buckets as a plan says; what the plan before had the same stays as it is.
@@ -186,15 +154,14 @@ class BucketedSteps(StepSubscriber):
             bucket_bytes: The most that parameters, gradients and state of one bucket may take, in 32 bits; a parameter
                 that needs more has a bucket to itself, or comes in slices.
             eight_bit: Those whose moments are kept in 8 bits; without bitsandbytes, none are.
-            least_bytes: State tensors smaller than this stay where they are.
-            logs: Whether optimizers that are stepped whole are named in the log.
+            logs: Whether to name optimizers that are stepped whole in the log.
         """
         wanted, quantized = list(parameters), list(eight_bit)
         if self._configuration != ([*map(id, wanted)], [*map(id, quantized)], store, bucket_bytes):
             same_moments = [*map(id, quantized)] == self._configuration[1]
             for optimizer in list(self._optimizers):
                 self._bring_back(optimizer, keep_eight_bits=same_moments)
-            self._configure(wanted, quantized, store, bucket_bytes, least_bytes, logs=logs)
+            self._configure(wanted, quantized, store, bucket_bytes, logs=logs)
         if self._every:
             self.subscribe()
 
@@ -203,7 +170,7 @@ class BucketedSteps(StepSubscriber):
         self.unsubscribe()
         for optimizer in list(self._optimizers):
             self._bring_back(optimizer)
-        self._configure([], [], StateStore(self._disk), 1, PAGE, logs=False)
+        self._configure([], [], StateStore(self._disk), 1, logs=False)
 
     def store_state(self, optimizer: Optimizer) -> None:
         """Store what state there is now, and not at the next step: the device may be short of memory."""
@@ -229,10 +196,18 @@ class BucketedSteps(StepSubscriber):
             and why_32_bits(optimizer) is None
         )
 
+    def _keep(self, optimizer: Optimizer) -> None:
+        """Note an optimizer some of whose state is stored or in 8 bits; copies and checkpoints get ordinary state."""
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            vars(optimizer).setdefault(_GET_STATE, _GetState(optimizer)).users.append(self)
+            handle = optimizer.register_state_dict_post_hook(self._in_32_bits_on_host)
+            self._state_dict_hooks[optimizer] = handle
+
     def _bring_back(self, optimizer: Optimizer, *, keep_eight_bits: bool = False) -> None:
         with torch.no_grad():
             for key, state in optimizer.state.items():
-                if isinstance(key, Tensor):
+                if isinstance(key, Tensor) and isinstance(state, dict):
                     self._mover.bring_back(state, key)
                     if self._eight_bit is not None and not keep_eight_bits:
                         self._eight_bit.dequantize(state, key)
@@ -240,27 +215,38 @@ class BucketedSteps(StepSubscriber):
             return
         # Last: if the device has no room for it all, this can be done again when it has.
         self._optimizers.discard(optimizer)
-        reduce: _Reduce = vars(optimizer)[_REDUCE]
-        reduce.users.remove(self)
-        if not reduce.users:
-            del vars(optimizer)[_REDUCE]
-        handle = self._state_dict_hooks.pop(optimizer, None)
-        if handle is not None:
-            handle.remove()
-
-    def _keep(self, optimizer: Optimizer) -> None:
-        """Note an optimizer some of whose state is stored or in 8 bits; copies and checkpoints get ordinary state."""
-        if optimizer in self._optimizers:
-            return
-        self._optimizers.add(optimizer)
-        vars(optimizer).setdefault(_REDUCE, _Reduce(optimizer)).users.append(self)
-        if self._eight_bit is not None:
-            hook = functools.partial(_ordinary_state_dict, self._eight_bit)
-            self._state_dict_hooks[optimizer] = optimizer.register_state_dict_post_hook(hook)
+        users: list[BucketedSteps] = vars(optimizer)[_GET_STATE].users
+        users.remove(self)
+        if not users:
+            del vars(optimizer)[_GET_STATE]
+        self._state_dict_hooks.pop(optimizer).remove()
 
     def copied(self, state: Any, parameter: Tensor) -> Any:
         """Return a parameter's state as it would be in memory and in 32 bits; the original stays as it is."""
-        return self._mover.copied(state, parameter, self._eight_bit)
+        if not isinstance(state, dict):
+            return state
+        copy = {name: value.copied() if isinstance(value, Moment) else value for name, value in state.items()}
+        for path, holder, tensor in tensors_in(copy):
+            if self.is_stored(tensor):
+                holder[path[-1]] = self.store.load(tensor, parameter)
+        if self._eight_bit is not None:
+            self._eight_bit.dequantize(copy, parameter)
+        return copy
+
+    def _in_32_bits_on_host(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Put 32-bit numbers in the place of a checkpoint's 8-bit moments.
+
+        They are on the host, because all of them at once may be more than the device has room for.
+        """
+        state = dict(state_dict["state"])
+        # torch numbers the parameters in the order of the groups.
+        for key, member in enumerate(members_of(optimizer)):
+            has_moments_in_8_bits = any(isinstance(value, Moment) for value in state.get(key, {}).values())
+            if self._eight_bit is not None and has_moments_in_8_bits:
+                state[key] = dict(state[key])
+                with torch.no_grad():
+                    self._eight_bit.dequantize(state[key], member.parameter, _HOST)
+        return {**state_dict, "state": state}
 
     # ------------------------------------------------------------------ which steps
 
@@ -325,13 +311,13 @@ class BucketedSteps(StepSubscriber):
             needs = self._reserve(optimizer, (*bucketed, *idle))
             buckets = self._buckets(optimizer, bucketed, others, needs)
             with SplitStep(optimizer) as split, contextlib.closing(buckets):
-                for bucket in buckets:
+                for stepped, shown in buckets:
                     # See Note [Two buckets]: the state of the bucket before is being saved.
                     with torch.no_grad(), self._meter.timing("optimizer state"):
-                        for each in bucket.stepped:
-                            each.mover.prefetch(optimizer.state.get(each.parameter), each.parameter)
-                    split.show(bucket.shown)
-                    self._run_bucket(optimizer, bucket.stepped, call)
+                        for each in stepped:
+                            self._mover.prefetch(optimizer.state.get(each.parameter), each.parameter)
+                    split.show(shown)
+                    self._run_bucket(optimizer, stepped, call)
             for member in idle:
                 self._save(optimizer, self._stepped(optimizer, member))
         finally:
@@ -357,15 +343,15 @@ class BucketedSteps(StepSubscriber):
             else:
                 # Whatever is not bucketed is stepped once, too: with the last bucket.
                 shown = bucket if bucketed else [*bucket, *others]
-                yield _Bucket([self._stepped(optimizer, each) for each in bucket], shown)
+                yield [self._stepped(optimizer, each) for each in bucket], shown
                 others = others if bucketed else []
         if others:
-            yield _Bucket([], others)
+            yield [], others
 
-    def _stepped(self, optimizer: Optimizer, member: Member) -> _Stepped:
+    def _stepped(self, optimizer: Optimizer, member: Member) -> Stepped:
         parameter = member.parameter
-        mover = self._mover if id(parameter) in self._parameters else self._unmoved
-        return _Stepped(parameter, mover, self.quantizes(optimizer, parameter), {})
+        stored = id(parameter) in self._parameters and self.store.takes(parameter)
+        return Stepped(parameter, stored, self.quantizes(optimizer, parameter), {})
 
     def _reserve(
         self, optimizer: Optimizer, members: Iterable[Member]
@@ -379,17 +365,12 @@ class BucketedSteps(StepSubscriber):
         needs = {}
         try:
             for member in members:
-                parameter, mover, quantized, _ = self._stepped(optimizer, member)
-                state, gradient = optimizer.state.get(parameter), parameter.grad
+                parameter, gradient = member.parameter, member.parameter.grad
                 group = optimizer.param_groups[member.group]
                 new = {} if gradient is None else new_state.of(group, parameter)
-                mover.reserve(state, new, parameter, quantized=quantized)
-                is_loaded = mover.store.takes(parameter)
-                size = parameter.nbytes + bytes_of_gradient(gradient)
-                size += mover.loaded_bytes(state, parameter, quantized=quantized)
-                for name, like in new.items():
-                    size += like.nbytes if is_loaded or (quantized and name in MOMENTS) else 0
-                needs[member] = size, new
+                state, stepped = optimizer.state.get(parameter), self._stepped(optimizer, member)
+                loaded = self._mover.reserve(state, new, stepped)
+                needs[member] = parameter.nbytes + bytes_of_gradient(gradient) + loaded, new
         except TierFullError as error:
             raise TierFullError(
                 f"This step of {type(optimizer).__name__} was not made, and no parameter was changed: its state "
@@ -397,13 +378,13 @@ class BucketedSteps(StepSubscriber):
             ) from error
         return needs
 
-    def _run_bucket(self, optimizer: Optimizer, bucket: list[_Stepped], call: Callable[[], Any]) -> None:
+    def _run_bucket(self, optimizer: Optimizer, bucket: list[Stepped], call: Callable[[], Any]) -> None:
         """Run the arithmetic of one bucket, with its state loaded for that long."""
         try:
             with torch.no_grad(), self._meter.timing("optimizer state"):
                 for each in bucket:
                     state = optimizer.state.get(each.parameter)
-                    each.origins.update(each.mover.load(state, each.parameter))
+                    self._mover.load(state, each)
                     if self._eight_bit is not None:
                         with self._meter.timing("8-bit optimizer"):
                             self._eight_bit.dequantize(state, each.parameter)
@@ -419,7 +400,7 @@ class BucketedSteps(StepSubscriber):
         self._save_bucket(optimizer, bucket)
         self.buckets_run += 1
 
-    def _save_bucket(self, optimizer: Optimizer, bucket: list[_Stepped]) -> None:
+    def _save_bucket(self, optimizer: Optimizer, bucket: list[Stepped]) -> None:
         with torch.no_grad(), self._meter.timing("optimizer state"):
             for each in bucket:
                 if self._eight_bit is not None and each.quantized:
@@ -427,13 +408,12 @@ class BucketedSteps(StepSubscriber):
                         self._eight_bit.quantize(optimizer.state.get(each.parameter), each.parameter)
                 self._save(optimizer, each)
 
-    def _save(self, optimizer: Optimizer, stepped: _Stepped) -> None:
+    def _save(self, optimizer: Optimizer, stepped: Stepped) -> None:
         """Store a parameter's state, and release the pages of what is on disk."""
-        parameter = stepped.parameter
         self._keep(optimizer)
         with torch.no_grad():
-            stepped.mover.save(optimizer.state.get(parameter), parameter, stepped.origins)
-        self._release_pages(parameter)
+            self._mover.save(optimizer.state.get(stepped.parameter), stepped)
+        self._release_pages(stepped.parameter)
 
     def _count_step(self, parameter: Tensor) -> None:
         """Count the step of a parameter on disk: it was read and written, and its gradient read."""
@@ -446,7 +426,7 @@ class BucketedSteps(StepSubscriber):
     def _release_pages(self, parameter: Tensor) -> None:
         for tensor in (parameter, parameter.grad):
             if tensor is not None and tensor.layout is torch.strided:
-                self._mover.store.release_pages(tensor)
+                self.store.release_pages(tensor)
 
     # ------------------------------------------------------------------ slices
 
@@ -471,13 +451,13 @@ class BucketedSteps(StepSubscriber):
     ) -> Iterator[_Bucket]:
         """Yield the slices of one parameter, each a bucket. See Note [Slices]."""
         stepped, parameter, states = self._stepped(optimizer, member), member.parameter, optimizer.state
-        mover, gradient = stepped.mover, parameter.grad
+        mover, gradient = self._mover, parameter.grad
         assert gradient is not None, "a parameter without a gradient is not stepped"
         self._save(optimizer, stepped)  # state from before, or from a checkpoint
         before: dict[str, Any] = dict(states.get(parameter, {}))
         if stepped.quantized:
             new = new | {name: value for name, value in before.items() if is_moment(name, value, parameter)}
-        made = {name: _allocate(name, like, stepped) for name, like in new.items()}
+        made = {name: self._allocate(name, like, stepped) for name, like in new.items()}
         counters: dict[str, Any] = {}
         for start in range(0, parameter.numel(), length):
             part = slice(start, min(start + length, parameter.numel()))
@@ -491,7 +471,7 @@ class BucketedSteps(StepSubscriber):
             self._wholes[id(piece)] = parameter
             try:
                 stepped_piece = stepped._replace(parameter=piece, origins=origins)
-                yield _Bucket([stepped_piece], [member._replace(parameter=piece)])
+                yield [stepped_piece], [member._replace(parameter=piece)]
                 kept = states.get(piece, {})
                 counters = {name: value for name, value in kept.items() if name not in STATE_NAMES}
             finally:
@@ -508,45 +488,16 @@ class BucketedSteps(StepSubscriber):
         with torch.no_grad():
             parameter.view(-1)[:0].zero_()  # counts as a change in place, which it was
 
-
-class _Bucket(NamedTuple):
-    """What one call of the arithmetic steps.
-
-    Attributes:
-        stepped: The parameters whose state is loaded for it.
-        shown: All that the optimizer's groups hold in it.
-    """
-
-    stepped: list[_Stepped]
-    shown: list[Member]
-
-
-class _Stepped(NamedTuple):
-    """A parameter, or a slice of one, in a call of the arithmetic.
-
-    Attributes:
-        parameter: The parameter.
-        mover: Loads and saves its state.
-        quantized: Whether its moments are kept in 8 bits.
-        origins: The stored tensors of its state.
-    """
-
-    parameter: Tensor
-    mover: StateMover
-    quantized: bool
-    origins: Origins
-
-
-def _allocate(name: str, like: Tensor, stepped: _Stepped) -> Tensor | Moment:
-    """Return room for a state tensor whose values come a slice at a time."""
-    parameter, mover = stepped.parameter, stepped.mover
-    if not stepped.quantized or name not in MOMENTS:
-        return mover.allocate((name,), like, parameter)
-    tensors = {
-        part: mover.allocate((name, part), part_like, parameter)
-        for part, part_like in moment_layout(parameter).items()
-    }
-    return Moment(**tensors, signed=MOMENTS[name], shape=parameter.shape, stride=parameter.stride())
+    def _allocate(self, name: str, like: Tensor, stepped: Stepped) -> Tensor | Moment:
+        """Return room for a state tensor whose values come a slice at a time."""
+        parameter = stepped.parameter
+        tensors = {
+            path[-1]: self._mover.allocate(path, part, stepped)
+            for path, part in stored_layout(name, like, quantized=stepped.quantized)
+        }
+        if name in tensors:
+            return tensors[name]
+        return Moment(**tensors, signed=MOMENTS[name], shape=parameter.shape, stride=parameter.stride())
 
 
 def _is_flat(tensor: Tensor) -> bool:
@@ -554,60 +505,32 @@ def _is_flat(tensor: Tensor) -> bool:
 
 
 def bytes_of_gradient(gradient: Tensor | None) -> int:
-    """Return the bytes of a gradient; of a sparse one, of its indices and values."""
-    if gradient is None:
-        return 0
-    if gradient.layout is torch.sparse_coo:
-        return gradient._indices().nbytes + gradient._values().nbytes
-    return gradient.nbytes if gradient.layout is torch.strided else gradient.numel() * gradient.element_size()
+    """Return the bytes of a gradient; of a sparse one, of its parts."""
+    return 0 if gradient is None else sum(part.nbytes for part in parts_of(gradient) or [gradient])
 
 
-# ---------------------------------------------------------------------- checkpoints and copies
-
-
-def _ordinary_state_dict(
-    eight_bit: EightBitState, optimizer: Optimizer, state_dict: dict[str, Any]
-) -> dict[str, Any]:
-    """Put 32-bit numbers in the place of 8-bit moments.
-
-    They are on the host, because all of them at once may be more than the device has room for.
-    """
-    state = dict(state_dict["state"])
-    # torch numbers the parameters in the order of the groups.
-    for key, member in enumerate(members_of(optimizer)):
-        if any(isinstance(value, Moment) for value in state.get(key, {}).values()):
-            state[key] = dict(state[key])
-            with torch.no_grad():
-                eight_bit.dequantize(state[key], member.parameter, _HOST)
-    return {**state_dict, "state": state}
-
-
-class _Reduce:
-    """An optimizer's ``__reduce_ex__`` while some of its state is stored or in 8 bits.
+class _GetState:
+    """An optimizer's ``__getstate__`` while some of its state is stored or in 8 bits.
 
     A deep copy or a pickle of an optimizer knows nothing of a store: it must hold ordinary state beside its
-    parameters. Copying and pickling both ask the object itself for ``__reduce_ex__``; copies don't inherit it. It also
-    keeps `users` alive, which alone can bring the state back: of each model whose parameters the optimizer steps.
+    parameters. Both ask the object itself for ``__getstate__``. This one also keeps `users` alive, which alone can
+    bring the state back: of each model whose parameters the optimizer steps.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)  # or the optimizer would be in a cycle, and live longer
         self.users: list[BucketedSteps] = []
 
-    def __call__(self, protocol: Any) -> Any:
+    def __call__(self) -> Any:
         optimizer = self._optimizer()
         assert optimizer is not None, "an optimizer's own attribute was called after it was gone"
-        whole = type(optimizer).__reduce_ex__(optimizer, protocol)
-        contents = whole[2] if isinstance(whole, tuple) and len(whole) > 2 else None
+        contents: Any = type(optimizer).__getstate__(optimizer)
         if not isinstance(contents, dict) or not isinstance(contents.get("state"), dict):
-            return whole  # a class that is copied in its own way
-        contents = {key: value for key, value in contents.items() if key != _REDUCE}
-        state = contents["state"]
-        copy: dict[Any, Any] = defaultdict(dict) if isinstance(state, defaultdict) else {}
+            return contents  # a class that is copied in its own way
+        state = contents["state"].copy()
         with torch.no_grad():
-            for key, value in state.items():
+            for key in state:
                 for user in self.users if isinstance(key, Tensor) else ():
-                    value = user.copied(value, key)
-                copy[key] = value
-        contents["state"] = copy
-        return (*whole[:2], contents, *whole[3:])
+                    state[key] = user.copied(state[key], key)
+        contents = {name: value for name, value in contents.items() if name != _GET_STATE}
+        return {**contents, "state": state}

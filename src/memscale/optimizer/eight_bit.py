@@ -4,8 +4,8 @@ Note [Eight bits between steps]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 An optimizer's moments are in 8 bits only while it does not step. In a step they are dequantized, a bucket of
 parameters at a time, the optimizer's own arithmetic runs, and its results are quantized again (by `bitsandbytes`, in
-blocks of 256 numbers with a scale each). So learning rates, groups, schedulers, closures, `amsgrad`, `foreach` and
-the kind of weight decay are the user's own. Two moments take 2.03 bytes a parameter instead of 8.
+blocks of 256 numbers with a scale each). So all settings are the user's own. Two moments take 2.03 bytes a parameter
+instead of 8.
 
 A number is rounded only after it went through a step. State that was loaded, or was there before, is used as it is;
 `state_dict` gives the 32-bit numbers that the next step would begin with. So a run that is saved and resumed goes on
@@ -22,7 +22,7 @@ import importlib
 import importlib.metadata
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +36,9 @@ __all__ = [
     "Bitsandbytes",
     "EightBitState",
     "Moment",
-    "Quantizer",
     "Unavailable",
     "find_quantizer",
     "moment_bytes",
-    "moment_layout",
     "parameters_in_eight_bits",
 ]
 
@@ -55,13 +53,7 @@ OLDEST = (0, 49)  # before it, the CPU had no such kernels
 
 
 def parameters_in_eight_bits(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a model whose moments are kept in 8 bits: see Note [Eight bits between steps].
-
-    Example:
-        >>> model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 64))
-        >>> [tuple(each.shape) for each in parameters_in_eight_bits(model)]
-        [(64, 64)]
-    """
+    """Return the parameters of a model whose moments are kept in 8 bits: see Note [Eight bits between steps]."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, kinds)}
     return [
@@ -76,19 +68,14 @@ def parameters_in_eight_bits(model: nn.Module) -> list[nn.Parameter]:
 
 
 def moment_bytes(elements: int) -> int:
-    """Return the bytes of one moment of so many numbers: a code each, and the scale of each block.
-
-    Example:
-        >>> moment_bytes(1024 * 1024) / (1024 * 1024)
-        1.015625
-    """
+    """Return the bytes of one moment of so many numbers: a code each, and the scale of each block."""
     return elements + 4 * -(-elements // BLOCK)
 
 
 class Moment(dict[str, Tensor]):
     """A state tensor in 8 bits, in the place of the tensor: its ``codes``, and the ``scales`` of its blocks.
 
-    It is a dict so that whatever moves an optimizer's tensors, to a lower tier say, finds them.
+    It is a dict so that whatever moves an optimizer's tensors finds them.
     """
 
     def __init__(
@@ -99,30 +86,17 @@ class Moment(dict[str, Tensor]):
         self.shape = shape
         self.stride = stride
 
-    @property
-    def dequantized_bytes(self) -> int:
-        """Its bytes in 32 bits."""
-        return 4 * self.shape.numel()
-
     def copied(self) -> Moment:
         """Return another of the same tensors."""
         return Moment(**self, signed=self.signed, shape=self.shape, stride=self.stride)
 
 
-def moment_layout(like: Tensor) -> dict[str, Tensor]:
-    """Return the tensors of a moment of that shape, without values, on the meta device."""
-    elements = like.numel()
-    return {
-        "codes": torch.empty(elements, dtype=torch.uint8, device="meta"),
-        "scales": torch.empty(-(-elements // BLOCK), device="meta"),
-    }
-
-
 def stored_layout(name: str, like: Tensor, *, quantized: bool) -> Iterator[tuple[tuple[str, ...], Tensor]]:
     """Yield what a new state tensor is after its step: where in the parameter's state, and a tensor as large."""
     if quantized and name in MOMENTS:
-        for key, part in moment_layout(like).items():
-            yield (name, key), part
+        elements = like.numel()
+        yield (name, "codes"), torch.empty(elements, dtype=torch.uint8, device="meta")
+        yield (name, "scales"), torch.empty(-(-elements // BLOCK), device="meta")
     else:
         yield (name,), like
 
@@ -139,29 +113,20 @@ def is_moment(name: Any, value: Any, parameter: Tensor) -> bool:
 
 
 class EightBitState:
-    """Quantizes and dequantizes the moments of some parameters.
-
-    Args:
-        parameters: The parameters.
-        quantizer: bitsandbytes.
-        logger: Warned, once, if quantization fails in the middle of training.
-
-    Attributes:
-        has_failed: Whether it has; then nothing is quantized any more.
-    """
+    """Quantizes and dequantizes the moments of some parameters."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], quantizer: Quantizer, logger: logging.Logger
+        self, parameters: Iterable[nn.Parameter], quantizer: Bitsandbytes, logger: logging.Logger
     ) -> None:
         # Not weakly: torch.utils.swap_tensors refuses parameters that are referred to weakly.
         self.parameters = {id(each): each for each in parameters}
-        self.has_failed = False
+        self.has_failed = False  # in the middle of training: then nothing is quantized any more
         self._quantizer = quantizer
         self._logger = logger
 
     def quantize(self, state: Any, parameter: Tensor) -> None:
         """Quantize the moments that a step has left in a parameter's state; if that fails, stop for good."""
-        for name, value in _items(state):
+        for name, value in list((state or {}).items()):
             if self.has_failed or not is_moment(name, value, parameter):
                 continue
             try:
@@ -176,7 +141,7 @@ class EightBitState:
 
     def dequantize(self, state: Any, parameter: Tensor, device: torch.device | None = None) -> None:
         """Make the moments in a parameter's state ordinary tensors on a device, by default the parameter's."""
-        for name, value in _items(state):
+        for name, value in list((state or {}).items()):
             if isinstance(value, Moment):
                 # On the parameter's device, where the quantizer was tried, wherever the codes are kept.
                 codes, scales = (value[part].to(parameter.device) for part in ("codes", "scales"))
@@ -189,10 +154,6 @@ class EightBitState:
         # In the order of memory, whatever the layout is (channels last, say).
         codes, scales = self._quantizer.quantize(tensor.as_strided((tensor.numel(),), (1,)), signed=signed)
         return Moment(codes, scales, signed=signed, shape=tensor.shape, stride=tensor.stride())
-
-
-def _items(state: Any) -> list[tuple[Any, Any]]:
-    return list(state.items()) if isinstance(state, dict) else []
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -209,21 +170,10 @@ class Unavailable(MemScaleError, RuntimeError):
     """bitsandbytes is missing, too old, or does not work on a device."""
 
 
-class Quantizer(Protocol):
-    """Converts flat 32-bit tensors to 8-bit codes and back."""
-
-    def quantize(self, tensor: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-        """Return the codes, one byte a number, and the scale of each block."""
-
-    def dequantize(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-        """Return the numbers in 32 bits."""
-
-
 class Bitsandbytes:
-    """Quantizes by the kernels of bitsandbytes.
+    """Converts flat 32-bit tensors to 8-bit codes and back, by the kernels of bitsandbytes.
 
-    Args:
-        functional: the module ``bitsandbytes.functional``.
+    Without the module ``bitsandbytes.functional`` it makes tensors of the same shapes, for a simulation.
     """
 
     def __init__(self, functional: Any) -> None:
@@ -231,6 +181,10 @@ class Bitsandbytes:
         self._maps: dict[tuple[bool, torch.device], Tensor] = {}
 
     def quantize(self, tensor: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+        """Return the codes, one byte a number, and the scale of each block."""
+        if self._functional is None:
+            scales = torch.empty(-(-tensor.numel() // BLOCK), device=tensor.device)
+            return torch.empty_like(tensor, dtype=torch.uint8), scales
         codes, scales = torch.ops.bitsandbytes.quantize_blockwise(tensor, self._map(tensor, signed), BLOCK)
         if signed:
             # On the CPU it takes zero for the next small number, and a weight without gradient would drift by it.
@@ -238,17 +192,16 @@ class Bitsandbytes:
         return codes, scales
 
     def dequantize(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+        """Return the numbers in 32 bits."""
+        if self._functional is None:
+            return torch.empty_like(codes, dtype=torch.float32)
         numbers: Tensor = torch.ops.bitsandbytes.dequantize_blockwise(
             codes, scales, self._map(codes, signed), BLOCK, torch.float32
         )
         return numbers
 
     def check(self, device: torch.device) -> None:
-        """Try the kernels on a device.
-
-        Raises:
-            Unavailable: They do not work there.
-        """
+        """Raise `Unavailable` if the kernels do not work on a device."""
         numbers = torch.linspace(-1, 1, 2 * BLOCK, device=device)
         try:
             again = self.dequantize(*self.quantize(numbers, signed=True), signed=True)
@@ -266,39 +219,22 @@ class Bitsandbytes:
         return self._maps[key]
 
 
-class ShapesOnly:
-    """Makes the same tensors without values, for tensors without data."""
-
-    def quantize(self, tensor: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-        codes = torch.empty_like(tensor, dtype=torch.uint8)
-        return codes, torch.empty(-(-tensor.numel() // BLOCK), device=tensor.device)
-
-    def dequantize(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-        return torch.empty_like(codes, dtype=torch.float32)
-
-
-def find_quantizer(parameters: Sequence[Tensor]) -> Quantizer:
-    """Return bitsandbytes, tried on the devices of the parameters that are to be stepped.
-
-    Raises:
-        Unavailable: It can't be used; the message says why.
-    """
+def find_quantizer(parameters: Sequence[Tensor]) -> Bitsandbytes:
+    """Return a quantizer that was tried on the devices of the parameters, or raise `Unavailable` with the reason."""
+    _check_version()
     if any(isinstance(parameter, FakeTensor) for parameter in parameters):
         # Not imported: inside a simulation it would find a GPU that is not there, and make its tables of nothing.
-        _check_version(_installed_version())
-        return ShapesOnly()
+        return Bitsandbytes(None)
     logger = logging.getLogger("bitsandbytes")
     level = logger.level
     logger.setLevel(logging.ERROR)  # at import it warns of missing kernels for 4-bit inference
     try:
-        module = importlib.import_module("bitsandbytes")
         functional = importlib.import_module("bitsandbytes.functional")
     except Exception as error:  # its native libraries fail in many ways
         advice = f"; {_INSTALL}" if isinstance(error, ImportError) else ""
         raise Unavailable(f"bitsandbytes can't be imported ({_in_short(error)}){advice}") from error
     finally:
         logger.setLevel(level)
-    _check_version(str(getattr(module, "__version__", "0")))
     quantizer = Bitsandbytes(functional)
     for device in {parameter.device for parameter in parameters if not parameter.is_meta}:
         quantizer.check(device)
@@ -308,16 +244,12 @@ def find_quantizer(parameters: Sequence[Tensor]) -> Quantizer:
 _INSTALL = "pip install 'open-memscale[bnb]'"
 
 
-def _installed_version() -> str:
+def _check_version() -> None:
     try:
-        return importlib.metadata.version("bitsandbytes")
+        version = importlib.metadata.version("bitsandbytes")
     except importlib.metadata.PackageNotFoundError as error:
         raise Unavailable(f"bitsandbytes is not installed; {_INSTALL}") from error
-
-
-def _check_version(version: str) -> None:
-    numbers = tuple(int(part) if part.isdecimal() else 0 for part in version.split(".")[:2])
-    if numbers < OLDEST:
+    if tuple(int(part) if part.isdecimal() else 0 for part in version.split(".")[:2]) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise Unavailable(f"bitsandbytes is {version}, and at least {oldest} is needed")
 

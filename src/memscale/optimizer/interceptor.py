@@ -1,16 +1,15 @@
-"""The one interceptor of `optimizer.step()`, what subscribes to it, and steps in several calls.
+"""The one interceptor of `optimizer.step()`, its subscribers, and steps in several calls.
 
-Whatever has to happen around a step subscribes here: loss scaling, the buckets of parameters with the state that
-is loaded for them, the placement of parameters, recovery from out-of-memory errors. A subscriber is asked which
-optimizers it is concerned with, and may act at four points of a step:
+Whatever has to happen around a step subscribes here (`StepOrder`). A subscriber is asked which optimizers it is
+concerned with, and may act at four points of a step:
 
     pre-hooks ─ before_step
       around_step          the whole step, whoever wrote it: it may be skipped
         around_arithmetic  torch's own arithmetic, also when a user's step calls it by `super().step()`
     post-hooks ─ after_step
 
-A user's step therefore runs once, and only the arithmetic of torch.optim's own classes can be split into several
-calls. How calls get here: Note [Inside optimizer.step] in ``_torch.py``.
+So a user's step runs once, and only the arithmetic of torch.optim's own classes can be split into several calls. How
+calls get here: Note [Inside optimizer.step] in ``_torch.py``.
 """
 
 from __future__ import annotations
@@ -69,9 +68,7 @@ class StepSubscriber:
         """Be called no more."""
         StepInterceptor.instance.remove(self)
 
-    def undo(self) -> None:
-        """Be called no more: an entry of the undo log."""
-        self.unsubscribe()
+    undo = unsubscribe  # as an entry of the undo log
 
     def parameter_ids(self) -> Container[int]:
         """Return the ids of the parameters whose steps matter."""
@@ -103,8 +100,8 @@ class StepSubscriber:
 class StepInterceptor:
     """Calls the subscribers around the steps of all optimizers of the process.
 
-    While there are subscribers, it has one pre-hook and one post-hook for all optimizers, and stands in the closure
-    cells of those optimizer classes that a subscriber is concerned with.
+    While there are any, it has one pre-hook and one post-hook for all optimizers, and stands in the closure cells of
+    those optimizer classes that a subscriber is concerned with.
 
     Example:
         >>> class Twice(StepSubscriber):
@@ -214,13 +211,13 @@ StepInterceptor.instance = StepInterceptor()
 
 
 def closure_of(*args: Any, **kwargs: Any) -> Callable[[], Any] | None:
-    """Return the closure among the arguments of a step of torch.optim, the optimizer left out."""
+    """Return the closure among the arguments of a step, the optimizer left out."""
     closure: Callable[[], Any] | None = kwargs["closure"] if "closure" in kwargs else (*args, None)[0]
     return closure
 
 
 def evaluate_closure(*args: Any, **kwargs: Any) -> Any:
-    """Evaluate the closure of such a step, which makes the gradients; return its loss, None without a closure."""
+    """Evaluate the closure of such a step, which makes the gradients; return its loss."""
     closure = closure_of(*args, **kwargs)
     if closure is None:
         return None
@@ -249,20 +246,7 @@ def members_of(optimizer: Optimizer) -> list[Member]:
 
 
 class SplitStep:
-    """One step of an optimizer, in several calls; the groups are whole again when the block ends, also by an error.
-
-    Example:
-        >>> first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
-        >>> optimizer = torch.optim.SGD([first, second], lr=0.1)
-        >>> with SplitStep(optimizer) as split:
-        ...     for member in members_of(optimizer):
-        ...         split.show([member])
-        ...         print(len(optimizer.param_groups[0]["params"]))
-        1
-        1
-        >>> len(optimizer.param_groups[0]["params"])
-        2
-    """
+    """One step of an optimizer, in several calls; the groups are whole again when the block ends, also by an error."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer

@@ -3,13 +3,13 @@
 Note [Whose arithmetic is split]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 The classes in :data:`ONE_BY_ONE` treat every parameter by itself: its new value depends on its gradient, its own
-state and its group's settings. Calling their ``step`` for some parameters, and then for the others, gives the same
-bits as one call for all. They keep no counters of a group or of the optimizer that several calls would change.
+state and its group's settings, and they count nothing for a group or the optimizer. Calling their ``step`` for some
+parameters, and then for the others, gives the same bits as one call for all.
 
-Of any other ``step`` that is not known. It may scale by the norm of all gradients, count its calls, update a moving
-average of the model, or write to a log, and no inspection or trial run would show all of that. So code that is not
-torch's is called once per step, with all parameters, and its state stays where it makes it. If it calls torch's own
-(``super().step()``, or the step of an optimizer that it wraps), then that call is split, and nothing around it.
+Any other ``step`` may scale by the norm of all gradients, count its calls or update a moving average of the model, and
+no inspection or trial run would show all of that. So code that is not torch's is called once per step, with all
+parameters, and its state stays where it makes it. If it calls torch's own (``super().step()``, or the step of an
+optimizer that it wraps), then that call is split, and nothing around it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,13 @@ __all__ = [
     "why_whole",
 ]
 
-_ADAMS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")
-_OTHERS = ("ASGD", "Adadelta", "Adagrad", "RMSprop", "Rprop", "SGD")
-_NOT_ELEMENTWISE = ("Adafactor", "Muon", "SparseAdam")
+_ADAMS = (optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam)
+_OTHERS = (optim.ASGD, optim.Adadelta, optim.Adagrad, optim.RMSprop, optim.Rprop, optim.SGD)
 
-ELEMENTWISE = frozenset(getattr(optim, name) for name in (*_ADAMS, *_OTHERS))
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset((*_ADAMS, *_OTHERS))
 """The classes that treat every element of a parameter by itself: they can step a slice of it."""
 
-ONE_BY_ONE: tuple[type[Optimizer], ...] = tuple(
-    getattr(optim, name)
-    for name in sorted((*_ADAMS, *_OTHERS, *_NOT_ELEMENTWISE))
-    if hasattr(optim, name)  # Muon is new
-)
+ONE_BY_ONE: tuple[type[Optimizer], ...] = (*_ADAMS, *_OTHERS, optim.Adafactor, optim.Muon, optim.SparseAdam)
 """All classes of torch.optim but LBFGS, whose direction and step length come from all parameters together."""
 
 FUSED_ON_CPU = frozenset({optim.Adam, optim.SGD, optim.Adagrad})
@@ -72,21 +67,14 @@ STATE_NAMES = frozenset(MOMENTS) | frozenset(
 )
 """The names of all state that these classes keep, counters left out."""
 
-# The classes that bitsandbytes has 8-bit versions of, by name: of the class, or of one that it derives from.
-_EIGHT_BIT_NAMES = ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad")
+# The classes that bitsandbytes has 8-bit versions of; AdamW's arithmetic is Adam's.
+_EIGHT_BIT = (optim.Adam, optim.SGD, optim.RMSprop, optim.Adagrad)
 
 _OWNERS = {inspect.unwrap(vars(kind)["step"]): kind for kind in ONE_BY_ONE if "step" in vars(kind)}
 
 
 def arithmetic_of(kind: type[Optimizer]) -> type[Optimizer] | None:
-    """Return the class of torch.optim whose step this class has, or can call by ``super()``; None if there is none.
-
-    Example:
-        >>> arithmetic_of(optim.AdamW) is optim.Adam
-        True
-        >>> arithmetic_of(optim.LBFGS) is None
-        True
-    """
+    """Return the class of torch.optim whose step this class has, or can call by ``super()``; None if there is none."""
     for each in kind.__mro__:
         owner = _OWNERS.get(inspect.unwrap(vars(each)["step"])) if "step" in vars(each) else None
         if owner is not None:
@@ -121,7 +109,7 @@ def why_whole(optimizer: Optimizer) -> str | None:
 
 def has_moments(optimizer: Optimizer) -> bool:
     """Return whether an optimizer keeps moments at all: SGD without momentum has no state."""
-    return "SGD" not in _class_names(optimizer) or any(
+    return not isinstance(optimizer, optim.SGD) or any(
         group.get("momentum") for group in optimizer.param_groups
     )
 
@@ -130,15 +118,12 @@ def why_32_bits(optimizer: Optimizer) -> str | None:
     """Return why the moments of this optimizer stay in 32 bits, or None if they can be kept in 8."""
     if type(optimizer).__module__.startswith("bitsandbytes"):
         return "it keeps its state as it was told to itself"
-    if not any(name in _EIGHT_BIT_NAMES for name in _class_names(optimizer)):
-        return f"of optimizers only {', '.join(_EIGHT_BIT_NAMES)} and what derives from them are known to bear 8 bits"
+    whole = why_whole(optimizer)
+    if whole is None and arithmetic_of(type(optimizer)) not in _EIGHT_BIT:
+        return "only Adam, AdamW, SGD, RMSprop, Adagrad and what derives from them are known to bear 8 bits"
     if any(group.get("centered") for group in optimizer.param_groups):
         return "centered=True takes the root of a difference, which coarse numbers would make negative"
-    return why_whole(optimizer)
-
-
-def _class_names(optimizer: Optimizer) -> list[str]:
-    return [kind.__name__ for kind in type(optimizer).__mro__]
+    return whole
 
 
 _LENGTHS = (2, 3, 5, 7, 11, 13, 17, 19)  # of a small parameter's dimensions: no two are equal
@@ -150,16 +135,6 @@ class NewState:
 
     It asks the optimizer's own arithmetic, which steps one small parameter of as many dimensions with the group's
     settings (``amsgrad``, ``momentum``, ``centered``, ...), and scales the state of that to the real one.
-
-    Args:
-        optimizer: One whose arithmetic is torch.optim's, and splits (``why_whole``).
-
-    Example:
-        >>> weight = nn.Parameter(torch.ones(64, 32))
-        >>> optimizer = torch.optim.AdamW([weight], amsgrad=True)
-        >>> layout = NewState(optimizer).of(optimizer.param_groups[0], weight)
-        >>> sorted(layout), layout["exp_avg"].shape, layout["exp_avg"].device.type
-        (['exp_avg', 'exp_avg_sq', 'max_exp_avg_sq'], torch.Size([64, 32]), 'meta')
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -169,9 +144,7 @@ class NewState:
     def of(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
         """Return the tensors that a step makes for this parameter, by name, on the meta device; counters are left out.
 
-        Args:
-            group: The parameter's.
-            parameter: The parameter; a gradient that it does not have is taken to be dense.
+        A gradient that the parameter does not have is taken to be dense.
         """
         state = self._optimizer.state.get(parameter)
         if state and all(value is not None for value in state.values()):
@@ -217,14 +190,7 @@ def step_alone(
 ) -> dict[Any, Any]:
     """Step other parameters by an optimizer's arithmetic, with one of its groups' settings, and no hooks.
 
-    Args:
-        optimizer: The optimizer, which is not changed; its arithmetic is torch.optim's.
-        group: The group.
-        parameters: What to step.
-        state: What an earlier call has returned for them.
-
-    Returns:
-        Their state.
+    Return their state, which another call can go on from. The optimizer is not changed.
     """
     owner = arithmetic_of(type(optimizer))
     assert owner is not None, "the arithmetic is not torch's"

@@ -5,8 +5,8 @@ Without an optimizer a plan reckons with AdamW: two moments of every parameter t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -26,46 +26,27 @@ _PARTS = 8  # temporaries are counted in such parts of a parameter
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor that an optimizer keeps for one parameter.
-
-    Attributes:
-        nbytes: Its bytes.
-        is_moment: Whether it can be kept in 8 bits.
-    """
+    """A tensor that an optimizer keeps for one parameter."""
 
     nbytes: int
-    is_moment: bool
+    is_moment: bool  # whether it can be kept in 8 bits
 
 
 @dataclass(frozen=True)
 class OptimizerNeeds:
-    """The memory of one optimizer.
+    """The memory of one optimizer."""
 
-    Attributes:
-        kind: The name of its class.
-        state: What it keeps for each of the model's parameters that it steps, by the parameter's name.
-        temporaries: Bytes that its step makes in between: for each byte of all parameters that it steps at once, and
-            for each byte of the largest.
-        moves: Whether its state can wait on another tier between steps.
-        eight_bit: Whether its moments can be kept in 8 bits.
-        notes: What a plan for it says of it.
-    """
-
-    kind: str
-    state: Mapping[str, tuple[StateTensor, ...]]
+    kind: str  # the name of its class
+    state: Mapping[str, tuple[StateTensor, ...]]  # by the names of the model's parameters that it steps
+    # Bytes that its step makes in between, for each byte of all parameters that it steps at once, and of the largest.
     temporaries: tuple[float, float]
-    moves: bool
-    eight_bit: bool
-    notes: tuple[str, ...] = field(default=())
+    moves: bool  # whether its state can be on another tier between steps
+    eight_bit: bool  # whether its moments can be kept in 8 bits
+    notes: tuple[str, ...] = ()  # for the plan
 
 
 def needs_of(optimizer: Optimizer, model: nn.Module, place: Place) -> OptimizerNeeds:
     """Return what an optimizer needs for a model's parameters, by its class, its settings and the state that it has.
-
-    Args:
-        optimizer: The optimizer.
-        model: The model.
-        place: The device that the step is simulated for.
 
     Raises:
         WrapError: It steps none of the model's parameters.
@@ -74,18 +55,17 @@ def needs_of(optimizer: Optimizer, model: nn.Module, place: Place) -> OptimizerN
     new = None if whole else NewState(optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state: dict[str, tuple[StateTensor, ...]] = {}
-    notes = []
-    guessed = False
+    notes: tuple[str, ...] = ()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = names.get(id(parameter))
             if name is None or not parameter.requires_grad:
                 continue
-            found = dict(_tensors_of(optimizer.state.get(parameter)))
+            found = _tensors_of(optimizer.state.get(parameter))
             if new is not None:
                 found |= new.of(group, parameter)
             elif not found:
-                guessed = True
+                notes = (f"what state {kind} keeps is not known before its first step: planned as for AdamW",)
                 found = {"exp_avg": parameter, "exp_avg_sq": parameter}
             state[name] = tuple(
                 StateTensor(value.nbytes, is_moment(each, value, parameter)) for each, value in found.items()
@@ -95,14 +75,13 @@ def needs_of(optimizer: Optimizer, model: nn.Module, place: Place) -> OptimizerN
             f"optimizer ({kind}) steps none of the model's parameters that are trained: give the one that trains this "
             "model, built from its parameters."
         )
-    if guessed:
-        notes.append(f"what state {kind} keeps is not known before its first step: planned as for AdamW")
     if whole:
         temporaries = (0.0, 2.0) if place.kind == "cpu" else (1.0, 0.0)  # as for AdamW
     else:
         temporaries = _simulated_temporaries(optimizer, place)
-    eight_bit = why_32_bits(optimizer) is None
-    return OptimizerNeeds(kind, state, temporaries, whole is None, eight_bit, tuple(notes))
+    return OptimizerNeeds(
+        kind, state, temporaries, moves=whole is None, eight_bit=why_32_bits(optimizer) is None, notes=notes
+    )
 
 
 def with_optimizer(
@@ -111,12 +90,12 @@ def with_optimizer(
     """Return the profile with an optimizer's state and temporaries in the place of AdamW's."""
     if needs is None:
         return profile
-    size_of: Callable[[int], int] = (
-        int if place.counts_exactly else lambda nbytes: CachingAllocator().allocate(nbytes).size
-    )
 
     def bytes_of(name: str) -> int:
-        return sum(size_of(each.nbytes) for each in needs.state.get(name, ()))
+        sizes = [each.nbytes for each in needs.state.get(name, ())]
+        return sum(
+            sizes if place.counts_exactly else (CachingAllocator().allocate(each).size for each in sizes)
+        )
 
     # On a CPU, state that can't wait on disk is in memory wherever its parameter is.
     with_blocks = needs.moves or place.kind != "cpu"

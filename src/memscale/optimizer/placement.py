@@ -10,13 +10,11 @@ their own, and the parameters on the device keep their implementation. For the m
 
 - torch's *fused* CPU implementation for 32-bit parameters where the class has one (:data:`FUSED_ON_CPU`) and the user
   has set neither ``foreach`` nor ``fused``: one pass over memory, no temporaries, and about 4 times as fast as the loop
-  (``benchmarks/host_step.py``). It computes the same formula and rounds in other places: a step differs from the
-  loop's by 2e-7 of the weights (their norms), and is as near to the exact result, or within that of it
-  (``tests/optimizer/test_host_steps.py`` compares with 64 bits);
+  (``benchmarks/host_step.py``). It rounds in other places: a step differs from the loop's by 2e-7 of the weights
+  (their norms; ``tests/optimizer/test_host_steps.py`` compares both with 64 bits);
 - else, or with ``Config(fused_host_step=False)``, what rounds as the device would have: ``foreach`` for the classes of
   :data:`FOREACH_DIFFERS`, with 16-bit parameters for those of :data:`FOREACH_DIFFERS_IN_16_BITS`, the loop for all
-  others (``tests/optimizer/test_same_implementation.py`` compares them). In 16 bits the ``foreach`` of a CPU itself
-  rounds what that of CUDA does not: see :func:`memscale._torch.foreach_mul_`.
+  others. In 16 bits a CPU's ``foreach`` itself rounds what CUDA's does not: :func:`memscale._torch.foreach_mul_`.
 """
 
 from __future__ import annotations
@@ -117,20 +115,13 @@ def takes_all_state(tier: Tier, config: Config | None) -> bool:
 
 
 class PlacementSteps(StepSubscriber):
-    """Makes the optimizers of placed parameters follow them.
-
-    Args:
-        placement: Where parameters are; it is not kept alive.
-
-    Attributes:
-        optimizers: Those that have stepped the parameters.
-    """
+    """Makes the optimizers of placed parameters follow them."""
 
     order = StepOrder.PLACEMENT
 
     def __init__(self, placement: ModelPlacement) -> None:
         self._placement = weakref.ref(placement)
-        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that have stepped the parameters
 
     def find_optimizers(self) -> None:
         """Note the optimizers of the parameters that have not made a step yet.
@@ -151,11 +142,7 @@ class PlacementSteps(StepSubscriber):
         self.optimizers.add(optimizer)
         self.follow(optimizer)
         placement = self._placement()
-        if (
-            placement is not None
-            and placement.device not in (None, _HOST)
-            and placement.host_capacity is not None
-        ):
+        if placement is not None and placement.host_capacity is not None:
             masters = placement.host_masters(with_disk_bound=False)
             check_room(optimizer, masters, placement.host_capacity, placement.states)
 
@@ -176,17 +163,17 @@ class PlacementSteps(StepSubscriber):
                 kind = ("fused", is_new) if fused else ("host", False)
             calls[kind].append(member)
         with SplitStep(optimizer) as split:
-            for kind, members in calls.items():
+            for (implementation, _), members in calls.items():
                 if len(calls) > 1:
                     split.show(members)
-                with _IMPLEMENTATIONS[kind[0]](optimizer, placement.device):
+                with _implementation(implementation, optimizer, placement.device):
                     call()
 
     def follow(self, optimizer: Optimizer) -> None:
         """Move an optimizer's state to where its parameters are now.
 
         As in `Optimizer.load_state_dict`, the counter of steps follows to an accelerator only where the implementation
-        wants it there. It never stays on one that its parameter has left: ASGD, for example, makes it there.
+        wants it there. It never stays on one that its parameter has left.
         """
         placement = self._placement()
         if placement is None:
@@ -210,15 +197,15 @@ def _takes_fused(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor)
     On a CPU that goes through the memory of all operands in the same order, whatever their strides are, and computes
     something else in 16 bits (SGD; tried on 2.13).
     """
-    if arithmetic_of(type(optimizer)) not in FUSED_ON_CPU or isinstance(group["lr"], Tensor):
-        return False
-    if group.get("foreach", False) is not None or group.get("fused", False) is not None:
-        return False
     state = optimizer.state.get(parameter, {})
     moments = [value for name, value in state.items() if name in STATE_NAMES and isinstance(value, Tensor)]
     operands = [parameter, *moments] if parameter.grad is None else [parameter, parameter.grad, *moments]
     return (
-        not group.get("capturable")
+        arithmetic_of(type(optimizer)) in FUSED_ON_CPU
+        and not isinstance(group["lr"], Tensor)
+        and group.get("foreach", False) is None
+        and group.get("fused", False) is None
+        and not group.get("capturable")
         and parameter.dtype in (torch.float32, torch.float64)
         and all(each.layout is torch.strided and each.dtype is parameter.dtype for each in operands)
         and all(each.stride() == parameter.stride() for each in operands)
@@ -227,45 +214,32 @@ def _takes_fused(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor)
 
 
 @contextlib.contextmanager
-def _fused(optimizer: Optimizer, device: torch.device) -> Iterator[None]:
-    """Step masters on the host, which the groups hold, by the fused implementation."""
-    groups, had_check = list(optimizer.param_groups), _FUSED_CHECK in vars(optimizer)
+def _implementation(kind: str, optimizer: Optimizer, device: torch.device) -> Iterator[None]:
+    """Step what the groups hold by an implementation, "device", "fused" or "host": Note [Steps of host masters]."""
+    setting, groups, rounds = kind, [], False
+    if kind == "fused":
+        groups = list(optimizer.param_groups)
+    elif kind == "host":
+        setting, parameters = "foreach", [member.parameter for member in members_of(optimizer)]
+        has_16_bits = any(each.dtype.itemsize == 2 for each in parameters)
+        differs = FOREACH_DIFFERS_IN_16_BITS if has_16_bits else FOREACH_DIFFERS
+        if arithmetic_of(type(optimizer)) in differs and takes_foreach(
+            {device.type}, {*map(type, parameters)}
+        ):
+            groups = [group for group in optimizer.param_groups if group["foreach"] is None]
+        by_foreach = groups or any(group.get("foreach") for group in optimizer.param_groups)
+        rounds = has_16_bits and bool(by_foreach)
+    has_check = _FUSED_CHECK in vars(optimizer)
     try:
         for group in groups:
-            group["fused"] = True
-        yield
-    finally:
-        for group in groups:
-            group["fused"] = None
-        if not had_check:
-            vars(optimizer).pop(_FUSED_CHECK, None)
-
-
-@contextlib.contextmanager
-def _as_on_the_device(optimizer: Optimizer, device: torch.device) -> Iterator[None]:
-    """Step masters on the host, which the groups hold, by what rounds as the implementation of the device."""
-    parameters = [member.parameter for member in members_of(optimizer)]
-    has_16_bits = any(each.dtype.itemsize == 2 for each in parameters)
-    differs = FOREACH_DIFFERS_IN_16_BITS if has_16_bits else FOREACH_DIFFERS
-    changed = []
-    if arithmetic_of(type(optimizer)) in differs and takes_foreach({device.type}, {*map(type, parameters)}):
-        changed = [group for group in optimizer.param_groups if group["foreach"] is None]
-    try:
-        for group in changed:
-            group["foreach"] = True
-        by_foreach = any(group.get("foreach") for group in optimizer.param_groups)
-        with _DeviceRounding() if has_16_bits and by_foreach else contextlib.nullcontext():
+            group[setting] = True
+        with _DeviceRounding() if rounds else contextlib.nullcontext():
             yield
     finally:
-        for group in changed:
-            group["foreach"] = None
-
-
-_IMPLEMENTATIONS: dict[str, Callable[[Optimizer, torch.device], contextlib.AbstractContextManager[None]]] = {
-    "device": lambda optimizer, device: contextlib.nullcontext(),
-    "fused": _fused,
-    "host": _as_on_the_device,
-}
+        for group in groups:
+            group[setting] = None
+        if kind == "fused" and not has_check:
+            vars(optimizer).pop(_FUSED_CHECK, None)
 
 
 class _DeviceRounding(LightDispatchMode):
@@ -295,13 +269,11 @@ def check_room(optimizer: Optimizer, masters: Sequence[Tensor], capacity: int, s
             quantized = states.quantizes(optimizer, parameter)
             for name, like in layout.of(group, parameter).items():
                 new += sum(part.nbytes for _, part in stored_layout(name, like, quantized=quantized))
-    if not new:
-        return
-    used = sum(
-        each.nbytes + (each.nbytes if id(each) in ids else bytes_of_gradient(each.grad)) for each in masters
-    )
-    used += sum(_tensor_bytes(optimizer.state.get(each)) for each in masters)
-    if used + new > capacity:
+    used = 0
+    for each in masters:
+        gradient = each.nbytes if id(each) in ids else bytes_of_gradient(each.grad)
+        used += each.nbytes + gradient + _tensor_bytes(optimizer.state.get(each))
+    if new and used + new > capacity:
         raise TierFullError(
             f"This step of {type(optimizer).__name__} was not made, and no parameter was changed: its state needs "
             f"{format_bytes(new)} of host memory beside {format_bytes(used)} of parameters and gradients, and the cap "

@@ -8,23 +8,23 @@ memory-mapped tensor), else a copy on the parameter's device. After the arithmet
 copy is dropped. ``optimizer.state`` always holds every tensor, stored or loaded: it is complete at any moment, also
 after an error.
 
+Stored are the tensors that torch's own arithmetic keeps (:data:`STATE_NAMES`), of a page or more. Step counters and
+whatever a subclass adds to the state stay where they are, and so do tensors made of several (``DTensor``).
+
 Note [Two buckets]
 ~~~~~~~~~~~~~~~~~~
 State on the host goes to the device and back in both directions at once: when the arithmetic of a bucket was launched,
 its state is copied back on one stream, and on another that of the next bucket comes. Before these copies begin, those
 of the bucket before must be over, and what they read is released: the state of two buckets is in flight at most, also
 on devices without streams, where a copy is over when the call returns. When ``step()`` returns, all copies are.
-
-Moved are the tensors that torch's own arithmetic keeps (:data:`STATE_NAMES`), of a page or more. Step counters and
-whatever a subclass adds to the state stay where they are, and so do tensors made of several (``DTensor``).
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,12 +32,12 @@ from torch import Tensor
 from memscale._torch import is_traceable_wrapper_subclass
 from memscale.config import AsyncOffloadConfig
 from memscale.observe.counters import Below, Meter
-from memscale.optimizer.eight_bit import BLOCK, EightBitState, Moment, is_dense, is_moment, stored_layout
-from memscale.optimizer.kinds import STATE_NAMES
+from memscale.optimizer.eight_bit import BLOCK, Moment, is_dense, is_moment, stored_layout
+from memscale.optimizer.kinds import MOMENTS, STATE_NAMES
 from memscale.tiers.disk import DiskStore
 from memscale.tiers.engine import Engine, HostMemory, Lane, PinnedMemory, Transfer
 
-__all__ = ["PAGE", "DiskStateStore", "HostStateStore", "Origins", "StateMover", "StateStore", "tensors_in"]
+__all__ = ["PAGE", "DiskStateStore", "HostStateStore", "StateMover", "StateStore", "Stepped", "tensors_in"]
 
 PAGE = 4096
 
@@ -45,20 +45,16 @@ _HOST = torch.device("cpu")
 
 # Where a tensor is in a parameter's state: ("exp_avg",), or ("exp_avg", "codes") of a moment in 8 bits.
 Path = tuple[str, ...]
-# The stored tensors that a parameter's state was loaded from.
-Origins = dict[Path, Tensor]
 
 
 class StateStore:
     """Keeps state on the device of its parameter: the base class of stores on other tiers.
 
-    Args:
-        disk: The disk, which parameters and gradients may be on.
-        capacity: The most host memory to take, a hard cap (`max_cpu_offload_gb`); None for no cap.
-        pinned: The model's page-locked memory.
+    `disk` is where parameters and gradients may be; `capacity` is the most host memory to take, in bytes.
     """
 
     tier: Below | None = None
+    least_bytes = PAGE  # smaller tensors stay where they are
 
     def __init__(
         self, disk: DiskStore, capacity: int | None = None, pinned: PinnedMemory | None = None
@@ -126,20 +122,15 @@ class HostStateStore(StateStore):
         self, disk: DiskStore, capacity: int | None = None, pinned: PinnedMemory | None = None
     ) -> None:
         super().__init__(disk, capacity, pinned)
-        self._memory = HostMemory(sys.maxsize if capacity is None else capacity, pinned)
+        self.memory = HostMemory(sys.maxsize if capacity is None else capacity, pinned)
         self._engine = Engine(AsyncOffloadConfig())
-
-    @property
-    def bytes_used(self) -> int:
-        """Bytes of the state that is alive."""
-        return self._memory.bytes_used
 
     def takes(self, parameter: Tensor) -> bool:
         return parameter.device != _HOST
 
     def allocate(self, like: Tensor, parameter: Tensor) -> Tensor:
         flat = torch.empty(like.numel(), dtype=like.dtype, device="meta")
-        memory = self._memory.empty_like(flat, source=parameter)
+        memory = self.memory.empty_like(flat, source=parameter)
         return memory.as_strided(like.shape, like.stride()) if is_dense(like) else memory.view(like.shape)
 
     def prefetch(self, stored: Tensor, parameter: Tensor) -> Transfer[Tensor]:
@@ -159,19 +150,21 @@ def _lane(device: torch.device) -> Lane:
     return Lane.STREAM if device.type == "cuda" else Lane.CALLER
 
 
+class Stepped(NamedTuple):
+    """A parameter, or a slice of one, in a call of the arithmetic."""
+
+    parameter: Tensor
+    stored: bool  # whether its state is kept in the store
+    quantized: bool  # whether its moments are kept in 8 bits
+    origins: dict[Path, Tensor]  # the stored tensors that its state was loaded from
+
+
 class StateMover:
-    """Moves the state of single parameters between a store and their device. See Note [Stored state].
+    """Moves the state of single parameters between a store and their device. See Note [Stored state]."""
 
-    Args:
-        store: Where it is kept.
-        least_bytes: Smaller tensors stay where they are.
-        meter: Counts what is moved.
-    """
-
-    def __init__(self, store: StateStore, least_bytes: int, meter: Meter) -> None:
-        self.store = store
+    def __init__(self, store: StateStore, meter: Meter) -> None:
+        self.store = store  # another one may take its place while nothing is stored
         self.bytes_moved = 0
-        self._least_bytes = least_bytes
         self._meter = meter
         self._reserved: dict[tuple[int, Path], Tensor] = {}  # by parameter, for the step that runs
         self._loading: dict[int, Transfer[Tensor]] = {}  # by stored tensor
@@ -183,50 +176,36 @@ class StateMover:
         """Return whether this is a stored tensor."""
         return self._stored.get(id(tensor)) is tensor
 
-    def loaded_bytes(self, state: Any, parameter: Tensor, *, quantized: bool) -> int:
-        """Return the bytes of state that are on the device for a step, and not between steps."""
-        total = 0
-        for name, value in _entries(state):
-            if isinstance(value, Moment):
-                total += value.dequantized_bytes
-            elif (quantized and is_moment(name, value, parameter)) or self._moves(value, parameter):
-                total += value.nbytes
-        return total
+    def reserve(self, state: Any, new: dict[str, Tensor], each: Stepped) -> int:
+        """Allocate room now for all state of a parameter that the step will store, that which is `new` included.
 
-    # ------------------------------------------------------------------ reservation
-
-    def reserve(self, state: Any, new: dict[str, Tensor], parameter: Tensor, *, quantized: bool) -> None:
-        """Allocate room now for all state that the step will store.
-
-        Args:
-            state: The parameter's state.
-            new: What the step is about to add to it, without values.
-            parameter: The parameter.
-            quantized: Whether its moments are kept in 8 bits.
+        Returns:
+            The bytes of state that are on the device for the step, and not between steps.
 
         Raises:
-            TierFullError: There is none.
+            TierFullError: There is no room.
         """
-        if not self.store.takes(parameter):
-            return
-        wanted = [
-            (path, tensor) for path, _, tensor in tensors_in(state) if self._may_store(tensor, parameter)
-        ]
+        loaded = 0
+        for name, value in _entries(state):
+            if isinstance(value, Moment):
+                loaded += 4 * value.shape.numel()
+            elif isinstance(value, Tensor):
+                is_dequantized = each.quantized and is_moment(name, value, each.parameter)
+                is_moved = self.is_stored(value) or self._may_store(value, each)
+                loaded += value.nbytes if is_dequantized or is_moved else 0
+        wanted = [(path, tensor) for path, _, tensor in tensors_in(state) if self._may_store(tensor, each)]
         for name, like in new.items():
-            wanted += stored_layout(name, like, quantized=quantized)
+            loaded += like.nbytes if each.stored or (each.quantized and name in MOMENTS) else 0
+            wanted += stored_layout(name, like, quantized=each.quantized) if each.stored else ()
         for path, like in wanted:
-            if like.nbytes >= self._least_bytes and like.dim():
-                self._reserved[id(parameter), path] = self.store.allocate(like, parameter)
+            if like.nbytes >= self.store.least_bytes and like.dim():
+                self._reserved[id(each.parameter), path] = self.store.allocate(like, each.parameter)
+        return loaded
 
-    def end_step(self) -> None:
-        """Wait for all copies, and release what was reserved and not needed."""
-        self.finish_writing()
-        self._loading.clear()
-        self._reserved.clear()
-
-    def allocate(self, path: Path, like: Tensor, parameter: Tensor) -> Tensor:
+    def allocate(self, path: Path, like: Tensor, each: Stepped) -> Tensor:
         """Return a tensor for state that a step makes: in the store, or beside the parameter if that has it."""
-        if like.nbytes < self._least_bytes or not self.store.takes(parameter):
+        parameter = each.parameter
+        if like.nbytes < self.store.least_bytes or not each.stored:
             return torch.empty_like(like, device=parameter.device)
         stored = self._reserved.pop((id(parameter), path), None)
         if stored is None or not _fits(stored, like):
@@ -234,35 +213,26 @@ class StateMover:
         self._stored[id(stored)] = stored
         return stored
 
-    # ------------------------------------------------------------------ moving
-
     def prefetch(self, state: Any, parameter: Tensor) -> None:
-        """Begin to load a parameter's state, after the copies of the bucket before the last are over."""
+        """Begin to load a parameter's state."""
         for _, _, tensor in tensors_in(state):
             transfer = self.store.prefetch(tensor, parameter) if self.is_stored(tensor) else None
             if transfer is not None:
                 self._loading[id(tensor)] = transfer
 
-    def finish_writing(self) -> None:
-        """Wait for the copies to the store, and release what they read."""
-        while self._writing:
-            self._writing.pop()[1].finish()
-
-    def load(self, state: Any, parameter: Tensor) -> Origins:
-        """Load a parameter's state; return the stored tensors that it came from."""
-        origins: Origins = {}
+    def load(self, state: Any, each: Stepped) -> None:
+        """Load a parameter's state, and note the stored tensors that it came from."""
         for path, holder, tensor in tensors_in(state):
             if self.is_stored(tensor):
-                origins[path] = tensor
-                self._count(tensor, parameter, to_device=True)
+                each.origins[path] = tensor
+                self._count(tensor, self._meter.up)
                 transfer = self._loading.pop(id(tensor), None)
-                holder[path[-1]] = transfer.wait() if transfer else self.store.load(tensor, parameter)
-        return origins
+                holder[path[-1]] = transfer.wait() if transfer else self.store.load(tensor, each.parameter)
 
-    def save(self, state: Any, parameter: Tensor, origins: Origins) -> None:
+    def save(self, state: Any, each: Stepped) -> None:
         """Store a parameter's state, what is new included, and release its pages."""
         for path, holder, tensor in tensors_in(state):
-            stored = origins.get(path)
+            stored = each.origins.get(path)
             if self.is_stored(tensor):
                 if stored is None:
                     continue  # it was not loaded
@@ -271,14 +241,14 @@ class StateMover:
                 continue  # a slice that is beside its parameter
             elif stored is not None and _fits(stored, tensor):
                 self._write(stored, tensor)
-            elif self._may_store(tensor, parameter):
-                stored = self.allocate(path, tensor, parameter)
+            elif self._may_store(tensor, each):
+                stored = self.allocate(path, tensor, each)
                 self._write(stored, tensor)
             else:
                 continue
             holder[path[-1]] = stored
             if self.is_stored(stored):
-                self._count(stored, parameter, to_device=False)
+                self._count(stored, self._meter.down)
                 self.store.release_pages(stored)
 
     def _write(self, stored: Tensor, values: Tensor) -> None:
@@ -287,24 +257,23 @@ class StateMover:
         elif (transfer := self.store.write(stored, values)) is not None:
             self._writing.append((values, transfer))
 
+    def finish_writing(self) -> None:
+        """Wait for the copies to the store, and release what they read."""
+        while self._writing:
+            self._writing.pop()[1].finish()
+
+    def end_step(self) -> None:
+        """Wait for all copies, and release what was reserved and not needed."""
+        self.finish_writing()
+        self._loading.clear()
+        self._reserved.clear()
+
     def bring_back(self, state: Any, parameter: Tensor) -> None:
         """Move state beside its parameter for good, as ordinary tensors of their own."""
         for path, holder, tensor in tensors_in(state):
             if self.is_stored(tensor):
                 loaded = self.store.load(tensor, parameter)
                 holder[path[-1]] = tensor.clone() if loaded is tensor else loaded
-
-    def copied(self, state: Any, parameter: Tensor, eight_bit: EightBitState | None) -> Any:
-        """Return a parameter's state as it would be without the store, in 32 bits; the original stays stored."""
-        if not isinstance(state, dict):
-            return state
-        copy = {name: value.copied() if isinstance(value, Moment) else value for name, value in state.items()}
-        for path, holder, tensor in tensors_in(copy):
-            if self.is_stored(tensor):
-                holder[path[-1]] = self.store.load(tensor, parameter)
-        if eight_bit is not None:
-            eight_bit.dequantize(copy, parameter)
-        return copy
 
     def part_of(self, name: str, value: Any, part: slice) -> Any:
         """Return an entry of a parameter's state for a slice of the parameter: a view, stored if the whole is."""
@@ -322,23 +291,18 @@ class StateMover:
             self._stored[id(view)] = view
         return view
 
-    def _count(self, stored: Tensor, parameter: Tensor, *, to_device: bool) -> None:
+    def _count(self, stored: Tensor, count: Callable[..., None]) -> None:
         self.bytes_moved += stored.nbytes
-        tier = self.store.tier
-        if tier == "disk" or (tier == "host" and parameter.device != _HOST):
-            count = self._meter.up if to_device else self._meter.down
-            count("optimizer state", tier, stored.nbytes)
+        if self.store.tier is not None:
+            count("optimizer state", self.store.tier, stored.nbytes)
 
-    def _moves(self, value: Any, parameter: Tensor) -> bool:
-        return isinstance(value, Tensor) and (self.is_stored(value) or self._may_store(value, parameter))
-
-    def _may_store(self, tensor: Tensor, parameter: Tensor) -> bool:
+    def _may_store(self, tensor: Tensor, each: Stepped) -> bool:
         return (
-            self.store.takes(parameter)
+            each.stored
             and not self.is_stored(tensor)
             and tensor.dim() > 0
-            and tensor.nbytes >= self._least_bytes
-            and tensor.device == parameter.device
+            and tensor.nbytes >= self.store.least_bytes
+            and tensor.device == each.parameter.device
             and tensor.layout is torch.strided
             and not is_traceable_wrapper_subclass(tensor)
         )
@@ -346,8 +310,7 @@ class StateMover:
 
 def _entries(state: Any) -> list[tuple[str, Any]]:
     """Return the entries of a parameter's state that torch's arithmetic keeps there."""
-    items = state.items() if isinstance(state, dict) else ()
-    return [(name, value) for name, value in items if name in STATE_NAMES]
+    return [(name, value) for name, value in (state or {}).items() if name in STATE_NAMES]
 
 
 def tensors_in(state: Any) -> Iterator[tuple[Path, dict[str, Any], Tensor]]:

@@ -4,13 +4,12 @@ Note [Loss scaling]
 ~~~~~~~~~~~~~~~~~~~
 In fp16 small gradients are rounded to zero. A backward pass through a model that computed in fp16 therefore begins
 with a gradient that is multiplied by a scale, a power of two, and whatever arrives at a leaf of the graph is divided
-by it, in 32 bits, before it is accumulated. `p.grad`, accumulation, clipping, hooks of parameters and DDP see true
-gradients, those of other parts of the loss included, because the whole pass is scaled and all of its leaves are
-divided.
+by it, in 32 bits, before it is accumulated: `p.grad`, accumulation, clipping, hooks of parameters and DDP see true
+gradients.
 
 *How.* A subscriber of `_torch.BACKWARD` collects the leaves of the graph; if parameters of the model are among them,
-it puts a hook on every leaf for the duration of the pass, before the hooks that are there. A pass that does not go
-through `torch.autograd.backward` (`torch.autograd.grad`, say) is not scaled, which is right too.
+it puts a hook on every leaf for the duration of the pass, before the hooks that are there. What does not go through
+`torch.autograd.backward` (`torch.autograd.grad`, say) is not scaled.
 
 *Inside a backward pass* (torch's reentrant checkpointing) another one runs with gradients that are scaled already.
 There, only the parameters of the model are divided: other leaves are where the outer pass goes on from.
@@ -23,6 +22,7 @@ halved, as torch's `GradScaler` does. If the loop has a `GradScaler` of its own,
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
@@ -57,6 +57,14 @@ __all__ = ["LossScale", "LossScaling"]
 
 logger = logging.getLogger("memscale")
 
+_OWN_CLOSURE = (
+    "fp16: %s evaluates the closure itself, so that its steps are not checked for gradients that overflowed, and made "
+    "with them. Call backward() before step(), or train without mixed precision: Config(use_mixed_precision=False)."
+)
+_SKIPPED = (
+    "fp16: gradients overflowed, so that this step of %s was not made; the scale of the loss is %g now. That is in "
+    "order if it happens now and then, most of all in the first steps: later ones are skipped and counted silently."
+)
 
 FIRST_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
@@ -68,12 +76,6 @@ class LossScale:
     """A power of two that halves when gradients overflow, and doubles after many steps in which none did.
 
     The constants are those of torch's `GradScaler`.
-
-    Example:
-        >>> scale = LossScale()
-        >>> scale.back_off()
-        >>> scale.value
-        32768.0
     """
 
     def __init__(self) -> None:
@@ -95,29 +97,18 @@ class LossScale:
 
 
 class LossScaling(StepSubscriber):
-    """Scales the backward passes of one model. See Note [Loss scaling].
-
-    Args:
-        module: The model; it is not kept alive.
-        scale: The scale to begin with.
-        logs: Whether to log, once, that a step was not made.
-
-    Attributes:
-        scale: The scale.
-        skipped: How many steps were not made.
-        is_wanted: Whether the last forward pass was in fp16 by MemScale's own autocast.
-    """
+    """Scales the backward passes of one model. See Note [Loss scaling]."""
 
     order = StepOrder.LOSS_SCALING
 
     def __init__(self, module: nn.Module, scale: LossScale, *, logs: bool = True) -> None:
         self.scale = scale
-        self.skipped = 0
-        self.is_wanted = False
+        self.skipped = 0  # steps that were not made
+        self.is_wanted = False  # whether the last forward pass was in fp16 by MemScale's own autocast
         self._module = weakref.ref(module)
         self._logs = logs
         self._warned_of_closure = False
-        self._passes = 0
+        self.passes = 0  # backward passes that were scaled
         self._last_backoff = self._last_growth = 0
         self._seen: MutableMapping[Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -139,57 +130,37 @@ class LossScaling(StepSubscriber):
         GRAD_SCALER_SCALE.unsubscribe(_defer_to_loop, self)
 
     def parameter_ids(self) -> set[int]:
-        """Return the ids of the model's parameters."""
         module = self._module()
         return set() if module is None else {id(parameter) for parameter in module.parameters()}
-
-    def note_pass(self) -> None:
-        """Note that a scaled backward pass begins."""
-        self._passes += 1
 
     def around_step(self, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Skip a step whose gradients are not finite."""
         loss: Any = None
         if closure_of(*args, **kwargs) is not None:
             if has_own_step(type(optimizer)):
-                self._warn_of_closure(optimizer)
+                if self._logs and not self._warned_of_closure:
+                    self._warned_of_closure = True
+                    logger.warning(_OWN_CLOSURE, type(optimizer).__name__)
                 return step(optimizer, *args, **kwargs)
             loss = evaluate_closure(*args, **kwargs)  # which makes the gradients
             args, kwargs = (lambda: loss,), {}
-        if self._seen.get(optimizer, 0) != self._passes:  # a pass was scaled since its last step
-            self._seen[optimizer] = self._passes
+        if self._seen.get(optimizer, 0) != self.passes:  # a pass was scaled since its last step
+            self._seen[optimizer] = self.passes
             if not _is_finite(optimizer):
                 self._skip(optimizer)
                 return loss
-            if self._last_growth != self._passes:
-                self._last_growth = self._passes
+            if self._last_growth != self.passes:
+                self._last_growth = self.passes
                 self.scale.note_step()
         return step(optimizer, *args, **kwargs)
 
-    def _warn_of_closure(self, optimizer: Optimizer) -> None:
-        """Warn, once, that a step which evaluates its closure by itself is not checked."""
-        if self._logs and not self._warned_of_closure:
-            self._warned_of_closure = True
-            logger.warning(
-                "fp16: %s evaluates the closure itself, so that its steps are not checked for gradients that "
-                "overflowed, and made with them. Call backward() before step(), or train without mixed precision: "
-                "Config(use_mixed_precision=False).",
-                type(optimizer).__name__,
-            )
-
     def _skip(self, optimizer: Optimizer) -> None:
         self.skipped += 1
-        if self._last_backoff != self._passes:  # several optimizers, one overflow
-            self._last_backoff = self._passes
+        if self._last_backoff != self.passes:  # several optimizers, one overflow
+            self._last_backoff = self.passes
             self.scale.back_off()
         if self._logs and self.skipped == 1:
-            logger.warning(
-                "fp16: gradients overflowed, so that this step of %s was not made; the scale of the loss is "
-                "%g now. That is in order if it happens now and then, the more so in the first steps: they are "
-                "made, and counted, without further notice.",
-                type(optimizer).__name__,
-                self.scale.value,
-            )
+            logger.warning(_SKIPPED, type(optimizer).__name__, self.scale.value)
 
 
 def _is_finite(optimizer: Optimizer) -> bool:
@@ -215,6 +186,7 @@ def _is_finite(optimizer: Optimizer) -> bool:
 
 # Of the scaled passes that are running: the scale, and the ids of the models' parameters.
 _running: list[tuple[float, set[int]]] = []
+_BACKWARD = inspect.signature(torch.autograd.backward)
 
 
 def _defer_to_loop(
@@ -229,48 +201,36 @@ def _defer_to_loop(
 
 
 def _scaled_backward(
-    backward: Callable[..., None],
-    models: list[LossScaling],
-    tensors: Any,
-    grad_tensors: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    grad_variables: Any = None,
-    inputs: Any = None,
+    backward: Callable[..., None], models: list[LossScaling], *args: Any, **kwargs: Any
 ) -> None:
-    options = {
-        "retain_graph": retain_graph,
-        "create_graph": create_graph,
-        "grad_variables": grad_variables,
-        "inputs": inputs,
-    }
-    roots = _as_list(tensors)
+    given = _BACKWARD.bind(*args, **kwargs).arguments
+    roots = _as_list(given["tensors"])
     if any(isinstance(root, GradientEdge) for root in roots):  # the caller works on the graph itself
-        return backward(tensors, grad_tensors, **options)
+        return backward(*args, **kwargs)
     if in_backward():
         factor, parameters = _running[-1] if _running else (1.0, set())
         leaves = [leaf for leaf in leaves_of(roots) if id(leaf) in parameters] if parameters else []
         with _divided(leaves, factor):
-            return backward(tensors, grad_tensors, **options)
-    wanted = [model for model in models if model.is_wanted]
+            return backward(*args, **kwargs)
     # A graph of gradients is differentiated again, and gradients of inner tensors are what the caller asked for.
-    of_inner = inputs is not None and any(not tensor.is_leaf for tensor in _as_list(inputs))
+    inputs = [] if given.get("inputs") is None else _as_list(given["inputs"])
+    of_inner = any(not tensor.is_leaf for tensor in inputs)
     is_narrow = any(root.dtype in (torch.float16, torch.bfloat16) for root in roots)
-    if not wanted or grad_variables is not None or of_inner or is_narrow or create_graph:
-        return backward(tensors, grad_tensors, **options)
-    leaves = leaves_of(roots)
+    is_special = of_inner or is_narrow or given.get("create_graph") or given.get("grad_variables") is not None
+    wanted = [] if is_special else [model for model in models if model.is_wanted]
+    leaves = leaves_of(roots) if wanted else []
     reached = {id(leaf) for leaf in leaves}
     scaled = [model for model in wanted if reached & model.parameter_ids()]
     if not scaled:
-        return backward(tensors, grad_tensors, **options)
+        return backward(*args, **kwargs)
     factor = min(model.scale.value for model in scaled)
-    seeds = _seeds(roots, grad_tensors, factor)
+    seeds = _seeds(roots, given.get("grad_tensors"), factor)
     for model in scaled:
-        model.note_pass()  # before the pass: an optimizer may step inside of it
+        model.passes += 1  # before the pass: an optimizer may step inside of it
     _running.append((factor, set().union(*(model.parameter_ids() for model in scaled))))
     try:
         with _divided(leaves, factor):
-            backward(roots, seeds, **options)
+            backward(**{**given, "tensors": roots, "grad_tensors": seeds})
     finally:
         _running.pop()
     return None
@@ -280,10 +240,12 @@ def _seeds(roots: Sequence[torch.Tensor], given: Any, factor: float) -> list[tor
     """Return the scaled gradients that a pass begins with: ones, if the caller has given none."""
     seeds = []
     for root, gradient in zip(roots, [None] * len(roots) if given is None else _as_list(given), strict=True):
-        if gradient is None and root.numel() != 1:
+        if gradient is not None:
+            seeds.append(gradient * factor)
+        elif root.numel() == 1:
+            seeds.append(torch.full_like(root, factor, requires_grad=False))
+        else:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")  # torch's message
-        ones = torch.full_like(root, factor, requires_grad=False) if gradient is None else None
-        seeds.append(gradient * factor if ones is None else ones)
     return seeds
 
 

@@ -55,7 +55,7 @@ class MixedPrecision:
         dtype = _DTYPES[site.plan.precision.dtype]
         scaling = None
         if dtype is torch.float16:
-            # The scale was found by trial, and is kept when the plan changes.
+            # Found by trial, and kept when the plan changes.
             scale = site.state.setdefault("loss scale", LossScale())
             scaling = LossScaling(site.model, scale, logs=site.logs)
             scaling.attach()
@@ -77,13 +77,7 @@ def _reason(site: ModelSite) -> str | None:
 
 
 class AutocastStage(ForwardStage):
-    """Lets a model compute in 16 bits, in training and in evaluation.
-
-    Args:
-        dtype: The 16-bit type.
-        device_type: Where it computes.
-        scaling: Told of every call, if the loss is scaled.
-    """
+    """Lets a model compute in 16 bits, in training and in evaluation; `scaling` is told of every call."""
 
     order = Stage.AUTOCAST
     in_evaluation = True
@@ -107,12 +101,7 @@ class AutocastStage(ForwardStage):
 
 
 def in_full(output: Any, dtype: torch.dtype) -> Any:
-    """Return the output with every tensor of that 16-bit type in 32 bits; the very object if there is none.
-
-    Example:
-        >>> in_full((torch.ones(2, dtype=torch.bfloat16), 3), torch.bfloat16)
-        (tensor([1., 1.]), 3)
-    """
+    """Return the output with every tensor of that 16-bit type in 32 bits; the very object if there is none."""
     tree = Tree.of(output)
     if not any(tensor.dtype is dtype for tensor in tree.tensors()):
         return output

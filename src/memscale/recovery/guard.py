@@ -1,26 +1,26 @@
 """Out of memory in forward and backward: repeat them under a heavier plan.
 
-*Forward.* The call is repeated with the random state and buffers that it found.
+A forward pass is repeated with the random state and buffers that it found.
 
 Note [Backward again]
 ~~~~~~~~~~~~~~~~~~~~~
-Every call of `torch.autograd.backward` is looked at: which calls of a wrapped model does the pass reach, and which
-gradients are there before it begins? If memory runs out,
+If memory runs out in a call of `torch.autograd.backward` that reaches calls of a wrapped model,
 
 - the gradients of the model's outputs are known (Note [Gradients of a model's outputs]), unless the pass failed before
   it got there;
 - a parameter's gradient has been accumulated completely or not at all: autograd adds it in one operation when all of
-  its parts have arrived. So nothing has to be undone, gradient accumulation over several steps included: the
-  repetition leaves out the parameters that have theirs.
+  its parts have arrived. So nothing has to be undone: the repetition leaves out the parameters that have theirs.
 
-Then what the failed graph has saved is freed, as it is when a pass is through. The loop may still hold its loss and
-logits, which stay as they are, with a graph that cannot be used any more. The calls are repeated under a heavier plan,
-and one backward pass brings the missing gradients. A pass is not repeated if that could give other numbers, or if
-something would be lost (`_Pass._objection`); then the error says that the next step has the heavier plan.
+Then what the failed graph has saved is freed. The loop may still hold its loss and logits, with a graph that cannot be
+used any more. The calls are repeated under a heavier plan, and one backward pass brings the missing gradients. A pass
+is not repeated if that could give other numbers, or if something would be lost (`_Pass._objection`); then the error
+says that the next step has the heavier plan.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -37,10 +37,10 @@ from memscale._torch import (
     release_saved_tensors,
 )
 from memscale.checkpointing.model_call import GraphHandle, ModelCall, ReachedOutput, reached_outputs
-from memscale.errors import RecomputeError, is_out_of_memory
+from memscale.errors import RecomputeError
 from memscale.execution_plan import Plan
 from memscale.executor import Executor, executor_of
-from memscale.recovery.shortage import explain, free_memory, heavier_plans, log_recovery
+from memscale.recovery.shortage import attempt, explain, free_memory, heavier_plans, log_recovery
 from memscale.recovery.steps import StepRecovery
 from memscale.techniques.forward import ForwardStage, Stage, override_of
 from memscale.units import format_bytes
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StepGuard"]
 
+_BACKWARD = inspect.signature(torch.autograd.backward)
 _FREED = (
     "Trying to backward through a graph a second time whose first backward pass ran out of memory and was repeated by "
     "MemScale with another graph. Specify retain_graph=True if you need to backward through it again."
@@ -57,13 +58,10 @@ _FREED = (
 
 
 class StepGuard:
-    """Guards forward, backward and the optimizer steps of one model. See `memscale.recovery`.
-
-    Attributes:
-        calls: The calls of the model whose graphs are alive.
-    """
+    """Guards forward, backward and the optimizer steps of one model. See `memscale.recovery`."""
 
     def __init__(self) -> None:
+        # The calls of the model whose graphs are alive.
         self.calls: weakref.WeakKeyDictionary[GraphHandle, ModelCall] = weakref.WeakKeyDictionary()
         self._model: weakref.ref[nn.Module] | None = None
 
@@ -102,10 +100,7 @@ class StepGuard:
 class _RecoverStage(ForwardStage):
     """Repeats a call of a whole model if it runs out of memory.
 
-    Args:
-        guard: Told of every call.
-        is_opaque: Whether there is anything inside that a compiler must not trace through. If there is not, a compiled
-            model is compiled as ever, and an out-of-memory error in it is raised.
+    If nothing inside `is_opaque` to a compiler, a compiled model is compiled as ever, and the error in it is raised.
     """
 
     order = Stage.RECOVER
@@ -121,25 +116,12 @@ class _RecoverStage(ForwardStage):
         if executor is None or not hooks_are_allowed() or cast(Any, torch.jit).is_tracing():
             return call_next(*args, **kwargs)
         call = ModelCall(module, args, kwargs, executor.placement.device)
-        output, failure = _attempt(lambda: call_next(*args, **kwargs))
+        output, failure = attempt(lambda: call_next(*args, **kwargs))
         if failure is not None:
             output = _repeat_forward(executor, call, failure)
         self._guard.calls[call.finish_forward(output)] = call
         call.on_backward = executor.meter.backward_pass
         return output
-
-
-def _attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """Return a function's result, or the error if memory ran out.
-
-    Outside of an `except`, as its caller handles the error: in one, the frames that failed hold their tensors.
-    """
-    try:
-        return function(), None
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return None, error
 
 
 def _use(executor: Executor, plan: Plan) -> None:
@@ -168,7 +150,7 @@ def _repeat_forward(executor: Executor, call: ModelCall, failure: Exception) -> 
         call.restore_state()
         for plan in heavier_plans(executor, call.sample):
             tried.append(plan)
-            output, again = _attempt(run)
+            output, again = attempt(run)
             if again is None:
                 log_recovery(executor, "forward", failure)
                 return output
@@ -184,27 +166,21 @@ def _repeat_forward(executor: Executor, call: ModelCall, failure: Exception) -> 
 
 
 def _guarded_backward(
-    backward: Callable[..., None],
-    guards: Sequence[StepGuard],
-    tensors: Any,
-    grad_tensors: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    grad_variables: Any = None,
-    inputs: Any = None,
+    backward: Callable[..., None], guards: Sequence[StepGuard], *args: Any, **kwargs: Any
 ) -> None:
-    def run() -> None:
-        backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
-
+    run = functools.partial(backward, *args, **kwargs)
     if in_backward():
         return run()
-    given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    roots = [each for each in given if isinstance(each, torch.Tensor)]
-    is_special = bool(retain_graph or create_graph) or inputs is not None
+    given = _BACKWARD.bind(*args, **kwargs).arguments
+    tensors = [given["tensors"]] if isinstance(given["tensors"], torch.Tensor) else given["tensors"]
+    roots = [each for each in tensors if isinstance(each, torch.Tensor)]
+    is_special = (
+        any(given.get(name) for name in ("retain_graph", "create_graph")) or given.get("inputs") is not None
+    )
     guarded = _Pass(roots, guards, is_special=is_special)
     if not guarded.calls:
         return run()
-    _, failure = _attempt(run)
+    _, failure = attempt(run)
     if failure is None:
         guarded.finish()
     else:
@@ -264,14 +240,14 @@ class _Pass:
             consequence = "there is no heavier plan for the next step"
             failed = executor.plan
             plan = next(heavier_plans(executor, sample), failed)
-            if plan is not failed and _attempt(lambda: _use(executor, plan))[1] is None:
+            if plan is not failed and attempt(lambda: _use(executor, plan))[1] is None:
                 executor.batches.ceiling = plan.predicted_peak_bytes or None
                 peak = format_bytes(plan.predicted_peak_bytes)
                 consequence = f"the next step runs under a heavier plan, peak {peak}"
         else:
             for plan in heavier_plans(executor, sample):
                 tried.append(plan)
-                _, again = _attempt(run)
+                _, again = attempt(run)
                 if again is None:
                     log_recovery(executor, "backward", failure)
                     self.finish()

@@ -3,10 +3,10 @@
 Note [What an error holds]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 An error has a traceback, and a traceback has the frames of the calls that failed, with the tensors in them. Clearing
-the frames is not enough: a frame also has its function, and a function that was made inside another shares variables
-with it in a closure. `nn.Module.__call__` is such a pair: as long as the traceback is there, the input of every module
-that was running is too, and with it the graph and all activations of the forward pass that failed. So the traceback is
-dropped before a heavier plan is tried. Its lines are kept as text, in case the error is raised in the end.
+the frames is not enough: a function that was made inside another shares variables with it in a closure.
+`nn.Module.__call__` is such a pair: as long as the traceback is there, the input of every module that was running is
+too, and with it the graph and all activations of the pass that failed. So the traceback is dropped before a heavier
+plan is tried. Its lines are kept as text, in case the error is raised in the end.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import platform
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -39,7 +40,7 @@ from memscale.profiler.recorder import backward_targets, loss_of
 from memscale.units import format_bytes
 from memscale.version import __version__
 
-__all__ = ["explain", "free_memory", "heavier_plans", "log_recovery"]
+__all__ = ["attempt", "explain", "free_memory", "heavier_plans", "log_recovery"]
 
 HEAVIER_SHARE = 0.75  # of the predicted peak of the plan that failed
 LARGEST_TENSORS = 5  # that an explanation names
@@ -47,6 +48,19 @@ MAX_DUMPS = 3  # of one model: a loop that goes on after such errors must not fi
 
 
 # Errors ----------------------------------------------------------------------------------------------
+
+
+def attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """Return a function's result, or the error if memory ran out.
+
+    The caller handles the error outside of an `except`: in one, the frames that failed hold their tensors.
+    """
+    try:
+        return function(), None
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None, error
 
 
 def free_memory(device: torch.device, error: BaseException) -> str:
@@ -120,15 +134,14 @@ def heavier_plans(executor: Executor, sample: Sample) -> Iterator[Plan]:
 
 
 def _plan(executor: Executor, sample: Sample, config: Config, hardware: Hardware) -> Plan | None:
-    try:
+    def plan() -> Plan:
         with executor.meter.planning(), executor.suspended() as model:
             return make_plan(model, sample, config, hardware, optimizer=executor.optimizer)
+
+    try:
+        return cast("Plan | None", attempt(plan)[0])
     except ProfileError:
         return None  # it ran once, and out of memory: there is nothing to plan by
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return None
 
 
 def _placement(plan: Plan) -> dict[str, Tier]:
@@ -184,13 +197,13 @@ def explain(
 
     Args:
         error: The error.
-        executor: The executor of the model, with the plan that is attached now.
+        executor: The executor of the model.
         where: The part of the step.
         sample: What the model was called with.
         tried: The plans that the step was repeated with.
         objection: Why it was not repeated.
         consequence: What was done about it.
-        origin: The text of the error's traceback, if it has none any more.
+        origin: The text of the error's traceback.
     """
     plan = executor.plan
     lines = [

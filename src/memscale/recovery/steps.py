@@ -3,8 +3,8 @@
 Note [Repeated steps]
 ~~~~~~~~~~~~~~~~~~~~~
 ``foreach`` arithmetic allocates temporaries as large as all parameters together, in the middle of a step: when they do
-not fit, moments and parameters have been changed already. A step can therefore be repeated only from copies, and copies
-of everything at every step would cost more than they are worth. Hence:
+not fit, moments and parameters have been changed already. A step can therefore be repeated only from copies, which at
+every step would cost more than they are worth. Hence:
 
 - Where the device has less free memory than a step may need, the step is run in buckets, each with copies of its
   operands on the host, which are kept until the step is done. A bucket that runs out of memory is restored and halved.
@@ -36,7 +36,7 @@ from memscale.executor import Executor, executor_of
 from memscale.observe.log import open_log
 from memscale.optimizer.interceptor import Member, SplitStep, StepOrder, StepSubscriber, members_of
 from memscale.optimizer.kinds import why_whole
-from memscale.recovery.shortage import explain, free_memory
+from memscale.recovery.shortage import attempt, explain, free_memory
 
 __all__ = ["StepRecovery"]
 
@@ -46,6 +46,9 @@ _NEW_STATE = 2  # the same for state that is not there yet: as for Adam
 _CHANGED = "the update had begun, and parameters or moments were changed: load them from a checkpoint before going on"
 _EXPLAINED = "_memscale_explained"
 _NOT_OURS = "its step is not torch.optim's own"
+_REPEATED = (
+    "out of memory in the optimizer's step (%s): repeated in buckets of parameters, as later ones will be"
+)
 _NO_ROOM = (
     "beside the state of those before it, one parameter alone does not fit; all is as before the step. Under a plan "
     "for less (a memory_budget, mode='aggressive') optimizer state is kept on the host"
@@ -62,15 +65,11 @@ class StepRecovery(StepSubscriber):
         self._ran_out = False
         self.subscribe()
 
-    def undo(self) -> None:
-        self.unsubscribe()
-
     def _executor(self) -> Executor | None:
         model = self._model()
         return None if model is None else executor_of(model)
 
     def parameter_ids(self) -> set[int]:
-        """Return the ids of the model's parameters."""
         model = self._model()
         return set() if model is None else {id(parameter) for parameter in model.parameters()}
 
@@ -98,14 +97,10 @@ class StepRecovery(StepSubscriber):
         before = _Snapshot(optimizer, members, _version_or_counter)
         # Under a dispatch mode versions do not change.
         writes = _Writes(members) if a_dispatch_mode_is_active() else None
-        try:
-            with writes or contextlib.nullcontext():
-                call()
+        with writes or contextlib.nullcontext():
+            _, failure = attempt(call)
+        if failure is None:
             return
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = error
         self._ran_out = True
         origin = _free_memory(optimizer, failure)
         if before.is_outdated() or (writes is not None and writes.seen):
@@ -114,40 +109,25 @@ class StepRecovery(StepSubscriber):
         before.restore()
         self._in_buckets(optimizer, call)
         executor = self._executor()
-        with open_log((None if executor is None else executor.config) or Config()) as log:
-            log.warning(
-                "out of memory in the optimizer's step (%s): it was repeated a few parameters at a time, as later "
-                "ones will be",
-                str(failure).partition("\n")[0][:120],
-            )
+        with open_log((executor and executor.config) or Config()) as log:
+            log.warning(_REPEATED, str(failure).partition("\n")[0][:120])
 
     def _in_buckets(self, optimizer: Optimizer, call: Callable[[], Any]) -> None:
-        everyone = members_of(optimizer)
-        stepped = [member for member in everyone if member.parameter.grad is not None]
-        if not stepped:
-            call()
-            return
         # Taken from the end: those without a gradient go with the last bucket.
-        pending = [member for member in everyone if member.parameter.grad is None] + stepped[::-1]
+        pending = sorted(members_of(optimizer), key=lambda member: member.parameter.grad is None)[::-1]
         limit = BUCKET_BYTES
         done: list[_Snapshot] = []
         is_kept = True  # what every bucket so far had before
         with SplitStep(optimizer) as split:
             while pending:
                 bucket = [pending.pop()]
-                size = _bytes_of(bucket[0])
-                while pending and size + _bytes_of(pending[-1]) <= limit:
-                    size += _bytes_of(pending[-1])
+                size = _stepped_bytes(bucket[0])
+                while pending and size + _stepped_bytes(pending[-1]) <= limit:
+                    size += _stepped_bytes(pending[-1])
                     bucket.append(pending.pop())
                 operands = _Snapshot(optimizer, bucket, _on_host)
                 split.show(bucket)
-                failure: Exception | None = None
-                try:
-                    call()
-                except Exception as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    failure = error
+                _, failure = attempt(call)
                 if failure is None:
                     if all(member.parameter.device.type != "cpu" for member in bucket):
                         done.append(operands)  # on the host, where there is room
@@ -248,7 +228,7 @@ class _Writes(LightDispatchMode):
         return result
 
 
-def _bytes_of(member: Member) -> int:
+def _stepped_bytes(member: Member) -> int:
     return member.parameter.nbytes if member.parameter.grad is not None else 0
 
 
