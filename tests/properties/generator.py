@@ -197,6 +197,9 @@ def _differences(spec: Any, left_out: tuple[str, ...]) -> str:
     return ", ".join(shown) or "as by default"
 
 
+Make = Callable[[random.Random], Options]
+
+
 # Making a case --------------------------------------------------------------------------------------
 
 
@@ -205,7 +208,30 @@ def make_case(seed: int, device: str | None = None) -> Case:
     draw = random.Random(seed)
     drawn = draw.choice(["cpu", "vgpu"])
     case = Case(seed, device or drawn, _model(draw), _plan(draw), _loop(draw))
-    return _sensible(_with_memory(case))
+    return _with_inexact_techniques(_sensible(_with_memory(case)))
+
+
+INEXACT: dict[str, Make] = {
+    "SGD": lambda d: {"lr": 0.05, "momentum": d.choice([0.0, 0.9])},
+    "Adam": lambda d: {"lr": 0.01, "eps": 0.01},  # with torch's 1e-8 it would step by the sign
+    "AdamW": lambda d: {"lr": 0.01, "eps": 0.01},
+}
+
+
+def _with_inexact_techniques(case: Case) -> Case:
+    """The case, sometimes with tiles and fused steps of host masters, which round in other places: drawn apart, too."""
+    draw = random.Random(f"inexact {case.seed}")
+    if not _maybe(draw, 0.2):
+        return case
+    case = _up_to_rounding(case)
+    name = draw.choice(sorted(INEXACT))
+    fields = {**case.plan.fields, "enable_tiling": _maybe(draw, 0.8), "fused_host_step": True}
+    # Tiles refuse to be differentiated twice.
+    steps = tuple(
+        replace(step, losses="one") if step.losses == "penalty" else step for step in case.loop.steps
+    )
+    loop = replace(case.loop, optimizer=name, options=INEXACT[name](draw), steps=steps)
+    return replace(case, plan=replace(case.plan, fields=fields), loop=loop)
 
 
 MEMORY = ["replaced", "with history", "in place", "element in place", "tuple", "nested", "list", "deque"]
@@ -233,8 +259,6 @@ def _maybe(draw: random.Random, share: float) -> bool:
 def _in_place(draw: random.Random, share: float = 0.6) -> str | None:
     return draw.choice(sorted(IN_PLACE)) if _maybe(draw, share) else None
 
-
-Make = Callable[[random.Random], Options]
 
 OPTIONS: dict[str, tuple[float, Make]] = {
     "linear": (
