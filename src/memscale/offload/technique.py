@@ -13,6 +13,7 @@ from memscale.execution_plan import Tier
 from memscale.offload.activations import Activations, OffloadActivationsStage
 from memscale.offload.layer import OffloadedLayer
 from memscale.offload.prefetch import Prefetcher
+from memscale.optimizer.placement import ids_with_state_on_host
 from memscale.profiler.profile import BlockProfile
 from memscale.techniques.base import LayerSite, ModelSite
 from memscale.techniques.cost import HOOK_SECONDS, BlockOption, CostTerms
@@ -165,11 +166,9 @@ def _room_on_host(site: ModelSite) -> int | None:
     optimizer = site.plan.optimizer
     eight_bit = optimizer is not None and optimizer.eight_bit
     moments = 0.5 if eight_bit else 2.0  # bytes of Adam's state for each byte of a parameter
-    if optimizer is None or optimizer.state == "device":  # beside their parameters
-        state = sum(each.nbytes for each in trained)
-    elif optimizer.state == "host":
-        state = sum(each.nbytes for each in parameters if each.requires_grad)
-    else:
-        state = 0
+    state = 0
+    if optimizer is None or optimizer.state != "disk":
+        there = {id(each) for each in trained} | ids_with_state_on_host(site.model, site.plan)
+        state = sum(each.nbytes for each in parameters if each.requires_grad and id(each) in there)
     taken = sum(each.nbytes for each in (*masters, *trained)) + int(moments * state)
     return max(0, cap - taken)

@@ -93,18 +93,20 @@ class BucketedSteps(StepSubscriber):
         self._unavailable = ""  # the reason that was last given
         self._eight_bit: EightBitState | None = None
         self._mover = StateMover(StateStore(disk), self._meter)
-        self._configure([], [], self._mover.store, 1, logs=False)
+        self._configure([], [], set(), self._mover.store, 1, logs=False)
 
     def _configure(
         self,
         parameters: list[nn.Parameter],
         in_eight_bits: list[nn.Parameter],
+        beside: set[int],
         store: StateStore,
         bucket_bytes: int,
         *,
         logs: bool,
     ) -> None:
-        self._configuration = [*map(id, parameters)], [*map(id, in_eight_bits)], store, bucket_bytes
+        self._configuration = [*map(id, parameters)], [*map(id, in_eight_bits)], beside, store, bucket_bytes
+        self._beside = beside
         self._bucket_bytes = bucket_bytes
         self._logger = logger if logs else _SILENT
         # Not weakly: torch.utils.swap_tensors, which moves parameters, takes none that are referred to so.
@@ -144,6 +146,7 @@ class BucketedSteps(StepSubscriber):
         bucket_bytes: int,
         *,
         eight_bit: Iterable[nn.Parameter] = (),
+        beside: Iterable[nn.Parameter] = (),
         logs: bool = True,
     ) -> None:
         """Run steps in buckets as a plan says; what the plan before had the same stays as it is.
@@ -154,14 +157,16 @@ class BucketedSteps(StepSubscriber):
             bucket_bytes: The most that parameters, gradients and state of one bucket may take, in 32 bits; a parameter
                 that needs more has a bucket to itself, or comes in slices.
             eight_bit: Those whose moments are kept in 8 bits; without bitsandbytes, none are.
+            beside: Those of `parameters` whose state is not kept in the store, but beside them.
             logs: Whether to name optimizers that are stepped whole in the log.
         """
-        wanted, quantized = list(parameters), list(eight_bit)
-        if self._configuration != ([*map(id, wanted)], [*map(id, quantized)], store, bucket_bytes):
+        wanted, quantized, apart = list(parameters), list(eight_bit), {id(each) for each in beside}
+        configuration = [*map(id, wanted)], [*map(id, quantized)], apart, store, bucket_bytes
+        if self._configuration != configuration:
             same_moments = [*map(id, quantized)] == self._configuration[1]
             for optimizer in list(self._optimizers):
                 self._bring_back(optimizer, keep_eight_bits=same_moments)
-            self._configure(wanted, quantized, store, bucket_bytes, logs=logs)
+            self._configure(wanted, quantized, apart, store, bucket_bytes, logs=logs)
         if self._every:
             self.subscribe()
 
@@ -170,7 +175,7 @@ class BucketedSteps(StepSubscriber):
         self.unsubscribe()
         for optimizer in list(self._optimizers):
             self._bring_back(optimizer)
-        self._configure([], [], StateStore(self._disk), 1, logs=False)
+        self._configure([], [], set(), StateStore(self._disk), 1, logs=False)
 
     def store_state(self, optimizer: Optimizer) -> None:
         """Store what state there is now, and not at the next step: the device may be short of memory."""
@@ -350,7 +355,8 @@ class BucketedSteps(StepSubscriber):
 
     def _stepped(self, optimizer: Optimizer, member: Member) -> Stepped:
         parameter = member.parameter
-        stored = id(parameter) in self._parameters and self.store.takes(parameter)
+        is_kept = id(parameter) in self._parameters and id(parameter) not in self._beside
+        stored = is_kept and self.store.takes(parameter)
         return Stepped(parameter, stored, self.quantizes(optimizer, parameter), {})
 
     def _reserve(
@@ -410,7 +416,8 @@ class BucketedSteps(StepSubscriber):
 
     def _save(self, optimizer: Optimizer, stepped: Stepped) -> None:
         """Store a parameter's state, and release the pages of what is on disk."""
-        self._keep(optimizer)
+        if stepped.stored or stepped.quantized:
+            self._keep(optimizer)
         with torch.no_grad():
             self._mover.save(optimizer.state.get(stepped.parameter), stepped)
         self._release_pages(stepped.parameter)

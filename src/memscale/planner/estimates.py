@@ -75,7 +75,7 @@ class Estimates:
         if next(self._fitting(size), None) is not None:
             return True  # mostly a plan of another size fits if any does
         room, models = self._models(size)
-        rows = (row for model in models for row in model.rows())
+        rows = (row for model in models for below in {0, model.most_state_below} for row in model.rows(below))
         return any(fastest_within(row, room, FRONTIER_WIDTH) is not None for row in rows)
 
     def seconds(self, size: int) -> float | None:
@@ -91,7 +91,7 @@ class Estimates:
         nearest = min((known for known, _ in self._known), key=lambda known: abs(known - size))
         room, models = self._models(size)
         for setting, point in self._frontier(nearest):
-            here = models[setting].point(point.choices)
+            here = models[setting].point(point.choices, point.state_below)
             if here.peak_bytes <= room:
                 yield here
 
