@@ -44,19 +44,18 @@ def wrap(
 ) -> TargetT:
     """Make a model train in less memory, and return the same object.
 
-    A model that was built under ``torch.device("meta")`` gets its weights: here from the files that
-    ``load_safetensors`` was given, or by the initialisation of its own modules; a module at a time, and directly on
-    the tier that the plan names. So it may be larger than memory.
+    A model that was built under ``torch.device("meta")`` gets its weights here, from the files that
+    ``load_safetensors`` was given or by the initialisation of its own modules: a module at a time, directly on the tier
+    that the plan names. So it may be larger than memory.
 
     Args:
         target: any ``nn.Module``, or a Hugging Face ``Trainer``. Of ``torch.compile(model)`` the model itself is
-            wrapped. In training, what has a technique on it runs without the compiler, and the log says so.
+            wrapped, and in training what has a technique on it runs without the compiler.
         config: what to use and how far to go; the defaults of BALANCED if not given.
         sample_input: a batch as the model is called with it: a tensor, a tuple, a dict or a batch object.
             Without it the plan is made from the first training batch, and nothing is moved before.
-        optimizer: the optimizer, if there is one already: the plan reckons with the state that it keeps, by its
-            class, its settings (``amsgrad``, ``momentum``, ...) and the parameters that it steps. AdamW over all of
-            them if not given.
+        optimizer: the optimizer, if there is one already: the plan counts the state that it keeps for the parameters
+            that it steps. AdamW over all of them if not given.
         async_offload: overrides ``config.async_offload``.
         async_config: overrides ``config.async_config``.
 
@@ -93,10 +92,8 @@ def wrap(
 def detach(model: Any) -> None:
     """Remove every trace of MemScale from a model (or a Trainer's model).
 
-    What is at home on disk or on the host goes back to where it was before ``wrap``. A model that was built on the meta
-    device is left as ordinary tensors in host memory, whole: there must be room for it.
-
-    On a model that is not wrapped it logs a warning and does nothing.
+    What is on disk or on the host goes back to where it was before ``wrap``; a model that was built on the meta device
+    to host memory, which must have room for it. On a model that is not wrapped it logs a warning and does nothing.
     """
     if _is_trainer(model):
         from memscale.integrations.huggingface import detach_trainer
@@ -117,9 +114,7 @@ def optimize(
     config: Config | None = None,
     sample_input: Any = None,
 ) -> Iterator[Executor]:
-    """Wrap a model for the length of a block; it is detached at the end, also after an exception.
-
-    The arguments are those of ``wrap``.
+    """Wrap a model, as ``wrap`` does, for the length of a block; it is detached at the end, also after an exception.
 
     Example:
         >>> model = nn.Linear(4, 1)
@@ -186,9 +181,9 @@ def find_batch_size(
 ) -> BatchSizes:
     """Find the largest batch that fits, the longest sequences, and the batch that trains the most samples a second.
 
-    By prediction, not by crashing: batches are profiled on fake tensors, and what is returned was simulated. Each of
-    the three has its plan and the Config to give to ``wrap``; the mode that is searched is that of ``config``. The
-    optimizer is taken to be AdamW: ``plan(optimizer=...)`` says what one size needs with another.
+    By prediction: batches are profiled on fake tensors, and what is returned was simulated. Each of the three has its
+    plan and the Config to give to ``wrap``. The optimizer is taken to be AdamW: ``plan(optimizer=...)`` says what one
+    size needs with another.
 
     Args:
         model: the model; its weights may be on the meta device.

@@ -21,9 +21,7 @@ __all__ = ["AsyncOffloadConfig", "Config", "ConfigFields", "OptimizationMode"]
 
 
 class OptimizationMode(str, Enum):
-    """How hard to press for memory. A starting point, not a lock: fields set on a Config win over its mode.
-
-    Wherever a mode is taken its name is too, in any case.
+    """How hard to press for memory; fields set on a Config win over its mode. Its name, in any case, serves as well.
 
     Example:
         >>> OptimizationMode("Aggressive") is OptimizationMode.AGGRESSIVE
@@ -292,19 +290,16 @@ class Config:
         enable_tiling: May compute attention, MLPs and the loss in tiles. On in AGGRESSIVE.
         use_mixed_precision: May compute in 16 bits. On in AGGRESSIVE.
         use_8bit_optimizer: May keep Adam's moments in 8 bits. On in AGGRESSIVE.
-        max_cpu_offload_gb: The most host memory to offload to, in GB (10⁹ bytes). 0: none; None: what is
-            free.
+        max_cpu_offload_gb: The most host memory to offload to, in GB (10⁹ bytes). 0: none; None: what is free.
         target_gpu_utilization: The share of the device's memory that a plan may fill, above 0 and at most 1.
         force_optimize: Optimize also a model that fits as it is.
         use_static_profiling: Profile without running the model, on fake tensors.
         use_empirical_fallback: Where that fails, run the model to profile it.
-        warmup_steps: Training steps to watch before what was measured is trusted. Not implemented yet: only the
-            default is taken.
+        warmup_steps: Training steps to watch before what was measured is trusted. Not implemented yet: only 2 is taken.
         enable_logging: Log the hardware and the plan.
         log_file: A file to log to as well.
         observability_port: Serve metrics for Prometheus on this port of 127.0.0.1; 0 for any that is free.
-        verify_correctness: Compare loss and gradients with those of the plain model. Not implemented yet: only False is
-            taken.
+        verify_correctness: Compare loss and gradients with the plain model's. Not implemented yet: only False is taken.
         async_offload: Overlap transfers with compute.
         async_config: How; see :class:`AsyncOffloadConfig`.
         auto_policy: Let the learned policy choose the strategy. Not implemented yet: only False is taken.
@@ -314,9 +309,8 @@ class Config:
         max_disk_offload_gb: The most disk to offload to, in GB (10⁹ bytes). 0: none; None: what is free. Below an
             accelerator the disk is used where nothing fits with the host memory that there is, or that is allowed.
         fused_host_step: Step parameters that are kept on the host of an accelerator by torch's fused CPU
-            implementation, where the optimizer has one and was given neither `foreach` nor `fused`. It is several
-            times as fast as torch's loop; a step differs from the plain model's in the last bits. False: to the bit
-            as the plain model.
+            implementation, where the optimizer has one and was given neither `foreach` nor `fused`: several times as
+            fast as torch's loop, with other last bits. False: to the bit as the plain model.
 
     Raises:
         ConfigError: A value is out of range, or asks for what is not implemented yet.

@@ -6,26 +6,6 @@ that knows nothing of MemScale can catch it too.
 
 from __future__ import annotations
 
-__all__ = [
-    "ConfigError",
-    "ConfigTypeError",
-    "DoesNotFitError",
-    "HardwareError",
-    "MemScaleError",
-    "PlanError",
-    "ProfileError",
-    "RecomputeError",
-    "SimulationError",
-    "TierError",
-    "TierFullError",
-    "TransferError",
-    "WeightsError",
-    "WrapError",
-    "WrapTypeError",
-    "is_out_of_memory",
-    "shown",
-]
-
 
 class MemScaleError(Exception):
     """The root of the tree: catch this to catch every error MemScale raises on purpose."""

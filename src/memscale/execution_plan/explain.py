@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from memscale._util.terminal import Terminal, clean, table, wrap
-from memscale.execution_plan.plan import LayerPlan, LossTiling, OptimizerPlan, Plan, Precision
+from memscale.execution_plan import LayerPlan, LossTiling, OptimizerPlan, Plan, Precision
 from memscale.units import format_bytes
 
 __all__ = ["MOST_TRADES", "explain_plan", "summarize_plan"]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from memscale.errors import PlanError, shown
-from memscale.execution_plan.plan import Plan
+from memscale.execution_plan import Plan
 
 __all__ = ["SCHEMA", "plan_from_json", "plan_to_json"]
 

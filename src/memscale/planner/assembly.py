@@ -23,7 +23,7 @@ from memscale.execution_plan import (
 from memscale.hardware import Hardware
 from memscale.planner.cost_model import PLAIN, Choice, CostModel, Point, all_bytes, spans
 from memscale.planner.settings import Under
-from memscale.profiler import Block
+from memscale.profiler import find_blocks
 from memscale.profiler.profile import BlockProfile, ModelProfile
 from memscale.units import format_bytes
 
@@ -87,16 +87,7 @@ def plan_of(
     under: Under = (),
     points: Sequence[Point] = (),
 ) -> Plan:
-    """Return a point as a plan.
-
-    Args:
-        verdict: the point, and why it was taken.
-        profile: what the plain model needs.
-        hardware: what there is.
-        config: what the user wants.
-        under: the settings there were to choose from, with what the model needs under each.
-        points: the points there were to choose from.
-    """
+    """Return the plan of the point taken, of `points` under the settings `under`; `profile` is the plain model's."""
     plain = plain_point(profile, hardware)
     chosen, unseen = verdict.point, unseen_bytes(profile, hardware)
     needs = next((needs for setting, needs in under if setting is chosen.setting), profile)
@@ -327,13 +318,7 @@ def _why_resident(block: BlockProfile) -> str:
     return f"{what} {verb} on the device: read while its forward does not run, by {readers}"
 
 
-def plan_by_structure(
-    model: nn.Module,
-    blocks: Sequence[Block],
-    hardware: Hardware,
-    config: Config,
-    notes: tuple[str, ...] = (NO_BATCH,),
-) -> Plan:
+def plan_by_structure(model: nn.Module, hardware: Hardware, config: Config, note: str = NO_BATCH) -> Plan:
     """Return a first plan for a model that has not seen a batch: recompute every repeated block.
 
     That is right for most models, and the first training batch makes the plan anew.
@@ -353,7 +338,7 @@ def plan_by_structure(
             "a repeated block; what it needs will be known from the first batch",
             checkpointing=Checkpointing(),
         )
-        for block in blocks
+        for block in find_blocks(model)
     ]
     return Plan(
         layers=tuple(layers),
@@ -363,5 +348,5 @@ def plan_by_structure(
         baseline_peak_bytes=peak,
         predicted_peak_bytes=peak,
         prediction_source="estimated",
-        notes=notes,
+        notes=(note,),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -100,11 +100,7 @@ class BatchSizes:
 
 
 def batch_sizes(model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> BatchSizes:
-    """Search for the batches that fit; the model is not changed.
-
-    Raises:
-        ProfileError: the model does not run on the sample, or cannot be followed on fake tensors.
-    """
+    """Search for the batches that fit; the model is not changed."""
     search = _Search(model, config, hardware)
     batch, length = batch_size_of(sample), length_of(sample)
     longest = None
@@ -117,7 +113,7 @@ def batch_sizes(model: nn.Module, sample: Sample, config: Config, hardware: Hard
             limit = max(most_positions(model), length)
             known = sorted({length, max(1, length // 2), min(limit, 4 * length)})
             lengths = _Sizes(functools.partial(with_length, model, sample), known, limit)
-            longest = search.at_limit(lengths) or search.most(lengths, search.estimates(lengths))
+            longest = search.most(lengths, search.estimates(lengths))
     return BatchSizes(hardware.device.describe(), search.room, largest, longest, fastest)
 
 
@@ -143,15 +139,6 @@ class _Search:
         known = [(size, self._profiled(sizes.sample(size), self._config).under) for size in sizes.known]
         return Estimates(known, self._hardware, self._config, usable(self.room))
 
-    def at_limit(self, sizes: _Sizes) -> BatchFit | None:
-        """Return the largest size of all, if it is among those profiled, and fits."""
-        if sizes.most not in sizes.known:
-            return None
-        sample = sizes.sample(sizes.most)
-        known = [(sizes.most, self._profiled(sample, self._config).under)]
-        alone = Estimates(known, self._hardware, self._config, usable(self.room))
-        return self._fit(sample, self._config)[0] if alone.has_room(sizes.most) else None
-
     def most(self, sizes: _Sizes, estimates: Estimates) -> BatchFit | None:
         """Return the largest size that fits, by simulation; that no larger one does is estimated.
 
@@ -165,7 +152,7 @@ class _Search:
             found = None
             if estimates.has_room(size):
                 found, excess = self._fit(sample, self._config)
-                estimates = estimates.within(int(usable(self.room) / excess))
+                estimates = replace(estimates, room=int(usable(self.room) / excess))
             if found is not None:
                 low, best = size, found
             else:
@@ -177,10 +164,7 @@ class _Search:
         return best
 
     def fastest(self, sizes: _Sizes, estimates: Estimates, largest: int) -> BatchFit | None:
-        """Return the batch with the most samples a second, of those up to the largest that fits.
-
-        Sizes are compared by plans on the frontier of another size (`Estimates`); the answer has its own plan.
-        """
+        """Return the batch with the most samples a second, of those up to the largest that fits."""
 
         @functools.cache
         def about(size: int) -> float:

@@ -30,8 +30,9 @@ SEGMENT_LENGTHS = (2, 3, 4, 6, 8)  # blocks recomputed as one
 ALWAYS_TRIED = 4  # blocks: segments up to this length are always considered
 LONGEST_SEGMENT = 4  # times the best length of a segment, beyond which a longer one cannot pay
 ODD_BLOCKS_SHARE = 1 / 50  # of what the stacks save: if odd blocks save less, they are not worth a choice
-# Products a block of a segment keeps: that returns all it dropped at once, so that keeping more gains little.
-MOST_KEPT_IN_SEGMENT = 2
+# Products that the first block of a segment keeps, and the others: a segment returns all it dropped at once, so that
+# keeping more gains little.
+KEPT_IN_SEGMENT = ((0, 0), (0, 1), (1, 1), (1, 2), (2, 2))
 LARGEST_BUCKET = 64 * 2**20  # bytes: runs long enough to be read at the disk's full rate
 SMALLEST_BUCKET = 2**20  # bytes
 BUCKET_SHARE = 1 / 8  # of the parameters, between the two
@@ -42,9 +43,7 @@ class Choice(NamedTuple):
 
     technique: str = ""  # for its activations; empty if they are left alone
     variant: int = 0  # which of that technique's options for the block
-    chained: bool = (
-        False  # a recomputed block's input is not held either, but recomputed from the block before
-    )
+    chained: bool = False  # a recomputed block's input is recomputed too, from the block before
     offloaded: bool = False  # its parameters are on the tier below
     input_offloaded: bool = False  # its input, or that of the segment it is in, is on the tier below
 
@@ -66,9 +65,7 @@ class Point:
     saved_bytes: int  # what forward saves for backward
     seconds: float  # of a step
     offloaded_bytes: int = 0  # parameters, gradients and optimizer state on the tier below
-    peak_below_bytes: int = (
-        0  # the most there at once: those in whole pages of a file on disk, and activations
-    )
+    peak_below_bytes: int = 0  # the most there at once: those, in whole pages on disk, and activations
     setting: Setting = NOTHING
     prefetch: int = 0  # how many layers ahead parameters are fetched
     state_below: int = 0  # the optimizer state of so many blocks, the first ones, is on the host
@@ -81,11 +78,6 @@ def spans(choices: Sequence[Choice]) -> Iterator[tuple[int, int]]:
         if stop == len(choices) or not choices[stop].chained:
             yield start, stop
             start = stop
-
-
-def called_blocks(profile: ModelProfile) -> tuple[BlockProfile, ...]:
-    """Return the blocks that forward calls, in the order of their first calls."""
-    return tuple(sorted((b for b in profile.blocks if b.order >= 0), key=lambda block: block.order))
 
 
 def full_checkpointing(blocks: Sequence[BlockProfile], *, odd: bool = False) -> Choices:
@@ -156,7 +148,8 @@ class CostModel:
         self.terms = CostTerms(
             Rates.of(hardware), config, setting.working_share, prefetch > 0, everything <= pool
         )
-        self.blocks = called_blocks(profile)
+        called = (block for block in profile.blocks if block.order >= 0)
+        self.blocks = tuple(sorted(called, key=lambda block: block.order))
         self._on_cpu = hardware.device.kind == "cpu"
         self._room_below = room_below(hardware, config) if config.enable_offloading else 0
         self._stacks = Counter(block.container for block in self.blocks)
@@ -191,10 +184,7 @@ class CostModel:
         return offers
 
     def activation_option(self, index: int, choice: Choice) -> BlockOption | None:
-        """Return the option that a choice takes for a block's activations; None if they are kept.
-
-        They are also where the block saves less than at the size of a batch that the choice was made for.
-        """
+        """Return the option that a choice takes for a block's activations; None if they are kept."""
         options = self._options[index][choice.technique] if choice.technique else ()
         return options[choice.variant] if choice.variant < len(options) else None
 
@@ -205,18 +195,18 @@ class CostModel:
 
     # Whole plans -------------------------------------------------------------------------------------
 
-    @property
-    def most_state_below(self) -> int:
-        """The number of blocks whose optimizer state may be on the host, and is stepped on the device."""
+    def numbers_of_state_below(self, parts: int) -> list[int]:
+        """Return how many blocks may have their optimizer state on the host: none, all, and evenly in between."""
         config, setting = self.terms.config, self.setting
         may = config.enable_offloading and setting.bucketed and not setting.eight_bit
-        return len(self.blocks) if may and not self.terms.rates.below_is_disk else 0
+        most = len(self.blocks) if may and not self.terms.rates.below_is_disk else 0
+        return sorted({round(most * part / parts) for part in range(parts + 1)})
 
     def rows(self, state_below: int = 0) -> Iterator[Row[Choices]]:
         """Yield rows with every choice that is allowed at every position, the state of the first blocks on the host.
 
         Blocks outside of stacks, which may share parameters, are offloaded together or not at all: a row for each. Of
-        the layers of stacks the last ones are offloaded, as many as pay (phases in frontier.py).
+        the layers of stacks the last ones are offloaded, as many as pay.
         """
         for odd_offloaded in (False, True) if self.terms.config.enable_offloading else (False,):
             allowed = self._may_be_offloaded(odd_offloaded)
@@ -328,10 +318,7 @@ class CostModel:
     # Positions ---------------------------------------------------------------------------------------
 
     def _may_be_offloaded(self, odd: bool) -> list[tuple[bool, ...]] | None:
-        """Return for each block whether its parameters may, or must, be offloaded; None if no odd ones can.
-
-        The tier below may have room for some layers only, the last ones.
-        """
+        """Return for each block whether its parameters may, or must, be offloaded; None if no odd ones can."""
         room = self._room_below
         allowed: list[tuple[bool, ...]] = [(False,)] * len(self.blocks)
         has_option = [bool(options[""]) for options in self._options]
@@ -341,7 +328,7 @@ class CostModel:
                 room -= all_bytes(block) + self._unused_in_pages(block)
         if room < 0 or (odd and (True,) not in allowed):
             return None
-        for index, block in reversed(list(enumerate(self.blocks))):
+        for index, block in reversed(list(enumerate(self.blocks))):  # where the room ends, the last layers
             if block.role == "repeated" and has_option[index]:
                 room -= all_bytes(block) + self._unused_in_pages(block)
                 if room < 0:
@@ -384,8 +371,8 @@ class CostModel:
             segment = range(index, index + length)
             if not self._is_segment(segment) or not all(offloaded in allowed[each] for each in segment):
                 continue
-            for kept_first, kept in _kept_in_segment(len(options) - 1):
-                if _segment_pays(length, block, kept, self._stacks):
+            for kept_first, kept in KEPT_IN_SEGMENT:
+                if kept < len(options) and _segment_pays(length, block, kept, self._stacks):
                     first = Choice("checkpointing", kept_first, offloaded=offloaded)
                     most = [len(self._options[each]["checkpointing"]) - 1 for each in segment[1:]]
                     others = [Choice("checkpointing", min(kept, each), True, offloaded) for each in most]
@@ -424,9 +411,10 @@ class CostModel:
         parts = [self._part(start + offset, choice) for offset, choice in enumerate(choices)]
         seconds = sum(part.seconds for part in parts)
         held = forward = 0
-        if parts[0].reruns:  # from its input, which the block before may not hold
-            inputs = choices[0].input_offloaded
-            held = -self._held_input(start) if inputs else self._passed_input(start)
+        if choices[0].input_offloaded:
+            held = -self._held_input(start)
+        elif parts[0].reruns:  # from its input, which the block before may not hold
+            held = self._passed_input(start)
         for index, part in enumerate(parts):
             working = self._working(part.block) if part.offloaded and not self._profile.at_home else 0
             # The first block's own input is in its peak, or in what the block before it holds.
@@ -497,9 +485,8 @@ class CostModel:
 
     def input_seconds(self, index: int) -> float:
         """Return the time of offloading a block's input, which its own forward and backward cover."""
-        return activation_seconds(
-            self.input_bytes(index), self.terms, self.terms.rates.forward(self.blocks[index])
-        )
+        covered = self.terms.rates.forward(self.blocks[index])
+        return activation_seconds(self.input_bytes(index), self.terms, covered)
 
     def _working(self, block: BlockProfile) -> int:
         """Return the bytes of a working copy of a block's parameters."""
@@ -544,14 +531,6 @@ class _Part(NamedTuple):
 def all_bytes(block: BlockProfile) -> int:
     """Return the bytes of a block's parameters, gradients and optimizer state."""
     return block.parameter_bytes + block.gradient_bytes + block.optimizer_bytes
-
-
-def _kept_in_segment(products: int) -> Iterator[tuple[int, int]]:
-    """Yield how many products the first block of a segment keeps, and how many the others."""
-    yield 0, 0
-    for kept in range(1, min(MOST_KEPT_IN_SEGMENT, products) + 1):
-        yield kept - 1, kept
-        yield kept, kept
 
 
 def _undominated(options: Sequence[Option[Choices]]) -> list[Option[Choices]]:

@@ -48,9 +48,7 @@ def decide(
     margin: int = 0,
     refine: bool = True,
 ) -> Plan:
-    """Choose what each block gets.
-
-    The same profile, hardware and Config give the same plan, byte for byte.
+    """Choose what each block gets; the same profile, hardware and Config give the same plan, byte for byte.
 
     Args:
         profile: what the plain model needs.
@@ -128,8 +126,7 @@ def frontier_points(
         if config.enable_checkpointing:  # at the same peak it may hold less
             plans += [full_checkpointing(model.blocks, odd=odd) for odd in (False, True)]
         plans += [_choices(trade) for row in model.rows() for trade in best_trades(row, most)]
-        most_below = model.most_state_below
-        numbers = sorted({round(most_below * part / STATE_PARTS) for part in range(STATE_PARTS + 1)})
+        numbers = model.numbers_of_state_below(STATE_PARTS)
         found += [model.point(choices, number) for choices in plans for number in numbers]
     room = room_below(hardware, config)
     return [point for point in found if point.peak_below_bytes <= room]

@@ -3,9 +3,8 @@
 Note [Sizes between]
 ~~~~~~~~~~~~~~~~~~~~
 Everything in a profile grows with the number of samples along a line, and with the length of sequences at most along a
-parabola (attention). So two or three profiles say what any other would, and the plans on the frontier of one size can
-be costed at another without running it. Peaks, which are maxima of several such numbers, may have a bend in between,
-and the allocator rounds: what is found is an estimate, and whoever shows it to a user simulates it first.
+parabola (attention). So two or three profiles say what any other would. Peaks, which are maxima of several such
+numbers, may have a bend in between, and the allocator rounds: whoever shows an estimate to a user simulates it first.
 
 Note [Which dimensions are which]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -17,9 +16,8 @@ masks), the second one in features, and the last two in masks of four dimensions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -28,96 +26,68 @@ from memscale.config import Config
 from memscale.errors import ProfileError
 from memscale.hardware import Hardware
 from memscale.planner.assembly import unseen_bytes
-from memscale.planner.cost_model import CostModel, Point
-from memscale.planner.decide import cost_models, frontier_points
+from memscale.planner.decide import cost_models
 from memscale.planner.frontier import fastest_within
 from memscale.planner.settings import Under
 from memscale.profiler import ModelProfile
 from memscale.profiler.sample import Sample, named_tensors, resized
 
 FIRST_STEP = 1 / 64  # of where a search begins
-FRONTIER_WIDTH = 40  # partial plans kept at a position of the frontiers whose plans are costed at other sizes
+FRONTIER_WIDTH = 40  # partial plans kept at a position where only an estimate is wanted
 MOST_POSITIONS = 2**20  # of a model that does not say how long its sequences may be
 
 
+@dataclass(frozen=True)
 class Estimates:
-    """Estimates for batches of any size, from what two or three sizes need. See Note [Sizes between].
-
-    `room` is the highest peak of a plan that fits, before what no prediction sees.
+    """Estimates for batches of any size. See Note [Sizes between].
 
     Raises:
         ProfileError: The model does other operations at each of the sizes.
     """
 
-    def __init__(
-        self, known: Sequence[tuple[int, Under]], hardware: Hardware, config: Config, room: int
-    ) -> None:
-        self._known = sorted(known, key=lambda each: each[0])
-        self._hardware = hardware
-        self._config = config
-        self._room = room
-        self._frontier = cache(self._frontier_at)
-        self._models = cache(self._models_at)
+    known: Sequence[tuple[int, Under]]  # what two or three sizes need
+    hardware: Hardware
+    config: Config
+    room: int  # the highest peak of a plan that fits, before what no prediction sees
 
     def knowing(self, size: int, under: Under) -> Estimates:
         """Return estimates that know one size more, in place of the one nearest to it."""
-        known = [each for each in self._known if each[0] != size]
-        if len(known) == len(self._known):
+        known = [each for each in self.known if each[0] != size]
+        if len(known) == len(self.known):
             known.remove(min(known, key=lambda each: abs(each[0] - size)))
-        return Estimates([*known, (size, under)], self._hardware, self._config, self._room)
-
-    def within(self, room: int) -> Estimates:
-        """Return the same estimates with other room."""
-        return Estimates(self._known, self._hardware, self._config, room)
+        return replace(self, known=[*known, (size, under)])
 
     def has_room(self, size: int) -> bool:
         """Return whether there is a plan for a size that fits."""
-        if next(self._fitting(size), None) is not None:
-            return True  # mostly a plan of another size fits if any does
-        room, models = self._models(size)
-        rows = (row for model in models for below in {0, model.most_state_below} for row in model.rows(below))
-        return any(fastest_within(row, room, FRONTIER_WIDTH) is not None for row in rows)
-
-    def seconds(self, size: int) -> float | None:
-        """Return the step time of the fastest plan for a size that fits; None if none does."""
-        return min((point.seconds for point in self._fitting(size)), default=None)
+        return self.seconds(size) is not None
 
     def largest(self, most: int) -> int:
         """Return the largest size up to `most` that fits; 0 if not even 1 does."""
-        return largest_that(self.has_room, most, around=self._known[-1][0])
+        return largest_that(self.has_room, most, around=max(size for size, _ in self.known))
 
-    def _fitting(self, size: int) -> Iterator[Point]:
-        """Yield the plans on the frontier of the nearest size that is known, costed at this one, if they fit."""
-        nearest = min((known for known, _ in self._known), key=lambda known: abs(known - size))
-        room, models = self._models(size)
-        for setting, point in self._frontier(nearest):
-            here = models[setting].point(point.choices, point.state_below)
-            if here.peak_bytes <= room:
-                yield here
-
-    def _frontier_at(self, size: int) -> list[tuple[int, Point]]:
-        """Return the plans on the frontier of a size, smallest first, each with the index of its setting."""
+    def seconds(self, size: int) -> float | None:
+        """Return the step time of the fastest plan for a size that fits; None if none does."""
         under = self._under(size)
-        points = frontier_points(under, self._hardware, self._config, prefetch=False, most=FRONTIER_WIDTH)
-        index = {id(setting): number for number, (setting, _) in enumerate(under)}
-        return [(index[id(each.setting)], each) for each in sorted(points, key=lambda each: each.peak_bytes)]
-
-    def _models_at(self, size: int) -> tuple[int, list[CostModel]]:
-        """Return the highest peak of a plan for a size (what no prediction sees grows with it), and cost models."""
-        under = self._under(size)
-        models = list(cost_models(under, self._hardware, self._config, prefetch=False))
-        return self._room - unseen_bytes(under[0][1], self._hardware), models
+        room = self.room - unseen_bytes(under[0][1], self.hardware)  # what no prediction sees grows with it
+        models = cost_models(under, self.hardware, self.config, prefetch=False)
+        trades = [
+            fastest_within(row, room, FRONTIER_WIDTH)
+            for model in models
+            for number in model.numbers_of_state_below(2)
+            for row in model.rows(number)
+        ]
+        return min((trade.seconds for trade in trades if trade is not None), default=None)
 
     def _under(self, size: int) -> Under:
-        for at, needs in self._known:
+        sizes = sorted(self.known, key=lambda each: each[0])
+        for at, needs in sizes:
             if at == size:
                 return needs
-        _, first = self._known[0]
-        under = []
-        for index, (setting, _) in enumerate(first):
-            known = [(at, needs[index][1]) for at, needs in self._known]
-            under.append((setting, profile_between(known, size)))
-        return under
+        settings = [setting for setting, _ in sizes[0][1]]
+        return [
+            (setting, profile_between([(at, needs[index][1]) for at, needs in sizes], size))
+            for index, setting in enumerate(settings)
+        ]
 
 
 def largest_that(fits: Callable[[int], bool], most: int, *, around: int) -> int:

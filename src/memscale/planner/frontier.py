@@ -12,16 +12,15 @@ as one), and says what that costs. With the options o₁ … oₙ in the order o
 
 and the peak is the maximum of these.
 
-Options may have *phases*: an option never follows one of a later phase. Layers whose parameters are offloaded are
-therefore the last ones of the row, where offloading saves the most: their gradients are the first to be computed and
-would be live the longest. One row then stands for every number of offloaded layers.
+Options may have *phases*: an option never follows one of a later phase. Layers whose parameters are offloaded are the
+last ones of the row, where that saves the most: their gradients would be live the longest. One row then stands for
+every number of offloaded layers.
 
 Note [The dynamic programme]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-The programme goes through the row and extends partial plans by every option. Four numbers say all about a partial plan
-that the rest of the row can still make worse: the bytes live at this point, and the maxima so far in forward, in
-backward (to which the rest of the row will add gradients) and in the optimizer step. A partial plan that another one
-equals or beats in all four and in time is dominated and dropped. That is exact, and three observations keep it small:
+The programme goes through the row and extends partial plans by every option. A partial plan is dominated, and dropped,
+if another one equals or beats it in time and in four numbers: the bytes live at this point, and the maxima so far in
+forward, in backward (to which the rest will add gradients) and in the optimizer step. Three observations keep it small:
 
 - whatever is chosen for the rest needs at least some known number of bytes above what is live now, so a partial plan
   whose maximum so far is lower than that gains nothing by it;

@@ -70,23 +70,16 @@ def make_plan(
     suggest: bool = True,
     optimizer: Optimizer | OptimizerNeeds | None = None,
 ) -> Plan:
-    """Return the plan for one model, batch, Config and device.
+    """Return the plan for one model, batch, Config and device; the model is not changed.
 
-    Without a sample the plan follows from structure alone, and a note says so.
-
-    Args:
-        model: the model; it is not changed.
-        sample: how it is called.
-        config: what the user wants.
-        hardware: what there is.
-        suggest: where no plan fits, name a smaller batch that would in a note.
-        optimizer: the optimizer whose state counts; AdamW if it is not given, or if there is no sample.
+    Without a sample the plan follows from structure alone, and a note says so. Where no plan fits, with `suggest` a
+    note names a smaller batch that would. Without an optimizer the state of AdamW counts.
 
     Raises:
         ProfileError: the model does not run on the sample.
     """
     if sample is None:
-        plan = plan_by_structure(model, find_blocks(model), hardware, config)
+        plan = plan_by_structure(model, hardware, config)
         return replace(plan, notes=(*plan.notes, *_scripted_note(model)))
     if isinstance(optimizer, Optimizer):
         with rehearsal(model):
@@ -125,7 +118,7 @@ def simulated_plan(
         profile = known.profile if known is not None else _profile(model, sample, config, hardware, optimizer)
     except torch.OutOfMemoryError:
         note = f"a step of the plain model on {sample.describe()} runs out of memory, so that it was not profiled"
-        return plan_by_structure(model, find_blocks(model), hardware, config, notes=(note,)), 1.0
+        return plan_by_structure(model, hardware, config, note), 1.0
     reason = ""
     for left_out, changes in FEWER_TECHNIQUES:
         settings = config.replace(**changes)
@@ -153,10 +146,8 @@ def _plan_that_fits(
     """Decide, predict, and decide again while the simulation shows that a step needs more than was estimated.
 
     The difference is then counted as if forward saved it for backward: the optimizer's step is known exactly. Where the
-    estimate itself does not fit, the plan is final: it is the smallest, and its notes say so.
-
-    Returns:
-        The plan with its simulated (or measured) figures, and the simulated peak of the first plan over its estimate.
+    estimate itself does not fit, the plan is final: it is the smallest, and its notes say so. Returns as
+    `simulated_plan`.
     """
     profile, place = needs.profile, Place.of(hardware.device)
     room = room_of(hardware, config)

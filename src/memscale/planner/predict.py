@@ -65,17 +65,8 @@ def predict(
 ) -> Plan:
     """Return the plan with the simulated figures of the plain step and of the step under the plan.
 
-    Args:
-        model: the model without techniques; it is not changed.
-        plan: what was decided.
-        sample: how the model is called.
-        place: the device to simulate.
-        config: the user's settings, which the executor reads.
-        plain: the plain step, if it is known already.
-        optimizer: what the optimizer needs; None for AdamW.
-
-    Raises:
-        Exception: whatever the model raises on fake tensors.
+    The model is without techniques, and not changed; `plain` is the plain step, if it is known already. Without
+    `optimizer` it is AdamW. Whatever the model raises on fake tensors is raised.
     """
     plain = plain or _simulated(model, None, sample, place, optimizer=optimizer)
     planned = _simulated(model, plan, sample, place, _quiet(config), optimizer)

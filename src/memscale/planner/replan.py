@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from torch import nn
@@ -18,6 +17,11 @@ from memscale.planner.make_plan import fits, make_plan
 from memscale.profiler import Sample
 from memscale.profiler.sample import MOST_PLANS, call_key, named_shapes, resized, roundings
 from memscale.units import format_bytes
+
+FULL = (
+    "a batch of %s is larger than planned for; %d plans were made in this run, which is the most: the largest one "
+    "stays. Give wrap the largest batch as sample_input to plan once."
+)
 
 
 def follow_batch(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -38,7 +42,10 @@ def follow_batch(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, An
         if not all(isinstance(each, nn.Parameter) for each in executor.model.parameters()):
             return  # weights of torch.func.functional_call, which a plan must not move
         if batches.is_full:
-            _warn_full(executor, sample)
+            if not batches.said_full:
+                batches.said_full = True
+                with open_log(executor.config or Config()) as log:
+                    log.warning(FULL, sample.describe(), MOST_PLANS)
         else:
             with executor.meter.planning():
                 _replan(executor, sample)
@@ -50,9 +57,14 @@ def _replan(executor: Executor, sample: Sample) -> None:
     # The model may have moved since it was wrapped.
     hardware = detect(executor.device, offload_dir=config.offload_dir)
     is_first = not batches
+    if batches.ceiling is not None:
+        budget = config.memory_budget_bytes
+        config = config.replace(
+            memory_budget=batches.ceiling if budget is None else min(budget, batches.ceiling)
+        )
     with open_log(config) as log:
         try:
-            plan, planned = _plan_for(executor, sample, _with_ceiling(config, batches.ceiling), hardware)
+            plan, planned = _plan_for(executor, sample, config, hardware)
         except ProfileError as error:
             batches.give_up(named_shapes(executor.model, sample))
             which = "the first batch" if is_first else f"a batch of {sample.describe()}"
@@ -62,9 +74,24 @@ def _replan(executor: Executor, sample: Sample) -> None:
         if is_first:
             executor.replan(plan)
             log_plan(log, plan, hardware, "planned from the first training batch")
-        elif _is_for_more(plan, executor.plan):
+        # For a batch that needs more memory; an estimate is taken to be.
+        elif (
+            plan.prediction_source == "estimated"
+            or plan.baseline_peak_bytes > executor.plan.baseline_peak_bytes
+        ):
             executor.replan(plan)
-            _log_larger(log, plan, sample)
+            log.info(
+                "a batch of %s is larger than planned for: planned anew (%s) for %s: peak %s → %s, "
+                "step time × %.2f (%s)%s",
+                sample.describe(),
+                plan.mode,
+                plan.batch,
+                format_bytes(plan.baseline_peak_bytes),
+                format_bytes(plan.predicted_peak_bytes),
+                plan.predicted_time_ratio,
+                plan.prediction_source,
+                "".join(f"; {note}" for note in plan.notes),
+            )
 
 
 def _plan_for(executor: Executor, sample: Sample, config: Config, hardware: Hardware) -> tuple[Plan, Sample]:
@@ -88,43 +115,3 @@ def _plan_for(executor: Executor, sample: Sample, config: Config, hardware: Hard
             if knows_layers and fits(plan, hardware, config):
                 return plan, instead
         return make_plan(model, sample, config, hardware, optimizer=executor.optimizer), sample
-
-
-def _with_ceiling(config: Config, ceiling: int | None) -> Config:
-    """Return the same settings, with a budget of that much at most."""
-    if ceiling is None:
-        return config
-    budget = config.memory_budget_bytes
-    return config.replace(memory_budget=ceiling if budget is None else min(budget, ceiling))
-
-
-def _is_for_more(plan: Plan, before: Plan) -> bool:
-    """Return whether a plan is for a batch that needs more memory; an estimate is taken to be."""
-    return plan.prediction_source == "estimated" or plan.baseline_peak_bytes > before.baseline_peak_bytes
-
-
-def _warn_full(executor: Executor, sample: Sample) -> None:
-    if executor.batches.said_full:
-        return
-    executor.batches.said_full = True
-    with open_log(executor.config or Config()) as log:
-        log.warning(
-            "a batch of %s is larger than planned for; %d plans were made in this run, which is the most: the "
-            "largest one stays. Give wrap the largest batch as sample_input to plan once.",
-            sample.describe(),
-            MOST_PLANS,
-        )
-
-
-def _log_larger(log: logging.Logger, plan: Plan, sample: Sample) -> None:
-    log.info(
-        "a batch of %s is larger than planned for: planned anew (%s) for %s: peak %s → %s, step time × %.2f (%s)%s",
-        sample.describe(),
-        plan.mode,
-        plan.batch,
-        format_bytes(plan.baseline_peak_bytes),
-        format_bytes(plan.predicted_peak_bytes),
-        plan.predicted_time_ratio,
-        plan.prediction_source,
-        "".join(f"; {note}" for note in plan.notes),
-    )

@@ -47,12 +47,9 @@ class Setting:
     def alone(
         self, blocks: Sequence[Block], offload_to: Tier | None, resident: Mapping[str, tuple[str, ...]]
     ) -> Plan:
-        """Return a plan that does this and nothing else, to profile a model under it.
+        """Return a plan that does this alone, to profile a model under it, with parameters on a tier where they may be.
 
-        Args:
-            blocks: the model's.
-            offload_to: the tier of all parameters, if they may be offloaded: most plans will have them there.
-            resident: by block, the parameters that stay on the device all the same.
+        `resident` has by block the parameters that stay on the device all the same.
         """
         layers = []
         for block in blocks:
@@ -79,14 +76,8 @@ def settings_for(
 
     What the user asks for, by a field or by AGGRESSIVE, is in all of them. On a CPU the loss may be tiled in
     BALANCED too, where the logits are large: the three copies of them in backward would undo much of what
-    offloading gains there.
-
-    Args:
-        hardware: what there is.
-        config: what the user wants.
-        positions: of one sequence.
-        tokens: positions of all sequences.
-        vocabulary: outputs of the head; 0 if none was found.
+    offloading gains there. `positions` are those of one sequence, `tokens` those of all; a model without a head has no
+    `vocabulary`.
     """
     precision, notes = None, []
     if config.use_mixed_precision:

@@ -77,10 +77,7 @@ class LayerTechnique(Protocol):
 
 
 class ModelTechnique(Protocol):
-    """One way to use less memory that concerns the model as a whole: its precision, optimizer or loss.
-
-    It is attached after the layers' techniques. Like those it changes the model through the undo log only.
-    """
+    """One way to use less memory in the model as a whole; it is attached after the layers' techniques."""
 
     def attach(self, site: ModelSite, log: UndoLog) -> None:
         """Put it on the model if the plan says so, else do nothing."""

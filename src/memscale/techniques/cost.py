@@ -119,28 +119,19 @@ class CostTerms:
 class BlockOption:
     """One thing that a technique can do with a block, and what it costs.
 
-    A block has at most one option for its activations, and at most one for its parameters.
-
-    Attributes:
-        technique: the technique's name.
-        seconds: what it adds to the time of a step.
-        target: what it concerns. With an option for its parameters, a block's parameters, gradients and optimizer
-            state are on the tier below, and a working copy is on the device while the block computes.
-        held_bytes: what forward then holds for backward on the device, all calls together.
-        returned_bytes: what comes back for backward, one call at a time.
-        reruns_forward: whether backward runs forward again, from the block's input. Of an option for parameters:
-            whether it is the one beside such an option for activations, which covers transfers as well.
-        keep: the operations whose outputs are not recomputed.
-        settings: the technique's entry in the `LayerPlan`, if it has one.
-        reason: what is done, in words and numbers; the planner adds to it why.
+    A block has at most one option for its activations, and at most one for its parameters. With the latter its
+    parameters, gradients and optimizer state are on the tier below, and a working copy is on the device while it
+    computes.
     """
 
-    technique: str
-    seconds: float
+    technique: str  # its name
+    seconds: float  # what it adds to the time of a step
     target: Literal["activations", "parameters"] = "activations"
-    held_bytes: int = 0
-    returned_bytes: int = 0
+    held_bytes: int = 0  # what forward then holds for backward on the device, all calls together
+    returned_bytes: int = 0  # what comes back for backward, one call at a time
+    # Whether backward runs forward again, from the block's input. Of an option for parameters: whether it is the one
+    # beside such an option for activations, which covers transfers as well.
     reruns_forward: bool = False
-    keep: tuple[OpProfile, ...] = ()
-    settings: Checkpointing | None = None
-    reason: str = ""
+    keep: tuple[OpProfile, ...] = ()  # the operations whose outputs are not recomputed
+    settings: Checkpointing | None = None  # the technique's entry in the `LayerPlan`, if it has one
+    reason: str = ""  # what is done, in words and numbers; the planner adds to it why

@@ -7,11 +7,10 @@ instance attribute `forward` that hides the class's method. Stages run in the or
 hooks; each decides whether and how to call the next, and the last one calls the module's own forward.
 
 *References.* The module owns its override, and the override refers to the module weakly: a cycle would keep
-the memory of a model that its user has dropped until the garbage collector runs. Copied by itself, as from an
-attribute that someone else made, an override is the copied module's method. See Note [Copies].
+the memory of a model that its user has dropped. Copied by itself, an override is the copied module's method.
 
-*When a stage runs.* Whenever gradients are on, in `train()` and in `eval()` mode alike: a model that is trained with
-its batch norm and dropout off saves as much for backward as any. With gradients off only stages with `in_evaluation`.
+*When a stage runs.* Whenever gradients are on, in `train()` and in `eval()` mode alike. With gradients off only stages
+with `in_evaluation`.
 
 *Under torch.compile.* The compiler cannot trace hooks on saved tensors, nor fetched parameters. A stage that
 runs and `is_opaque` is called outside of it (a graph break), and the log says so once; others are traced through.
@@ -64,17 +63,11 @@ class Stage(enum.IntEnum):
 
 
 class ForwardStage:
-    """One stage of a module's forward; subclasses say in `run` what it does.
-
-    Attributes:
-        order: Its place among the stages.
-        in_evaluation: Whether it runs with gradients off as well.
-        is_opaque: Whether a compiler must not trace through it.
-    """
+    """One stage of a module's forward; subclasses say in `run` what it does."""
 
     order: ClassVar[Stage] = Stage.PLACEHOLDER
-    in_evaluation: ClassVar[bool] = False
-    is_opaque: bool = True
+    in_evaluation: ClassVar[bool] = False  # whether it runs with gradients off as well
+    is_opaque: bool = True  # whether a compiler must not trace through it
 
     def run(
         self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -102,12 +95,7 @@ class CompileNotice:
 
 
 class ForwardOverride:
-    """Replaces a module's `forward`, or another of its methods. See Note [Forward override].
-
-    Attributes:
-        stages: What it runs, outermost first.
-        inner: The instance attribute that it replaces; None if that is the class's method.
-    """
+    """Replaces a module's `forward`, or another of its methods. See Note [Forward override]."""
 
     __name__ = "forward"
 
@@ -118,8 +106,9 @@ class ForwardOverride:
         self._method = method
         self._notice = notice or CompileNotice()
         covered = method == "forward" and is_covered(module)
+        # The instance attribute that it replaces; None if that is the class's method.
         self.inner: Callable[..., Any] | None = None if covered else vars(module).get(method)
-        self.stages: tuple[ForwardStage, ...] = ()
+        self.stages: tuple[ForwardStage, ...] = ()  # outermost first
         self._redirect: ForwardOverride | None = None
 
     def add(self, stage: ForwardStage) -> None:
@@ -136,9 +125,8 @@ class ForwardOverride:
 
     def inside_of(self, order: Stage) -> Callable[..., Any]:
         """Return a function that runs only the stages inside of a place."""
-        return functools.partial(
-            self._run, self.module, tuple(each for each in self.stages if each.order > order)
-        )
+        inside = tuple(each for each in self.stages if each.order > order)
+        return functools.partial(self._run, self.module, inside)
 
     def redirect_next_call(self, override: ForwardOverride | None) -> None:
         """Let another override make the next call, which has looked up this one before the plan changed."""
@@ -156,7 +144,7 @@ class ForwardOverride:
         running = [stage for stage in stages if in_training or stage.in_evaluation]
         if torch.compiler.is_compiling():
             if any(stage.is_opaque for stage in running):
-                return self._outside_compiler(module, stages, args, kwargs)
+                return self._outside_compiler(module, stages, *args, **kwargs)
         else:
             running = [stage for stage in running if stage in self.stages]
             if running:
@@ -170,11 +158,7 @@ class ForwardOverride:
 
     @outside_compiler
     def _outside_compiler(
-        self,
-        module: nn.Module,
-        stages: tuple[ForwardStage, ...],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, module: nn.Module, stages: tuple[ForwardStage, ...], /, *args: Any, **kwargs: Any
     ) -> Any:
         self._notice.log(module)
         return self._run(module, stages, *args, **kwargs)

@@ -25,8 +25,6 @@ from memscale.techniques.forward import (
     override_of,
 )
 
-__all__ = ["Change", "UndoLog"]
-
 logger = logging.getLogger("memscale")
 
 
@@ -126,10 +124,7 @@ class _AddedHook:
 
 
 class UndoLog:
-    """Changes of a model, in the order in which they were made.
-
-    Args:
-        notice: Told when compiled code calls a replaced forward.
+    """Changes of a model, in the order in which they were made; `notice` logs that compiled code calls a replaced one.
 
     Example:
         >>> layer, log = nn.Linear(2, 2), UndoLog()
@@ -155,10 +150,7 @@ class UndoLog:
     def add_stage(
         self, module: nn.Module, stage: ForwardStage, *, method: str = "forward", name: str = ""
     ) -> None:
-        """Add a stage to a module's forward, or to another method; messages call the module `name`.
-
-        See Note [Forward override].
-        """
+        """Add a stage to a module's forward, or to another method; messages call the module `name`."""
         override = override_of(module, method)
         if override is None:
             override = ForwardOverride(module, method, self._notice)
