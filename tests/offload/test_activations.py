@@ -62,7 +62,7 @@ def test_training_is_bit_equal_to_the_plain_run(name: str, to: str, recomputed: 
             got = train(family, model, batch)
             activations = activations_of(executor)
             assert activations.bytes_sent > 0
-            assert activations.bytes_stored == 0, "freed with the graph"
+            assert activations.memory.bytes_used == 0, "freed with the graph"
     got.assert_equals(expected)
 
 
@@ -221,10 +221,10 @@ def test_a_storage_goes_down_once_whatever_views_of_it_are_saved() -> None:
     (expected,) = torch.autograd.grad(compute(x * 1), x)
     with activations.around([]):
         out = compute(x * 1)
-    assert activations.bytes_sent == activations.bytes_stored == x.nbytes
+    assert activations.bytes_sent == activations.memory.bytes_used == x.nbytes
     (got,) = torch.autograd.grad(out, x)
     assert torch.equal(got, expected)
-    assert activations.bytes_stored == 0
+    assert activations.memory.bytes_used == 0
 
 
 def test_what_all_layers_save_goes_down_once() -> None:
@@ -272,7 +272,7 @@ def test_small_tensors_parameters_buffers_and_leaves_stay() -> None:
         outputs.append(layer(leaf * 1).sum())
     assert activations.bytes_sent == leaf.nbytes
     torch.stack(outputs).sum().backward()
-    assert activations.bytes_stored == 0
+    assert activations.memory.bytes_used == 0
 
 
 def test_of_16_bit_copies_of_parameters_nothing_is_kept() -> None:
@@ -352,12 +352,12 @@ def test_a_retained_graph_is_run_again() -> None:
     with activations.around([layer]):
         loss = layer(x).square().sum()
     loss.backward(retain_graph=True)
-    below = activations.bytes_stored
+    below = activations.memory.bytes_used
     assert below > 0
     once = x.grad.clone()
     loss.backward()
     assert torch.equal(x.grad, 2 * once)
-    assert activations.bytes_stored == 0
+    assert activations.memory.bytes_used == 0
 
 
 def test_a_part_of_the_graph_is_run_and_then_the_rest() -> None:
@@ -391,11 +391,11 @@ def test_a_forward_pass_that_is_not_followed_by_backward_leaves_nothing() -> Non
     activations, (layer, x) = host(), layer_and_input()
     with activations.around([layer]):
         y = layer(x)
-    assert activations.bytes_stored > 0
+    assert activations.memory.bytes_used > 0
     gc.disable()
     try:
         del y
-        assert activations.bytes_stored == 0
+        assert activations.memory.bytes_used == 0
     finally:
         gc.enable()
 
@@ -414,14 +414,14 @@ def test_an_error_in_forward_or_backward_leaves_nothing() -> None:
     with pytest.raises(ZeroDivisionError), activations.around([layer]):
         layer(x).sum() / (1 // 0)
     gc.collect()  # the traceback held it
-    assert activations.bytes_stored == 0
+    assert activations.memory.bytes_used == 0
     with activations.around([layer]):
         loss = layer(Broken.apply(layer(x))).sum()
     with pytest.raises(ArithmeticError):
         loss.backward()
     del loss
     gc.collect()
-    assert activations.bytes_stored == 0
+    assert activations.memory.bytes_used == 0
     with activations.around([layer]):
         layer(x).sum().backward()
     assert x.grad is not None
@@ -471,7 +471,7 @@ def test_at_the_cap_tensors_stay_on_the_device(caplog: pytest.LogCaptureFixture)
                 model.zero_grad()
                 torch.manual_seed(2)
                 loss = model(x.to(gpu.device)).sum()
-                assert 0 < activations.bytes_stored <= cap
+                assert 0 < activations.memory.bytes_used <= cap
                 loss.backward()
             got = [each.grad.cpu() for each in model.parameters()]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
@@ -487,7 +487,7 @@ def test_parameters_at_home_their_gradients_and_state_count_against_the_cap() ->
         config = Config(enable_logging=False, max_cpu_offload_gb=(4 * size + 200 * KIB) / 1e9)
         with attached(model, plan_for(model, Offloading("host", activations=True)), config) as executor:
             loss = model(torch.randn(512, 64, device=gpu.device)).sum()
-            assert 0 < activations_of(executor).bytes_stored <= 200 * KIB
+            assert 0 < activations_of(executor).memory.bytes_used <= 200 * KIB
             loss.backward()
 
 
@@ -513,7 +513,7 @@ def test_backward_after_detach() -> None:
         with attached(model, plan_for(model)) as executor:
             loss = model(x.to(gpu.device)).sum()
             activations = activations_of(executor)
-            assert activations.bytes_stored > 0
+            assert activations.memory.bytes_used > 0
         assert all("forward" not in vars(layer) for layer in model)
         loss.backward()
         got = [each.grad.cpu() for each in model.parameters()]

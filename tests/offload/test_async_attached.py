@@ -19,7 +19,7 @@ from torch import nn
 
 import memscale
 from memscale import AsyncOffloadConfig, Config
-from memscale.errors import ConfigError, TransferError
+from memscale.errors import TransferError
 from memscale.execution_plan import Checkpointing, LayerPlan, Offloading, Plan
 from memscale.observe.counters import Meter
 from memscale.offload.activations import Activations
@@ -27,9 +27,17 @@ from memscale.offload.layer import GradientTransfer
 from memscale.offload.prefetch import Prefetcher
 from memscale.simulator import simulate
 from memscale.testing import executing
-from memscale.tiers.engine import ENVIRONMENT, Engine, async_settings
+from memscale.tiers.engine import Engine, async_settings
 from support.families import FAMILIES
-from support.offloaded import activations_of, attached, large_batch, plan_of, prefetcher_of, train
+from support.offloaded import (
+    activations_of,
+    attached,
+    bytes_prefetched,
+    large_batch,
+    plan_of,
+    prefetcher_of,
+    train,
+)
 from support.pretend_cuda import CUDA, LOG, Pretend, cuda  # noqa: F401  # a fixture
 from support.wrapping import Layer
 
@@ -112,10 +120,10 @@ def test_training_is_bit_equal_to_the_plain_run(
         plan = plan_of(model, to="host", activations=activations, recomputed=recomputed)
         with attached(model, plan, ASYNC) as executor:
             got = train(family, model, batch)
-            assert prefetcher_of(executor).bytes_prefetched == 0
+            assert bytes_prefetched(prefetcher_of(executor)) == 0
             if activations:
                 assert activations_of(executor).bytes_sent > 0
-                assert activations_of(executor).bytes_stored == 0
+                assert activations_of(executor).memory.bytes_used == 0
     got.assert_equals(expected)
     assert sum(taken) > 0.9 * len(taken), "nearly all were fetched ahead"
 
@@ -194,7 +202,7 @@ def test_so_many_layers_ahead_and_no_more() -> None:
     """While a layer computes, the copies of the next ones are there, and nobody else's."""
 
     def note(seen: list[int], prefetcher: Prefetcher, one: int, *_: Any) -> None:
-        seen.append(prefetcher.bytes_prefetched // one)
+        seen.append(bytes_prefetched(prefetcher) // one)
 
     with executing() as gpu:
         for depth in (1, 2, 3):
@@ -295,9 +303,9 @@ def test_nothing_is_fetched_across_an_optimizer_step() -> None:
             live = gpu.tracker.live_bytes(gpu.device)
             for _ in range(2):
                 loss = model(x).square().mean()
-                assert prefetcher_of(executor).bytes_prefetched == 0
+                assert bytes_prefetched(prefetcher_of(executor)) == 0
                 loss.backward()
-                assert prefetcher_of(executor).bytes_prefetched == 0
+                assert bytes_prefetched(prefetcher_of(executor)) == 0
             del loss
             assert gpu.tracker.live_bytes(gpu.device) == live + gpu.tracker.workspace_bytes(gpu.device)
 
@@ -401,7 +409,7 @@ def test_an_error_leaves_no_copies_on_the_device(where: str) -> None:
                 model.fails = False
                 with torch.no_grad():
                     model(x)
-            assert prefetcher_of(executor).bytes_prefetched == 0
+            assert bytes_prefetched(prefetcher_of(executor)) == 0
             left = gpu.tracker.live_bytes(gpu.device) - live
             # After an error in backward the graph itself is still there, of a plain model too.
             assert left == 0 or (where == "backward" and left < model.layers[0].up.weight.nbytes)
@@ -454,7 +462,7 @@ def test_layers_that_are_skipped_are_dropped() -> None:
                     assert (ours.grad is None) == (theirs.grad is None)
                     if ours.grad is not None:
                         assert torch.equal(ours.grad, theirs.grad)
-                assert prefetcher_of(executor).bytes_prefetched == 0
+                assert bytes_prefetched(prefetcher_of(executor)) == 0
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
@@ -577,30 +585,22 @@ def test_a_gradient_goes_home_on_a_stream_of_its_own(cuda: Any) -> None:  # noqa
 
 
 @pytest.mark.parametrize(
-    ("plan", "config", "environment", "expected"),
+    ("plan", "config", "expected"),
     [
-        (False, None, "", False),
-        (True, None, "", True),
-        (False, None, "1", True),
-        (False, Config(async_offload=True), "", True),
-        (True, Config(async_offload=False), "1", False),
-        (False, Config(), "on", True),
-        (True, Config(), "0", True),
+        (False, None, False),
+        (True, None, True),
+        (True, Config(), True),
+        (False, Config(async_offload=True), True),
+        (True, Config(async_offload=False), False),
     ],
 )
-def test_who_switches_it_on(
-    plan: bool, config: Config | None, environment: str, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(ENVIRONMENT, environment)
+def test_who_switches_it_on(plan: bool, config: Config | None, expected: bool) -> None:
     assert (async_settings(Plan((), async_offload=plan), config) is not None) is expected
 
 
-def test_settings_of_the_user_and_a_wrong_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_user() -> None:
     settings = AsyncOffloadConfig(prefetch_depth=5)
     assert async_settings(Plan((), async_offload=True), Config(async_config=settings)) == settings
-    monkeypatch.setenv(ENVIRONMENT, "perhaps")
-    with pytest.raises(ConfigError, match=r"MEMSCALE_ASYNC_OFFLOAD='perhaps'"):
-        async_settings(Plan(()), None)
 
 
 def test_wrap_takes_both_settings(taken: list[bool]) -> None:

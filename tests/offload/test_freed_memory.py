@@ -12,7 +12,7 @@ from torch import nn
 from memscale.execution_plan import LayerPlan, Plan
 from memscale.executor import Executor
 from memscale.memory.process import measure_in_fresh_process, rss_bytes
-from memscale.offload import freed_memory
+from memscale.offload import technique as freed_memory
 from memscale.simulator import simulate
 from support.checkpointed import checkpoint_plan
 from support.wrapping import Stack

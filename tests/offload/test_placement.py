@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_map
 
 import memscale
 from memscale import Config
-from memscale.execution_plan import LayerPlan, Offloading, Plan
+from memscale.execution_plan import LayerPlan, Offloading, Plan, Tier
+from memscale.executor import Executor
 from memscale.testing import executing
 from support.families import FAMILIES, Family
 from support.offloaded import attached, plan_of
@@ -185,6 +186,23 @@ def test_recurrent_layers_stay_on_the_device() -> None:
         memscale.wrap(model, QUIET, sample_of(family, gpu.device))
         assert {parameter.device.type for parameter in model.lstm.parameters()} == {gpu.device.type}
         family.loss(model, family.batch(device=gpu.device)).backward()
+
+
+def test_host_memory_of_a_model_that_was_built_on_the_host_is_counted() -> None:
+    model = Stack(width=64)
+    tiers: dict[str, Tier] = {"layers.0": "host", "layers.1": "disk"}
+    layers = [
+        LayerPlan(name, (name,), ("offloading",), "test", "one each", offloading=Offloading(tier))
+        for name, tier in tiers.items()
+    ]
+    with executing() as gpu:
+        executor = Executor(model, Plan(tuple(layers)), QUIET, device=gpu.device)
+        executor.attach()
+        on_disk = {id(each) for each in executor.placement.on_disk}
+        on_host = [each for each in model.layers[:2].parameters() if id(each) not in on_disk]
+        assert on_disk
+        assert executor.placement.bytes_on_host == sum(each.nbytes for each in on_host) > 0
+        executor.detach()
 
 
 def test_with_too_little_host_memory_the_disk_holds_what_leaves_the_device() -> None:

@@ -42,10 +42,10 @@ def test_device_memory_falls_and_host_memory_rises(virtual, depth, to, tmp_path)
         y = chain(activations, x * 1, 6)
         in_flight = depth + 1 if depth else 0
         assert gpu.tracker.live_bytes(gpu.device) == (2 + in_flight) * 4 * MIB  # with x and y
-        assert activations.bytes_stored == 6 * 4 * MIB
+        assert activations.memory.bytes_used == 6 * 4 * MIB
         assert gpu.tracker.live_bytes("cpu") - host == (6 * 4 * MIB if to == "host" else 0)
         y.sum().backward()
-        assert activations.bytes_stored == 0
+        assert activations.memory.bytes_used == 0
         del y
         assert gpu.tracker.live_bytes(gpu.device) == 8 * MIB + gpu.tracker.workspace_bytes(
             gpu.device

@@ -84,6 +84,12 @@ def prefetcher_of(executor: Executor) -> Prefetcher:
     return prefetcher
 
 
+def bytes_prefetched(prefetcher: Prefetcher) -> int:
+    """Bytes on the device that wait for their use, where transfers run in the calling thread."""
+    fetched = (transfer for layer in prefetcher._fetched.values() for _, transfer in layer.values())
+    return sum(transfer.wait().nbytes for transfer in fetched)
+
+
 @dataclass(frozen=True)
 class Trained:
     """What some steps came to, on the CPU."""

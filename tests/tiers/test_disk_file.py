@@ -230,7 +230,7 @@ def test_a_directory_that_may_not_be_written_to(tmp_path, monkeypatch, code):
     def refuse(*args, **kwargs):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(disk.Path, "mkdir", refuse)
+    monkeypatch.setattr(Path, "mkdir", refuse)
     where = DiskFile(tmp_path / "new", 2**20)
     for call in (lambda: where.fd, lambda: where.allocate(10)):
         with pytest.raises(TierError, match=f"{os.strerror(code)}.*MEMSCALE_OFFLOAD_DIR") as error:

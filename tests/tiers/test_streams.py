@@ -1,7 +1,5 @@
 """Transfers on CUDA streams, seen by a device that only writes down what it is told."""
 
-import weakref
-
 import pytest
 import torch
 
@@ -24,7 +22,7 @@ def on_host(engine, capacity=2**20):
 
 
 def stored(activations, tensor):
-    return OffloadedStorage(activations, tensor, weakref.ref(tensor.untyped_storage()), 0)
+    return OffloadedStorage(activations, tensor)
 
 
 def loaded(storage):
@@ -76,7 +74,7 @@ def test_a_tensor_that_is_changed_before_the_copy_is_over_is_an_error(cuda, engi
 def test_pinned_memory_is_capped_and_the_rest_is_ordinary(cuda):  # noqa: F811
     config = AsyncOffloadConfig(prefetch_depth=8, pinned_pool_gb=8192 / 1e9)
     activations = on_host(Engine(config), 32768)
-    memory = activations._memory
+    memory = activations.memory
     storages = [stored(activations, on_cuda(1024, float(index))) for index in range(8)]
     assert (memory.bytes_used, memory._pinned.bytes_locked) == (32768, 8192)
     with pytest.raises(TierFullError):

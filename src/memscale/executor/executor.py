@@ -403,26 +403,26 @@ class Executor:
             The ids of the parameters that are not on the device.
         """
         device = self.device
-        tiers: dict[Tier, list[nn.Parameter]] = {"device": [], "host": [], "disk": []}
+        wanted: dict[Tier, list[nn.Parameter]] = {"host": [], "disk": [], "device": []}
         for site in sites:
             settings = site.layer.offloading or Offloading()
             if LAYER_TECHNIQUES["offloading"].unsupported_reason(site) is not None:
-                tiers["device"] += site.parameters()
+                wanted["device"] += site.parameters()
             elif "offloading" in site.layer.techniques:
-                tiers[settings.to] += site.parameters()
-                tiers["device"] += map(model.get_parameter, settings.resident)
-        staying = {id(parameter) for parameter in tiers["device"]}
-        on_host = [parameter for parameter in tiers["host"] if id(parameter) not in staying]
-        on_disk = [parameter for parameter in tiers["disk"] if id(parameter) not in staying]
+                wanted[settings.to] += site.parameters()
+                wanted["device"] += map(model.get_parameter, settings.resident)
+        # A parameter of several layers is on the device if one has it there, else on disk.
+        tiers = {id(parameter): tier for tier, found in wanted.items() for parameter in found}
+        moved = {key for key, tier in tiers.items() if tier != "device"}
         if has_meta_tensors(model):
-            self._materialised = self.placement.materialise(model, on_host, on_disk, device)
+            self._materialised = self.placement.materialise(model, tiers, device)
             if self._logs:
                 logger.info("%s", self._materialised)
-        if on_host or on_disk or self._device is not None or self.placement.device is not None:
-            self.placement.place_parameters(model, on_host, on_disk, device)
+        if moved or self._device is not None or self.placement.device is not None:
+            self.placement.place_parameters(model, tiers, device)
         if device.type != "cpu":
             self._techniques.add_forward_pre_hook(model, _inputs_to_device)
-        return {id(parameter) for parameter in (*on_host, *on_disk)}
+        return moved
 
     def _undo(self, model: nn.Module) -> None:
         """Undo everything, whatever one of the parts raises; after an interrupt it can be called again."""

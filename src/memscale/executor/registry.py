@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from memscale.checkpointing.technique import GradientCheckpointing
-from memscale.offload.freed_memory import FreedMemory
-from memscale.offload.technique import Offloading, Transfers
+from memscale.offload.technique import FreedMemory, Offloading, Transfers
 from memscale.optimizer.placement import OptimizerState
 from memscale.precision.technique import MixedPrecision
 from memscale.techniques.base import LayerTechnique, ModelTechnique

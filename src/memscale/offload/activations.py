@@ -13,13 +13,12 @@ in this pass, or the pass ends. A second pass over a retained graph loads it aga
 *Ownership.* The graph owns `_SavedView`s, these own `OffloadedStorage`s, and these own memory of the tier, which so is
 freed with the graph. A graph that outlives `detach` can still be run backward.
 
-*What stays.* Parameters, buffers and leaves, which are on the device anyway (of their 16-bit copies, which autocast
-makes, nothing is kept: they are made again); small tensors; parts of a storage that are no views of one tensor; what is
-on another device; and what the tier has no room for, of which a line is logged once.
+*What stays.* Parameters, buffers and leaves (of the 16-bit copies that autocast makes of them nothing is kept: they are
+made again); small tensors; parts of a storage that are no views of one tensor; what is on another device; and what the
+tier has no room for, of which a line is logged once.
 
-*In place.* Backward gets a tensor as it was when it was saved. With an asynchronous engine a tensor must not be changed
-while it is being stored, as a copy of it would cost the memory that offloading saves: by its version counter that is an
-error, never wrong numbers.
+*In place.* Backward gets a tensor as it was when it was saved. To change it while an asynchronous engine stores it is
+an error, by its version counter, and never wrong numbers: a copy would cost the memory that offloading saves.
 
 *In flight.* With an asynchronous engine, the sources of the last `depth + 1` calls of layers stay on the device.
 Virtual devices, which copy at once, hold them as long as a real one.
@@ -28,7 +27,6 @@ Virtual devices, which copy at once, hold them as long as a real one.
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import logging
 import threading
@@ -69,11 +67,6 @@ LEAST_BYTES = 64 * 2**10
 """Smaller storages stay on the device. A transfer takes some ten microseconds however small it is, in which a link of
 10 GB/s moves a hundred kilobytes: below this, the time is spent and hardly any memory is saved."""
 
-_CPU = torch.device("cpu")
-
-_Geometry = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""A tensor's offset in its storage, its shape and its stride, in elements."""
-
 
 class Activations:
     """Saved-tensor hooks that keep what is saved on a tier. See Note [Offloaded activations].
@@ -85,21 +78,6 @@ class Activations:
         capacity: The most host memory to take, a hard cap; None for what is free.
         logs: Whether to log that the cap was reached.
         meter: Counts what is moved.
-
-    Attributes:
-        bytes_sent: Bytes that were stored so far.
-        prefetched: Storages that are prefetched, and to be dropped if nobody loads them.
-
-    Example:
-        >>> activations = Activations(Engine(), torch.device("cpu"), capacity=2**20)
-        >>> x = torch.ones(128, 128, requires_grad=True)
-        >>> with activations.around([]):
-        ...     y = (x * 2).square().sum()  # saves x * 2
-        >>> activations.bytes_stored
-        65536
-        >>> y.backward()
-        >>> float(x.grad[0, 0]), activations.bytes_stored
-        (8.0, 0)
     """
 
     def __init__(
@@ -115,28 +93,17 @@ class Activations:
         self.engine = engine
         self.meter = meter or Meter()
         self.tier: Below = "host" if store is None else "disk"
-        self.bytes_sent = 0
+        self.bytes_sent = 0  # so far
+        self.memory = store or HostMemory(capacity, engine.pinned)
         self._device = device
-        self._memory = store or HostMemory(capacity, engine.pinned)
         self._logs = logs
-        self._known: weakref.WeakValueDictionary[tuple[object, ...], OffloadedStorage] = (
-            weakref.WeakValueDictionary()
-        )
-        self.prefetched: weakref.WeakSet[OffloadedStorage] = weakref.WeakSet()
+        self._known = weakref.WeakValueDictionary[tuple[object, ...], OffloadedStorage]()
+        self.prefetched = weakref.WeakSet[OffloadedStorage]()  # to be dropped if nobody loads them
         self._calls = _Calls()
-
-    @property
-    def bytes_stored(self) -> int:
-        """Bytes that are on the tier now (of a disk that is shared: all that are)."""
-        return self._memory.bytes_used
 
     @contextlib.contextmanager
     def around(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Offload what is saved inside the block, which is one call of a layer.
-
-        Args:
-            modules: The layer's modules, whose parameters and buffers stay where they are.
-        """
+        """Offload what is saved inside the block, which is one call of a layer, but its parameters and buffers."""
         resident = {
             tensor.untyped_storage()._cdata
             for module in modules
@@ -145,7 +112,7 @@ class Activations:
         }
         self.drop_prefetched()  # of a backward pass that was given up
         calls = self._calls
-        call = _Call(resident, None if calls.latest is None else calls.latest(), self.engine.depth)
+        call = _Call(resident, calls.latest)
         calls.stack.append(call)
         try:
             # The methods of one object for all layers: chained regions tell by it that they belong together.
@@ -156,12 +123,7 @@ class Activations:
             calls.latest = weakref.ref(call)
 
     def pack(self, tensor: torch.Tensor) -> KeptTensor | _SavedView | Refetch:
-        """Return what autograd saves in place of a tensor.
-
-        Raises:
-            TransferError: An earlier transfer has failed.
-            TierError: The directory of the disk can't be used.
-        """
+        """Return what autograd saves in place of a tensor, or raise a TransferError if an earlier transfer failed."""
         call = self._calls.stack[-1]
         if tensor.device.type != self._device.type or not _is_worth_storing(tensor, call.resident):
             return KeptTensor(tensor)
@@ -180,41 +142,31 @@ class Activations:
     def _store_storage(self, tensor: torch.Tensor, call: _Call) -> _SavedView:
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor.dtype)
-        version = _version(tensor)
         stored = self._known.get(key)
-        if stored is None or stored.storage() is not storage or stored.version != version:
-            run = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
-            stored = self._known[key] = OffloadedStorage(self, run, weakref.ref(storage), version)
+        if stored is None or stored.storage() is not storage or stored.version != _version(tensor):
+            stored = self._known[key] = OffloadedStorage(self, tensor)
             call.stored.append(weakref.ref(stored))
-            self.bytes_sent += run.nbytes
+            self.bytes_sent += storage.nbytes()
             if self.engine.is_async:
                 self._calls.limit_in_flight(call, self.engine.depth + 1)
-        geometry = (int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
-        return _SavedView(stored, call, geometry)
+        return _SavedView(stored, call, tensor)
 
     # ------------------------------------------------------------------ for storages
-
-    def allocate(self, run: torch.Tensor) -> torch.Tensor:
-        """Return memory of the tier for a flat tensor, or raise a TierFullError."""
-        memory = self._memory
-        return memory.empty(run.shape, run.dtype) if isinstance(memory, DiskStore) else memory.empty_like(run)
 
     def write(self, target: torch.Tensor, run: torch.Tensor) -> None:
         """Copy a flat tensor to memory of the tier; in any thread."""
         with torch.no_grad(), self._explained(run.nbytes, "stored"):
-            if isinstance(self._memory, HostMemory):
+            if isinstance(self.memory, HostMemory):
                 target.copy_(run, non_blocking=self.engine.is_async)
             else:
-                host = run.to(_CPU)  # the same tensor, on a CPU
-                if not is_fake(host):
-                    self._memory.fill(target, host)
+                self.memory.fill(target, run.to("cpu"))
 
     def read(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Copy memory of the tier to a device; in any thread."""
         with torch.no_grad(), self._explained(source.nbytes, "loaded"):
-            if isinstance(self._memory, HostMemory):
+            if isinstance(self.memory, HostMemory):
                 return source.to(device, non_blocking=self.engine.is_async, copy=True)
-            return self._memory.read(source).to(device)
+            return self.memory.read(source).to(device)
 
     def lane(self, run: torch.Tensor) -> Lane:
         """Return where the transfers of a tensor run."""
@@ -225,7 +177,7 @@ class Activations:
     def drop_prefetched(self) -> None:
         """Free what was prefetched and not loaded; it will be read when it is asked for."""
         for stored in list(self.prefetched):
-            stored.drop_prefetched()
+            stored.prefetched = None
         self.prefetched.clear()
 
     @contextlib.contextmanager
@@ -265,13 +217,10 @@ def unpack(saved: KeptTensor | _SavedView | Refetch) -> torch.Tensor:
 class Refetch:
     """A working copy, or a view of one, that backward will ask for again.
 
-    Args:
-        master: The parameter.
-        tensor: The copy, or the view of it, that autograd wanted to save.
-        layer: Who fetches it; None to copy it from the master directly.
+    `layer` will fetch it; without one it is copied from its master directly.
     """
 
-    __slots__ = ("_device", "_dtype", "_layer", "_master", "_offset", "_shape", "_stride", "_version")
+    __slots__ = ("_device", "_dtype", "_geometry", "_layer", "_master", "_version")
 
     def __init__(self, master: nn.Parameter, tensor: torch.Tensor, layer: OffloadedLayer | None) -> None:
         self._master = master
@@ -279,16 +228,10 @@ class Refetch:
         self._version = master._version
         self._device = tensor.device
         self._dtype = tensor.dtype
-        self._shape = tensor.shape
-        self._stride = tensor.stride()
-        self._offset = tensor.storage_offset()
+        self._geometry = tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def get(self) -> torch.Tensor:
-        """Return the tensor again.
-
-        Raises:
-            RecomputeError: The parameter was changed in place meanwhile.
-        """
+        """Return the tensor again, or raise a RecomputeError if the parameter was changed in place meanwhile."""
         master = self._master
         if master._version != self._version:
             raise RecomputeError(
@@ -300,55 +243,31 @@ class Refetch:
             copy = self._layer.refetch(master, self._dtype)
         else:
             copy = master.detach().to(self._device, self._dtype, non_blocking=True)
-        return copy.as_strided(self._shape, self._stride, self._offset)
+        return copy.as_strided(*self._geometry)
 
 
 # ---------------------------------------------------------------------- on the tier
 
 
-class StorageState(enum.Enum):
-    """Where an offloaded storage is."""
-
-    STORING = "being copied to the tier; its source is still on the device"
-    STORED = "on the tier"
-    PREFETCHED = "on the tier, and being copied to the device"
-    CHANGED = "lost: it was changed in place while it was being stored"
-
-
 class OffloadedStorage:
-    """A storage that a tier keeps for backward.
+    """The storage of a saved tensor, which a tier keeps for backward; a TierFullError if that has no room for it."""
 
-    Args:
-        activations: Says where it goes, and how.
-        run: Its elements, flat.
-        storage: Where they came from; it may be gone.
-        version: The version of the saved tensor.
-
-    Raises:
-        TierFullError: The tier has no room for it.
-    """
-
-    def __init__(
-        self,
-        activations: Activations,
-        run: torch.Tensor,
-        storage: weakref.ref[torch.UntypedStorage],
-        version: int,
-    ) -> None:
+    def __init__(self, activations: Activations, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        run = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
         self.activations = activations
-        self.storage = storage
-        self.version = version
-        self.views: weakref.WeakSet[_SavedView] = weakref.WeakSet()  # what stands for it in the graph
+        self.storage = weakref.ref(storage)
+        self.version = _version(tensor)
+        self.views = weakref.WeakSet[_SavedView]()  # what stands for it in the graph
         self._device = run.device
         self._lane = activations.lane(run)
-        self._memory = memory = activations.allocate(run)
-        self._source: torch.Tensor | None = run
-        self._source_version = _version(run)
-        self._fetching: Transfer[torch.Tensor] | None = None
+        self._memory = memory = activations.memory.empty_like(run)
+        self._source: torch.Tensor | None = run  # until it is stored
+        self._was_changed = False  # in place, while it was being stored
+        self.prefetched: Transfer[torch.Tensor] | None = None
         self._loaded: torch.Tensor | None = None  # while other views of this backward pass may ask for it
         self._task = OUTSIDE_BACKWARD
         self._waiting: set[int] = set()
-        self.state = StorageState.STORING
         activations.meter.down("activations", activations.tier, run.nbytes)
         work = functools.partial(activations.write, memory, run)
         self._storing = activations.engine.run(work, self._lane, run.device, outward=True)
@@ -357,30 +276,20 @@ class OffloadedStorage:
 
     def finish_storing(self) -> None:
         """Free the source on the device once it is copied, or raise a TransferError."""
-        if self.state is StorageState.STORING:
+        if self._source is not None:
             self._storing.wait()
-            self._check_source()
+            self._was_changed = _version(self._source) != self.version
             self._source = None
-            self.state = StorageState.STORED if self.state is StorageState.STORING else self.state
 
     def prefetch(self, task: int) -> None:
         """Begin to copy it to the device, unless this backward pass has had it already."""
-        if self._task != task and self.state is StorageState.STORED:
-            self._fetching = self._start_fetch(self._lane)
-            self.state = StorageState.PREFETCHED
+        stored = self._source is None and not self._was_changed
+        if self._task != task and stored and self.prefetched is None:
+            self.prefetched = self._start_fetch(self._lane)
             self.activations.prefetched.add(self)
 
-    def drop_prefetched(self) -> None:
-        """Free the prefetched copy."""
-        if self.state is StorageState.PREFETCHED:
-            self._fetching, self.state = None, StorageState.STORED
-
     def load(self, task: int, view: _SavedView) -> torch.Tensor:
-        """Return its elements on the device for one of its views; they stay until its others have had them.
-
-        Raises:
-            TransferError: It could not be stored or loaded, or was changed in place while it was being stored.
-        """
+        """Return its elements on the device for one of its views; they stay until its others have had them."""
         loaded = self._loaded if self._task == task else None
         if loaded is None:
             loaded = self._fetch()
@@ -401,18 +310,16 @@ class OffloadedStorage:
             self._task = OUTSIDE_BACKWARD
 
     def _fetch(self) -> torch.Tensor:
-        if self.state is StorageState.STORING:
-            self._check_source()
-        if self.state is StorageState.CHANGED:
+        source = self._source
+        if self._was_changed or (source is not None and _version(source) != self.version):
             raise TransferError(
                 f"A tensor of {self._memory.numel()} {str(self._memory.dtype).removeprefix('torch.')} was changed in "
                 "place while it was being stored. Do not change in place what backward needs, or switch "
                 "Config(async_offload=...) off."
             )
-        if self._source is not None:
-            return self._source  # still there: nothing has to be copied
-        fetching = self._fetching
-        self.drop_prefetched()
+        if source is not None:
+            return source  # still there: nothing has to be copied
+        fetching, self.prefetched = self.prefetched, None
         self.activations.meter.up("activations", self.activations.tier, self._memory.nbytes)
         if fetching is None:  # who would wait for a worker can as well do it
             fetching = self._start_fetch(Lane.CALLER if self._lane is Lane.WORKER else self._lane)
@@ -421,10 +328,6 @@ class OffloadedStorage:
     def _start_fetch(self, lane: Lane) -> Transfer[torch.Tensor]:
         work = functools.partial(self.activations.read, self._memory, self._device)
         return self.activations.engine.run(work, lane, self._device, after=self._storing)
-
-    def _check_source(self) -> None:
-        if self._source is not None and _version(self._source) != self._source_version:
-            self.state, self._source = StorageState.CHANGED, None
 
     def __del__(self) -> None:
         source = getattr(self, "_source", None)
@@ -437,10 +340,10 @@ class _SavedView:
 
     __slots__ = ("__weakref__", "_call", "_geometry", "_stored")
 
-    def __init__(self, stored: OffloadedStorage, call: _Call, geometry: _Geometry) -> None:
+    def __init__(self, stored: OffloadedStorage, call: _Call, tensor: torch.Tensor) -> None:
         self._stored = stored
         self._call = call
-        self._geometry = geometry
+        self._geometry = tensor.shape, tensor.stride(), int(tensor.storage_offset())
         stored.views.add(self)
 
     def get(self) -> torch.Tensor:
@@ -449,7 +352,7 @@ class _SavedView:
         with torch.no_grad():
             with self._stored.activations.meter.timing("offloading"):
                 run = self._stored.load(task, self)
-            offset, shape, stride = self._geometry
+            shape, stride, offset = self._geometry
             return run.as_strided(shape, stride, run.storage_offset() + offset).detach()
 
 
@@ -461,47 +364,44 @@ class _Calls(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[_Call] = []  # those that are running
-        self.latest: weakref.ref[_Call] | None = None  # the one that ended last
-        self._in_flight: deque[_Call] = (
-            deque()
-        )  # calls whose storages may still be on the device, oldest first
+        self.latest: Callable[[], _Call | None] = lambda: None  # the one that ended last, by a weak reference
+        self._in_flight: deque[_Call] = deque()  # whose storages may still be on the device, oldest first
 
     def limit_in_flight(self, call: _Call, limit: int) -> None:
         """Wait for the storages of the oldest calls beyond the limit, or raise a TransferError."""
         if not self._in_flight or self._in_flight[-1] is not call:
             self._in_flight.append(call)
         while len(self._in_flight) > limit:
-            for reference in self._in_flight.popleft().stored:
-                stored = reference()
-                if stored is not None:
-                    stored.finish_storing()
+            for stored in self._in_flight.popleft().alive():
+                stored.finish_storing()
 
 
 class _Call:
     """One call of a layer. The graph owns it by what was saved in it; it knows the call before it weakly."""
 
-    def __init__(self, resident: Collection[int], before: _Call | None, depth: int) -> None:
+    def __init__(self, resident: Collection[int], before: Callable[[], _Call | None]) -> None:
         self.resident = resident  # storages that are on the device anyway
         self.stored: list[weakref.ref[OffloadedStorage]] = []  # in it, in order
-        self._before = None if before is None else weakref.ref(before)
-        self._depth = depth
+        self._before = before
         self._task = OUTSIDE_BACKWARD
+
+    def alive(self) -> list[OffloadedStorage]:
+        """Return the storages that are still in the graph, in order."""
+        return [stored for reference in self.stored if (stored := reference()) is not None]
 
     def reached(self, task: int, now: OffloadedStorage) -> None:
         """Prefetch the rest of this call, and of the layers that come next: backward has reached it."""
-        if task in (OUTSIDE_BACKWARD, self._task) or not now.activations.engine.is_async:
+        activations = now.activations
+        if task in (OUTSIDE_BACKWARD, self._task) or not activations.engine.is_async:
             return
         self._task = task
         call: _Call | None = self
-        for _ in range(self._depth + 1):
-            if call is None:
-                break
-            for reference in reversed(call.stored):
-                stored = reference()
-                if stored is not None and stored is not now:
+        for _ in range(activations.engine.depth + 1):
+            for stored in reversed(call.alive() if call is not None else ()):
+                if stored is not now:
                     stored.prefetch(task)
-            call = None if call._before is None else call._before()
-        at_end_of_backward(now.activations.drop_prefetched)
+            call = None if call is None else call._before()
+        at_end_of_backward(activations.drop_prefetched)
 
 
 # ---------------------------------------------------------------------- what is saved
@@ -513,11 +413,8 @@ def _is_worth_storing(tensor: torch.Tensor, resident: Collection[int]) -> bool:
     if not _has_storage(tensor) or tensor.is_conj() or tensor.is_neg():
         return False
     storage = tensor.untyped_storage()
-    if (
-        storage.nbytes() < LEAST_BYTES
-        or storage._cdata in resident
-        or storage.nbytes() % tensor.element_size()
-    ):
+    in_part = storage.nbytes() % tensor.element_size() != 0
+    if storage.nbytes() < LEAST_BYTES or storage._cdata in resident or in_part:
         return False
     # Views of one tensor share its version, so one copy of its memory serves all of them. The results of
     # `unsafe_chunk` (the gates of a GRU) are no views: each has a part of the memory and its own version.
@@ -538,14 +435,9 @@ def _parameter_behind(tensor: torch.Tensor) -> nn.Parameter | None:
 
 def _has_storage(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is nothing but a view of memory."""
-    return not (
-        tensor.layout is not torch.strided
-        or tensor.is_nested
-        or tensor.is_quantized
-        or tensor.device.type == "meta"
-        or is_traceable_wrapper_subclass(tensor)
-        or is_lazy(tensor)
-    )
+    if tensor.layout is not torch.strided or tensor.is_meta or is_lazy(tensor):
+        return False
+    return not (tensor.is_nested or tensor.is_quantized or is_traceable_wrapper_subclass(tensor))
 
 
 def _version(tensor: torch.Tensor) -> int:

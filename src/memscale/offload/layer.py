@@ -2,10 +2,10 @@
 
 Note [Master and working copy]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-The user's ``nn.Parameter`` is the master, on the host or on disk: it is what the optimizer steps, what ``state_dict``
-saves, what ``clip_grad_norm_`` sees. When its layer runs on an accelerator, a differentiable copy on the device stands
-in for it in the module; autograd copies the gradient of the copy back to the host, and accumulates it there. On a CPU
-the master itself is used; one on disk needs its pages while the layer computes (Note [Parameters on disk]).
+The user's ``nn.Parameter`` is the master, on the host or on disk, which the optimizer steps and ``state_dict`` saves.
+When its layer runs on an accelerator, a differentiable copy on the device stands in for it in the module; autograd
+copies the gradient of the copy back to the host, and accumulates it there. On a CPU the master itself is used; one on
+disk needs its pages while the layer computes (Note [Parameters on disk]).
 
 A copy must not outlive the layer's computation. Inside a recomputed region nothing is saved anyway: backward runs the
 layer again and fetches again. Elsewhere autograd would hold the copies that it saved (``nn.Linear`` saves its weight);
@@ -13,11 +13,10 @@ there :class:`Refetch` is saved in their place, and backward fetches them again.
 hooks that surround the layer, if there are any (``activations.py``).
 
 Two sums are not in the order of the plain model, and may differ in the last bit: the gradient of a parameter that is
-used several times in a call (a recurrent weight, or any weight in a loss that has a gradient in it, by
-``create_graph=True``) by a layer that is called several times before one backward, which is added up by calls; and
-the norm of ``clip_grad_norm_``, which adds up the gradients of each device apart. Under autocast the plain model casts
-a parameter once for all of its uses and adds up their gradients in 16 bits; here that is so for the uses of a matrix
-in one call only, and all else is added up in the parameter's own type.
+used several times in a call (a recurrent weight, or any weight under ``create_graph=True``) by a layer that is called
+several times before one backward, which is added up by calls; and the norm of ``clip_grad_norm_``, which adds up the
+gradients of each device apart. Under autocast the plain model casts a parameter once for all of its uses and adds up
+their gradients in 16 bits; here that is so for the uses of a matrix in one call only.
 
 Note [Gradients to the host]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -25,11 +24,8 @@ The copy of a parameter is made by two autograd nodes. In backward the first, on
 gradient to the host, with an asynchronous engine on a stream of its own, and hands on the tensor that it will arrive
 in. The second, on the host, waits for it. Autograd runs each node in the thread of its device, so it is the host's
 thread that waits, and the device's goes on, two gradients ahead at most (Note [Prefetching]). The accumulation, and
-whatever hooks are on the parameter, are autograd's own. A graph of backward itself (``create_graph=True``) is made of
-plain copies.
-
-Page-locked memory that a gradient arrives in becomes ``.grad`` itself. When that is set to None, torch's allocator
-keeps it for the next step.
+whatever hooks are on the parameter, are autograd's own, and the page-locked memory that a gradient arrives in becomes
+``.grad`` itself. A graph of backward itself (``create_graph=True``) is made of plain copies.
 
 Note [Masters must not change]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -42,7 +38,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,10 +81,6 @@ class OffloadedLayer(ForwardStage):
         device: Where it computes.
         meter: Counts what is moved.
         recomputed: Whether it runs inside a recomputed region, which saves nothing.
-
-    Attributes:
-        prefetcher: Who fetches the parameters of the next layers while this one computes; None if nobody does.
-        state: Whether its parameters are fetched now.
     """
 
     order = Stage.FETCH_PARAMETERS
@@ -108,7 +100,7 @@ class OffloadedLayer(ForwardStage):
         self._synchronous = Engine(None, placement.pinned)
         self.device = device
         self.meter = meter
-        self.prefetcher: Prefetcher | None = None
+        self.prefetcher: Prefetcher | None = None  # fetches the next layers while this one computes
         self.state = LayerState.OFFLOADED
         self._recomputed = recomputed
         self._masters: list[tuple[nn.Module, str, nn.Parameter]] = []  # while modules have copies of them
@@ -178,9 +170,7 @@ class OffloadedLayer(ForwardStage):
             placement.begin_use(parameters)
 
         for tensor in Tree.of(output).tensors():
-            tensor = getattr(
-                tensor, "hidden", tensor
-            )  # lazy logits of a tiled head get no gradient themselves
+            tensor = getattr(tensor, "hidden", tensor)  # lazy logits of a tiled head get no gradient
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(pre_backward)
 
@@ -238,12 +228,10 @@ class OffloadedLayer(ForwardStage):
             return self.prefetcher.fetch(self, parameter, dtype)
 
     def _working_copy(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        values = self._fetch(parameter, dtype)
-        if self.prefetcher is None:
-            copy = differentiable_copy(parameter, values, self._synchronous, self.meter)
-        else:
+        engine, hold = self._synchronous, None
+        if self.prefetcher is not None:
             engine, hold = self.prefetcher.engine, self.prefetcher.hold_gradient
-            copy = differentiable_copy(parameter, values, engine, self.meter, hold)
+        copy = differentiable_copy(parameter, self._fetch(parameter, dtype), engine, self.meter, hold)
         if parameter.requires_grad and not copy.requires_grad and dtype == parameter.dtype:
             # Gradients are off. Still torch.matmul looks at this flag of a weight to choose between mm and bmm.
             copy = copy.detach().requires_grad_()
@@ -285,19 +273,7 @@ def differentiable_copy(
 ) -> torch.Tensor:
     """Return a parameter's values on the device as a differentiable copy of it. See Note [Gradients to the host].
 
-    Args:
-        parameter: The parameter.
-        values: Its values on the device.
-        engine: Moves its gradient to the host.
-        meter: Counts that.
-        hold: Keeps the gradient on the device while it is copied.
-
-    Example:
-        >>> parameter = nn.Parameter(torch.ones(2))
-        >>> copy = differentiable_copy(parameter, parameter.detach().clone(), Engine())
-        >>> (3 * copy).sum().backward()
-        >>> parameter.grad
-        tensor([3., 3.])
+    `engine` moves its gradient to the host, `hold` keeps it on the device so long.
     """
     if not (parameter.requires_grad and torch.is_grad_enabled()):
         return values
@@ -398,25 +374,18 @@ class _DeviceNode(torch.autograd.Function):
 
 
 def _working_dtypes(
-    masters: Iterable[tuple[nn.Module, str, nn.Parameter]], device: torch.device
+    masters: Sequence[tuple[nn.Module, str, nn.Parameter]], device: torch.device
 ) -> dict[int, torch.dtype]:
     """Return the type of each working copy, by the parameter's id.
 
     Autocast makes 16-bit copies of parameters that are used in products of matrices only, so their working copies are
     16-bit from the start. Other parameters (norms, embeddings, positions that are added) are used in 32 bits, or in a
     way that can't be known from here; and a parameter that an embedding has too is the embedding's.
-
-    Example:
-        >>> layer = nn.Linear(2, 2)
-        >>> with torch.autocast("cpu", torch.bfloat16):
-        ...     [*_working_dtypes([(layer, "weight", layer.weight)], torch.device("cpu")).values()]
-        [torch.bfloat16]
     """
     kind = device.type
-    autocast = None
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        autocast = torch.get_autocast_dtype(kind)
-    dtypes: dict[int, torch.dtype] = {}
+    dtypes = {id(parameter): parameter.dtype for _, _, parameter in masters}
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return dtypes
     kept: set[int] = set()
     for module, name, parameter in masters:
         if isinstance(module, nn.MultiheadAttention):
@@ -424,7 +393,7 @@ def _working_dtypes(
         else:  # transformers' GPT-2 has a linear layer of its own, by the name of Conv1D
             is_linear = isinstance(module, (nn.Linear, _ConvNd)) or type(module).__name__ == "Conv1D"
             multiplies = is_linear and name == "weight"
-        if autocast is None or not multiplies or parameter.dim() < 2 or parameter.dtype is not torch.float32:
+        if not multiplies or parameter.dim() < 2 or parameter.dtype is not torch.float32:
             kept.add(id(parameter))
-        dtypes[id(parameter)] = parameter.dtype if id(parameter) in kept or autocast is None else autocast
-    return dtypes
+    autocast = torch.get_autocast_dtype(kind)
+    return {key: dtype if key in kept else autocast for key, dtype in dtypes.items()}

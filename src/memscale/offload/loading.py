@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -17,19 +17,14 @@ from torch import nn
 from memscale.errors import WeightsError, WrapTypeError, shown
 from memscale.techniques.base import EXECUTOR
 
-__all__ = ["LoadedKeys", "forget_pending", "is_on_meta", "load_safetensors", "pending_tensors", "tie_on_meta"]
+__all__ = ["LoadedKeys", "forget_pending", "load_safetensors", "pending_tensors", "tie_on_meta"]
 
 _PENDING = "_memscale_weights"  # the files that the weights of a model on the meta device will be read from
 _LONGEST_LIST = 8  # names in an error message
 
 
 class LoadedKeys(NamedTuple):
-    """What did not match, as ``load_state_dict`` returns it.
-
-    Attributes:
-        missing_keys: Tensors of the model that are in no file.
-        unexpected_keys: Tensors of the files that the model does not have.
-    """
+    """What did not match, as ``load_state_dict`` returns it."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -39,9 +34,9 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     """Load a model's weights from safetensors files, one tensor at a time.
 
     Works before ``wrap`` and after it. Tensors of a wrapped model are written where they are, on disk too. Those of
-    a model on the meta device stay there: they are read when ``wrap`` attaches its plan, each directly to its tier,
-    so that the whole model is never in memory. Values are converted to the parameter's type. What no file has, if
-    ``strict`` allows that, is initialised by the model's own modules.
+    a model on the meta device are read when ``wrap`` attaches its plan, each directly to its tier, so that the whole
+    model is never in memory. Values are converted to the parameter's type. What no file has, if ``strict`` allows
+    that, is initialised by the model's own modules.
 
     Args:
         model: The model.
@@ -76,15 +71,26 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     keys = _keys_in_files(model, tensors, stored)
     found = {name: stored[key] for name, key in keys.items() if key in stored}
     result = _differences(model, tensors, found, sorted(set(stored) - set(keys.values())))
-    _check(model, tensors, found, result, strict=strict)
+    problems = [
+        f"{name!r} has the shape {tuple(tensors[name].shape)}, in the file {source.shape}."
+        for name, source in found.items()
+        if tuple(tensors[name].shape) != source.shape
+    ][:_LONGEST_LIST]
+    if strict and any(result):
+        missing, unexpected = map(_listed, result)
+        problems += [f"Missing in the files: {missing}."] if missing else []
+        problems += [f"Unexpected in the files: {unexpected}."] if unexpected else []
+        problems.append("Give strict=False to load what matches.")
+    if problems:
+        raise WeightsError(f"The files do not fit {type(model).__name__}. {' '.join(problems)}")
     executor = vars(model).get(EXECUTOR)
     for name, source in {id(tensors[name]): (name, source) for name, source in found.items()}.values():
-        if not is_on_meta(tensors[name]):
+        if not tensors[name].is_meta:
             with torch.no_grad():
                 tensors[name].copy_(source.read())
             if executor is not None:
                 executor.placement.store.release_pages(tensors[name])
-    pending = {name: source for name, source in found.items() if is_on_meta(tensors[name])}
+    pending = {name: source for name, source in found.items() if tensors[name].is_meta}
     if pending:
         vars(model)[_PENDING] = pending
     return result
@@ -93,12 +99,11 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
 def pending_tensors(model: nn.Module) -> Iterator[tuple[torch.Tensor, StoredTensor]]:
     """Yield the tensors on the meta device that :func:`load_safetensors` has files for."""
     pending: Mapping[str, StoredTensor] = vars(model).get(_PENDING, {})
-    tensors = {
-        id(tensor): (name, tensor) for name, tensor in _named_tensors(model).items() if name in pending
+    tensors = _named_tensors(model)
+    by_id = {
+        id(tensors[name]): (tensors[name], source) for name, source in pending.items() if name in tensors
     }
-    for name, tensor in tensors.values():
-        if is_on_meta(tensor):
-            yield tensor, pending[name]
+    yield from (each for each in by_id.values() if each[0].is_meta)
 
 
 def forget_pending(model: nn.Module) -> None:
@@ -106,22 +111,11 @@ def forget_pending(model: nn.Module) -> None:
     vars(model).pop(_PENDING, None)
 
 
-def is_on_meta(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has a shape and no values."""
-    return tensor.device.type == "meta"
-
-
 def tie_on_meta(model: nn.Module) -> None:
-    """Tie what transformers says is tied and is not yet: accelerate's ``init_empty_weights`` copies each parameter."""
-    for prefix, module in model.named_modules():
-        tied = getattr(module, "all_tied_weights_keys", None)
-        start = f"{prefix}." if prefix else ""
-        for target, source in tied.items() if isinstance(tied, dict) else ():
-            path, _, name = (start + target).rpartition(".")
-            owner, parameter = model.get_submodule(path), model.get_parameter(start + source)
-            old = owner._parameters.get(name)
-            if old is not None and old is not parameter and is_on_meta(old) and is_on_meta(parameter):
-                owner._parameters[name] = parameter
+    """Tie what transformers says is tied: accelerate's ``init_empty_weights`` copies each parameter."""
+    for module in model.modules():
+        if hasattr(module, "all_tied_weights_keys") and all(each.is_meta for each in module.parameters()):
+            cast(Any, module).tie_weights()
 
 
 # ---------------------------------------------------------------------- files
@@ -167,7 +161,7 @@ def _find_files(path: str | os.PathLike[str]) -> list[Path]:
     path = Path(path)
     if not path.exists():
         raise WeightsError(
-            f"There is no {path}. Give a .safetensors file, an index of several, or their directory."
+            f"There is no {path}. Give a .safetensors file, an index of several, or a directory."
         )
     if not path.is_dir():
         return _files_of_index(path) if path.name.endswith(".json") else [path]
@@ -195,13 +189,9 @@ def _files_of_index(index: Path) -> list[Path]:
         ) from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
-            raise WeightsError(
-                f"{index} names the file {shown(name)}, which is not beside it. Check the index."
-            )
+            raise WeightsError(f"{index} names the file {shown(name)}, which is not beside it.")
         if not (index.parent / name).exists():
-            raise WeightsError(
-                f"{index} names {name}, which is not there. Download or copy all of its files."
-            )
+            raise WeightsError(f"{index} names {name}, which is not there. Copy all of its files.")
     return [index.parent / name for name in names]
 
 
@@ -226,20 +216,14 @@ def _tensors_in(files: list[Path]) -> dict[str, StoredTensor]:
 
 def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return what a model's ``state_dict`` has; tied ones under each of their names."""
-    found: dict[str, torch.Tensor] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        own: dict[str, Any] = {**module._parameters, **module._buffers}
-        for name, tensor in own.items():
-            if tensor is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = tensor
-    return found
+    state = model.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def _keys_in_files(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]
 ) -> dict[str, str]:
-    """Return where each tensor of the model is looked for in the files: under its name, or as transformers' own loading
-    does, with or without the name of the model inside (``transformer.h.0`` and ``h.0``)."""
+    """Return each tensor's key in the files: its name, with or without ``base_model_prefix`` (``transformer.h.0``)."""
     inner = getattr(model, "base_model_prefix", None)
     if isinstance(inner, str) and inner:
         prefix = f"{inner}."
@@ -272,25 +256,6 @@ def _differences(
     return LoadedKeys(unlike(missing, may_be_missing), unlike(unexpected, may_be_there))
 
 
-def _check(
-    model: nn.Module,
-    tensors: Mapping[str, torch.Tensor],
-    found: Mapping[str, StoredTensor],
-    keys: LoadedKeys,
-    *,
-    strict: bool,
-) -> None:
-    problems = []
-    for names, text in ((keys.missing_keys, "Missing"), (keys.unexpected_keys, "Unexpected")):
-        if strict and names:
-            more = f" and {len(names) - _LONGEST_LIST} more" if len(names) > _LONGEST_LIST else ""
-            problems.append(f"{text} in the files: {', '.join(map(repr, names[:_LONGEST_LIST]))}{more}.")
-    for name, source in found.items():
-        if tuple(tensors[name].shape) != source.shape:
-            problems.append(
-                f"{name!r} has the shape {tuple(tensors[name].shape)}, in the file {source.shape}."
-            )
-    if problems:
-        hint = " Give strict=False to load what matches." if strict and any(keys) else ""
-        listed = " ".join(problems[:_LONGEST_LIST])
-        raise WeightsError(f"The files do not fit {type(model).__name__}. {listed}{hint}")
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _LONGEST_LIST} more" if len(names) > _LONGEST_LIST else ""
+    return ", ".join(map(repr, names[:_LONGEST_LIST])) + more

@@ -5,55 +5,43 @@ Note [Models larger than memory]
 A model built under ``torch.device("meta")`` has shapes and no memory, so it may be larger than the RAM. Each of its
 tensors gets memory directly on the tier that the plan names (disk, host or device), and its values there: from the
 safetensors files that the user named (``loading.py``), or by its module's own initialisation. Modules are initialised
-one by one, children first: by ``reset_parameters()``, which every module of torch has; in a model of transformers by
-its ``_init_weights``; in a class of the user's by ``reset_parameters()``, ``init_weights()``, or
-``_init_weights(module)``, which is applied to all modules inside.
+one by one, children first: by ``reset_parameters()``, which every module of torch has, or ``init_weights()``; and by
+the ``_init_weights(module)`` of the nearest class around it that has one, as models of transformers do.
 
-Parameters stay the same objects (optimizers and tied modules keep them); tensors that had values keep their values. A
-tensor that no initialiser wrote to is an error and never garbage: its version has not changed and the NaNs that were
-written to its first and last element are there. Numbers are drawn in another order than by the constructors, so they
-are not those of the plainly built model after the same seed; the distributions are.
+Tensors stay the same objects (optimizers and tied modules keep them), and those that had values keep their values. A
+tensor that no initialiser wrote to is an error and never garbage: its version has not changed and the NaN that was
+written to its last element is there. Numbers are drawn in another order than by the constructors, so they are not those
+of the plainly built model after the same seed; the distributions are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from memscale.errors import WrapError
-from memscale.offload.loading import is_on_meta, pending_tensors, tie_on_meta
+from memscale.offload.loading import pending_tensors, tie_on_meta
 from memscale.units import format_bytes
 
 __all__ = ["Materialised", "has_meta_tensors", "materialise", "swap_keeping_hooks"]
 
-_HF_FLAG = (
-    "_is_hf_initialized"  # transformers' own mark on tensors and modules that are not to be initialised
-)
+_HF_FLAG = "_is_hf_initialized"  # transformers' mark on tensors and modules that are not to be initialised
 
 
 def has_meta_tensors(model: nn.Module) -> bool:
-    """Return whether any parameter or buffer of a model is on the meta device.
-
-    Example:
-        >>> has_meta_tensors(nn.Linear(2, 2, device="meta")), has_meta_tensors(nn.Linear(2, 2))
-        (True, False)
-    """
-    return any(map(is_on_meta, _tensors(model)))
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device="cpu", requires_grad=False)
+    """Return whether any parameter or buffer of a model is on the meta device."""
+    return any(each.is_meta for each in _tensors(model))
 
 
 def materialise(
     model: nn.Module,
-    allocate: Callable[[torch.Tensor], torch.Tensor] = _on_host,
+    allocate: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: torch.empty_like(tensor, device="cpu"),
     fill: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
     release: Callable[[torch.Tensor], object] = lambda tensor: None,
 ) -> Materialised:
@@ -65,37 +53,23 @@ def materialise(
         fill: Write the values of a file to a tensor.
         release: Called with tensors that were written to and are not needed for now.
 
-    Returns:
-        What was done, so that it can be undone.
-
     Raises:
         WrapError: No initialiser writes to a tensor, which is named. The model is as it was.
         WeightsError: A file that the weights were to come from can't be read any more. The model is as it was.
-
-    Example:
-        >>> with torch.device("meta"):
-        ...     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        >>> weight = model[0].weight
-        >>> made = materialise(model)
-        >>> model(torch.ones(2, 4)).shape, model[0].weight is weight
-        (torch.Size([2, 4]), True)
-        >>> made.undo()
-        >>> weight.device.type
-        'meta'
     """
     tie_on_meta(model)
     _refuse_foreign_modules(model)
     made = Materialised(model, allocate)
-    had_values = {id(each) for each in _tensors(model) if not is_on_meta(each)}
+    had_values = {id(each) for each in _tensors(model) if not each.is_meta}
     # Not under the caller's default device, which may be the meta device.
     with _without_weak_references(model), torch.no_grad(), torch.device("cpu"):
         try:
             for tensor, stored in pending_tensors(model):
-                target = made.allocate(tensor)
-                fill(target, stored.read())
-                release(target)
-                made.file_bytes += target.nbytes if isinstance(target, nn.Parameter) else 0
-                had_values.add(id(target))
+                made.allocate(tensor)
+                fill(tensor, stored.read())
+                release(tensor)
+                made.file_bytes += tensor.nbytes if isinstance(tensor, nn.Parameter) else 0
+                had_values.add(id(tensor))
             if has_meta_tensors(model):
                 _Initialisation(model, made, had_values, release).run()
         except BaseException:
@@ -105,49 +79,35 @@ def materialise(
 
 
 class Materialised:
-    """The tensors of a model that were on the meta device and have memory now.
-
-    A parameter stays the same object. A buffer is replaced, as ``Module.to`` does it, in all modules that have it.
-    """
+    """The tensors of a model that were on the meta device and have memory now; they are the same objects."""
 
     def __init__(self, model: nn.Module, allocate: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._model = type(model).__name__
         self._allocate = allocate
+        self._tensors: list[torch.Tensor] = []
         self.file_bytes = 0
-        self.parameters: list[nn.Parameter] = []
-        self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
-        self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and is_on_meta(buffer):
-                    self._owners.setdefault(id(buffer), []).append((module, name))
 
-    def allocate(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give a meta tensor memory without values, or raise a WrapError; returns what the modules have now."""
-        if isinstance(tensor, nn.Parameter):
-            if type(tensor) is not nn.Parameter:
-                raise WrapError(
-                    f"A parameter on the meta device is a {type(tensor).__name__}, which can't be given memory "
-                    "as an ordinary tensor can. Materialise it yourself before memscale.wrap."
-                )
-            _become(tensor, self._allocate(tensor))
-            self.parameters.append(tensor)
-            return tensor
-        memory = self._allocate(tensor)
-        for module, name in self._owners[id(tensor)]:
-            module._buffers[name] = memory
-            self._buffers.append((module, name, tensor))
-        return memory
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters among them."""
+        return [each for each in self._tensors if isinstance(each, nn.Parameter)]
+
+    def allocate(self, tensor: torch.Tensor) -> None:
+        """Give a meta tensor memory without values, or raise a WrapError."""
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            raise WrapError(
+                f"A tensor on the meta device is a {type(tensor).__name__}, which can't be given memory as an ordinary "
+                "tensor can. Materialise it yourself before memscale.wrap."
+            )
+        _become(tensor, self._allocate(tensor))
+        self._tensors.append(tensor)
 
     def undo(self) -> None:
         """Put everything on the meta device again."""
-        while self.parameters:
-            parameter = self.parameters.pop()
-            parameter.grad = None
-            _become(parameter, torch.empty_like(parameter, device="meta"))
-        while self._buffers:
-            module, name, tensor = self._buffers.pop()
-            module._buffers[name] = tensor
+        while self._tensors:
+            tensor = self._tensors.pop()
+            tensor.grad = None
+            _become(tensor, torch.empty_like(tensor, device="meta"))
 
     def __str__(self) -> str:
         drawn = sum(parameter.nbytes for parameter in self.parameters) - self.file_bytes
@@ -157,117 +117,103 @@ class Materialised:
         return f"{self._model} was on the meta device; its parameters were made: {' and '.join(sources) or 'none'}."
 
 
+@dataclass(eq=False)
 class _Initialisation:
-    """Initialises the modules of a model that have tensors on the meta device, children first.
+    """Initialises the modules of a model that have tensors on the meta device, children first."""
 
-    Tensors in `had_values`, by their ids, keep their values; `release` is called with those that were written to.
-    """
+    model: nn.Module
+    made: Materialised
+    had_values: set[int]  # tensors that keep their values, by their ids
+    release: Callable[[torch.Tensor], object]
 
-    def __init__(
-        self,
-        model: nn.Module,
-        made: Materialised,
-        had_values: set[int],
-        release: Callable[[torch.Tensor], object],
-    ) -> None:
-        self._model = model
-        self._made = made
-        self._had_values = had_values
-        self._release = release
+    def __post_init__(self) -> None:
         # Modules that are left alone, since all of their tensors have values, or since they were visited.
-        self._done = {id(each) for each in model.modules() if _tensors(each) and not has_meta_tensors(each)}
-        self._initialised = set(had_values)  # tensors, by their first owner: another one leaves them alone
-        self._unwritten: dict[int, tuple[torch.Tensor, int]] = {}  # by id, with the version when allocated
+        modules = self.model.modules()
+        self._done = {id(each) for each in modules if _tensors(each) and not has_meta_tensors(each)}
+        self._initialised = set(
+            self.had_values
+        )  # tensors, by their first owner: another one leaves them alone
+        self._unwritten: dict[int, int] = {}  # the version of a tensor when it was allocated, by its id
 
     def run(self) -> None:
         """Give memory and values to everything, or raise a WrapError if no initialiser writes to a tensor."""
-        with _flagged(each for each in _tensors(self._model) if id(each) in self._had_values):
-            self._visit(self._model, None)
-        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        with _flagged(each for each in _tensors(self.model) if id(each) in self.had_values):
+            self._visit(self.model, ())
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
         left = [name for name, tensor in named if id(tensor) in self._unwritten]
         if left:
-            raise WrapError(_not_initialised(self._model, left))
+            raise WrapError(_not_initialised(self.model, left))
 
-    def _visit(self, module: nn.Module, pretrained: Any) -> None:
+    def _visit(self, module: nn.Module, owners: tuple[Any, ...]) -> None:
+        """Initialise a module after its children; `owners` are the modules around it that have `_init_weights`."""
         if id(module) in self._done:
             return
         self._done.add(id(module))
-        modeling_utils = sys.modules.get("transformers.modeling_utils")  # which need not be installed
-        if modeling_utils is not None and isinstance(module, modeling_utils.PreTrainedModel):
-            pretrained = module
+        if _method(module, "_init_weights", 1) is not None:
+            owners = (module, *owners)
         for child in module.children():
-            self._visit(child, pretrained)
-        own = [self._with_memory(each) for each in _tensors(module, recurse=False)]
-        if pretrained is not None:
-            self._initialise_pretrained(module, pretrained, own)
-        elif not own or any(id(each) not in self._initialised for each in own):
-            self._initialise(module, own)
+            self._visit(child, owners)
+        own = _tensors(module, recurse=False)
+        for tensor in own:
+            self._allocate(tensor)
+        kept = [each for each in own if id(each) in self._initialised]
+        _init_weights(owners, module, kept)
+        self._note_writes(module)
+        pretrained = any(map(_is_pretrained, owners))
+        reset = _method(module, "reset_parameters", 0) or _method(module, "_reset_parameters", 0)
+        if not pretrained:
+            reset = reset or _method(module, "init_weights", 0)
+        # transformers leaves some tensors as their constructor made them.
+        if reset is not None and (self._unwritten.keys() & map(id, own) or not (own or pretrained)):
+            keep = self.had_values | set(map(id, kept))
+            with _restored(each for each in _tensors(module) if id(each) in keep):
+                reset()
+            _init_weights(owners, module, kept)
+            self._note_writes(module)
         self._initialised.update(map(id, own))
 
-    def _initialise(self, module: nn.Module, own: list[torch.Tensor]) -> None:
-        reset = _reset_of(module) or _method(module, "init_weights", 0)
-        if reset is not None:
-            with self._kept(_tensors(module), own):
-                reset()
-            self._note_writes(_tensors(module))
-        for_each = _method(module, "_init_weights", 1)
-        if for_each is not None:
-            for inner in reversed(list(module.modules())):
-                tensors = _tensors(inner, recurse=False)
-                with self._kept(tensors):
-                    for_each(inner)
-                self._note_writes(tensors)
+    def _allocate(self, tensor: torch.Tensor) -> None:
+        if tensor.is_meta:
+            self.made.allocate(tensor)
+            vars(tensor).pop(_HF_FLAG, None)
+            if tensor.numel():
+                if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+                    _last_element(tensor).fill_(torch.nan)
+                self._unwritten[id(tensor)] = tensor._version
 
-    def _initialise_pretrained(self, module: nn.Module, owner: Any, own: list[torch.Tensor]) -> None:
-        with _flagged(each for each in own if id(each) in self._initialised):
-            # accelerate's init_empty_weights marks modules on the meta device as initialised.
-            vars(module).pop(_HF_FLAG, None)
-            owner._initialize_weights(module)
-            self._note_writes(_tensors(module))
-            reset = _reset_of(module)
-            if reset is not None and any(id(each) in self._unwritten for each in own):
-                with self._kept(own, own):  # transformers leaves some as their constructor made them
-                    reset()
-                vars(module).pop(_HF_FLAG, None)
+    def _note_writes(self, module: nn.Module) -> None:
+        for tensor in _tensors(module):
+            if id(tensor) in self._unwritten:
+                # By `.data` a tensor is written to without a new version.
+                by_data = tensor.is_floating_point() and not _last_element(tensor).isnan()
+                if by_data or tensor._version != self._unwritten[id(tensor)]:
+                    del self._unwritten[id(tensor)]
+            self.release(tensor)
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    return hasattr(module, "_initialize_weights")  # a model of transformers
+
+
+def _init_weights(owners: Iterable[Any], module: nn.Module, kept: Sequence[torch.Tensor]) -> None:
+    """Call the `_init_weights(module)` of the modules around one, innermost first; some tensors keep their values."""
+    vars(module).pop(_HF_FLAG, None)  # accelerate's init_empty_weights marks modules on the meta device
+    for owner in owners:
+        if _is_pretrained(owner):  # which leaves a module alone that another one has initialised
+            with _flagged(kept):
                 owner._initialize_weights(module)
-                self._note_writes(own)
-
-    def _with_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not is_on_meta(tensor):
-            return tensor
-        made = self._made.allocate(tensor)
-        vars(made).pop(_HF_FLAG, None)
-        if made.numel():
-            if made.dtype.is_floating_point or made.dtype.is_complex:
-                for corner in _corners(made):
-                    corner.fill_(torch.nan)
-            self._unwritten[id(made)] = (made, made._version)
-        return made
-
-    def _note_writes(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            _, version = self._unwritten.get(id(tensor), (None, -1))
-            # By `.data` a tensor is written to without a new version.
-            if version >= 0 and (
-                tensor._version != version
-                or (tensor.dtype.is_floating_point and not all(map(torch.isnan, _corners(tensor))))
-            ):
-                del self._unwritten[id(tensor)]
-            self._release(tensor)
-
-    @contextlib.contextmanager
-    def _kept(self, tensors: Iterable[torch.Tensor], own: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """Restore what had values before, and what another owner has initialised, after a block."""
-        kept = [each for each in tensors if id(each) in self._had_values]
-        kept += [each for each in own if id(each) in self._initialised - self._had_values]
-        before = [(each, each.clone()) for each in kept]
-        yield
-        for tensor, values in before:
-            tensor.copy_(values)
+        else:
+            with _restored(kept):
+                owner._init_weights(module)
 
 
-def _corners(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor[(index,) * tensor.dim()] for index in (0, -1)]
+@contextlib.contextmanager
+def _restored(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Restore the values of tensors after a block."""
+    before = [(each, each.clone()) for each in tensors]
+    yield
+    for tensor, values in before:
+        tensor.copy_(values)
 
 
 @contextlib.contextmanager
@@ -283,26 +229,27 @@ def _flagged(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
             vars(tensor).pop(_HF_FLAG, None)
 
 
-def _become(parameter: nn.Parameter, memory: torch.Tensor) -> None:
-    new = nn.Parameter(memory, parameter.requires_grad)
-    vars(new).update(vars(parameter))  # attributes of others
+def _become(tensor: torch.Tensor, memory: torch.Tensor) -> None:
+    """Give a tensor the memory of another one; it stays the same object, with the attributes that others gave it."""
+    new = nn.Parameter(memory, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory
+    vars(new).update(vars(tensor))
     try:
-        swap_keeping_hooks(parameter, new)
+        swap_keeping_hooks(tensor, new)
     except RuntimeError as error:
         raise WrapError(
-            f"A parameter of the shape {tuple(parameter.shape)} is on the meta device and can't be given memory: "
-            f"{error}. Let go of what refers to it, a graph or a weak reference, and wrap the model again."
+            f"A tensor of the shape {tuple(tensor.shape)} is on the meta device and can't be given memory: {error}. "
+            "Let go of what refers to it, a graph or a weak reference, and wrap the model again."
         ) from error
 
 
-def swap_keeping_hooks(parameter: nn.Parameter, new: nn.Parameter) -> None:
-    """Exchange two parameters as `torch.utils.swap_tensors` does; the first keeps the hooks on its gradient.
+def swap_keeping_hooks(tensor: torch.Tensor, new: torch.Tensor) -> None:
+    """Exchange two tensors as `torch.utils.swap_tensors` does; the first keeps the hooks on its gradient.
 
     They belong to what is swapped: an optimizer that steps inside backward would never be called again.
     """
-    new._backward_hooks = parameter._backward_hooks
-    new._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
-    torch.utils.swap_tensors(parameter, new)  # type: ignore[no-untyped-call]
+    new._backward_hooks = tensor._backward_hooks
+    new._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+    torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
@@ -318,29 +265,24 @@ def _without_weak_references(model: nn.Module) -> Iterator[None]:
             module._init_flat_weights()
 
 
-# ---------------------------------------------------------------------- what modules have
-
-
 def _tensors(module: nn.Module, *, recurse: bool = True) -> list[torch.Tensor]:
     return [*module.parameters(recurse), *module.buffers(recurse)]
 
 
-def _reset_of(module: nn.Module) -> Callable[..., object] | None:
-    return _method(module, "reset_parameters", 0) or _method(module, "_reset_parameters", 0)
+def _last_element(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[(-1,) * tensor.dim()]
 
 
 def _method(module: nn.Module, name: str, arguments: int) -> Callable[..., object] | None:
     """Return a module's method of that name, if it can be called with so many arguments."""
-    method = getattr(module, name, None)
+    method: object = getattr(module, name, None)
     if not callable(method):
         return None
     try:
-        parameters = inspect.signature(method).parameters.values()
-    except (TypeError, ValueError):  # a built-in
+        inspect.signature(method).bind(*[None] * arguments)
+    except (TypeError, ValueError):  # it takes others, or is a built-in
         return None
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = sum(each.default is each.empty and each.kind not in several for each in parameters)
-    return method if required == arguments else None
+    return method
 
 
 def _refuse_foreign_modules(model: nn.Module) -> None:
@@ -354,12 +296,11 @@ def _refuse_foreign_modules(model: nn.Module) -> None:
                     "adapters to the wrapped model instead, or give it adapters that have values."
                 )
         offloaded = getattr(getattr(module, "_hf_hook", None), "offload", False)
-        if offloaded and any(map(is_on_meta, _tensors(module, recurse=False))):
+        if offloaded and any(each.is_meta for each in _tensors(module, recurse=False)):
             raise WrapError(
-                f"{path} is on the meta device because accelerate has offloaded it, and brings it itself when "
-                "the model is called. Build the model on the meta device instead (with torch.device('meta'): "
-                "...from_config(config)), give it its files by memscale.load_safetensors(model, directory), "
-                "and wrap it then."
+                f"{path} is on the meta device because accelerate has offloaded it. Build the model on the meta device "
+                "instead (with torch.device('meta'): ...from_config(config)), give it its files by "
+                "memscale.load_safetensors(model, directory), and wrap it then."
             )
 
 
@@ -367,12 +308,9 @@ def _not_initialised(model: nn.Module, names: list[str]) -> str:
     path, _, name = names[0].rpartition(".")
     module = model.get_submodule(path)
     kind = "parameter" if name in module._parameters else "buffer"
-    others = f" ({len(names)} such tensors in all)" if len(names) > 1 else ""
-    where = f"the {type(module).__name__} {path!r}" if path else f"the {type(module).__name__} itself"
     return (
-        f"The {kind} {names[0]!r} is on the meta device, and {where} has no initialisation that could be repeated: no "
-        f"reset_parameters() that sets it{others}. Give the class one; or give the model its weights with "
-        f"memscale.load_safetensors(model, path) before memscale.wrap; or set this tensor yourself before that, for "
-        f"example with model.get_submodule({path!r}).to_empty(device='cpu', recurse=False) and your own values. The "
-        "model is as it was."
+        f"The {kind} {names[0]!r} is on the meta device, and its {type(module).__name__} has no reset_parameters() "
+        f"that sets it ({len(names)} such tensors in all). Give the class one; or give the model its weights with "
+        "memscale.load_safetensors(model, path) before memscale.wrap; or set this tensor yourself before that, after "
+        f"model.get_submodule({path!r}).to_empty(device='cpu', recurse=False). The model is as it was."
     )

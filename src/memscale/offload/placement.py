@@ -1,17 +1,15 @@
 """Where the parameters of a model are while it is wrapped: on the device, on the host or on disk; and back again.
 
-Parameters keep their identity when they move, so that optimizers, schedulers and the user's own references go on
-as before. An optimizer's state follows its parameter, before a step and when everything moves back, unless the plan
-has a tier of its own for it (``optimizer/bucketed_steps.py``).
+Parameters stay the same objects when they move. An optimizer's state follows its parameter, before a step and when
+everything moves back, unless the plan has a tier of its own for it (``optimizer/bucketed_steps.py``).
 
 Note [Parameters on disk]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-A parameter on disk is the user's own ``nn.Parameter``; its ``.data`` is a mapped tensor (Note [Mapped tensors] in
-``tiers/disk.py``). Whoever touches it, a kernel, the optimizer, ``state_dict``, finds the values. What has to be done
-is to release its pages when a layer has used them: after its forward pass; in backward, when the gradient of a
-parameter was accumulated; and, for the sake of frozen parameters, when the next layer begins, and when backward ends.
-To release pages too early costs a page fault, and never a value, so nothing here has to be exact. What the page cache
-has not kept is prefetched, a layer at a time, while the layer before it computes.
+A parameter on disk is the user's own ``nn.Parameter``; its ``.data`` is a mapped tensor (Note [Mapped tensors]), so
+kernels, the optimizer and ``state_dict`` find its values. Its pages are released when a layer has used them: after its
+forward pass; in backward, when the gradient of a parameter was accumulated; and, for the sake of frozen parameters,
+when the next layer begins, and when backward ends. To release pages too early costs a page fault, and never a value.
+What the page cache has not kept is prefetched, a layer at a time, while the layer before it computes.
 
 *Gradients.* Autograd makes a gradient in memory. When it has been accumulated, it is exchanged for a mapped copy,
 to which the next micro-batch adds in place, as autograd adds to any gradient that is there. What is no ordinary
@@ -24,7 +22,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -43,9 +42,9 @@ from memscale._util.interrupts import raise_pending_interrupt
 from memscale.execution_plan import Tier
 from memscale.memory.tracker import ResidentPages
 from memscale.observe.counters import Meter
-from memscale.offload.freed_memory import freed_memory_returns
 from memscale.offload.materialise import Materialised, materialise, swap_keeping_hooks
 from memscale.optimizer.bucketed_steps import BucketedSteps
+from memscale.optimizer.eight_bit import is_dense
 from memscale.optimizer.placement import PlacementSteps
 from memscale.simulator.simulate import PLAIN_KINDS
 from memscale.tiers.disk import PAGE, DiskStore
@@ -58,64 +57,32 @@ HOST = torch.device("cpu")
 
 def training_device(model: nn.Module) -> torch.device:
     """Return where a model trains: on the accelerator that any of its tensors is on, else on the CPU."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type not in ("cpu", "meta"):
-            return tensor.device
-    return HOST
+    devices = (each.device for each in (*model.parameters(), *model.buffers()))
+    return next((device for device in devices if device.type not in ("cpu", "meta")), HOST)
 
 
+@dataclass(eq=False)
 class PlacedParameter:
-    """A parameter with its gradient: where they are, and where they were.
+    """A parameter with its gradient: where they are, and where they were."""
 
-    Args:
-        parameter: The parameter.
-        origin: Where it was before, and will be again.
-        store: The disk.
-        pinned: Page-locked memory for it on the host.
-        meter: Counts what is moved.
-
-    Attributes:
-        tier: Where it is between the calls of its layer.
-        disk_bound: Whether the plan has it on disk; one that is smaller than a page stays on the host all the same.
-        page_locked: Whether its memory is the model's page-locked memory.
-    """
-
-    def __init__(
-        self,
-        parameter: nn.Parameter,
-        origin: torch.device,
-        store: DiskStore,
-        pinned: PinnedMemory,
-        meter: Meter,
-    ) -> None:
-        self.parameter = parameter
-        self.origin = origin
-        self.tier: Tier = "device"
-        self.disk_bound = False
-        self.page_locked = False
-        self._store = store
-        self._pinned = pinned
-        self._meter = meter
-        self._gradient_hook: RemovableHandle | None = None
-        self._pages: ResidentPages | None = None  # what trackers are told of
-
-    @property
-    def is_mapped(self) -> bool:
-        """Whether it is on disk, and the user has not given it other memory since."""
-        return self.tier == "disk" and self._store.holds(self.parameter)
+    parameter: nn.Parameter
+    origin: torch.device  # where it was before, and will be again
+    store: DiskStore
+    pinned: PinnedMemory
+    meter: Meter
+    tier: Tier = "device"  # between the calls of its layer
+    disk_bound: bool = False  # the plan has it on disk, though it may be too small for that
+    page_locked: bool = False  # in the model's page-locked memory
+    _gradient_hook: RemovableHandle | None = None
+    _pages: ResidentPages | None = None  # what trackers are told of
 
     def move(self, tier: Tier, device: torch.device) -> None:
-        """Move the parameter and its gradient to a tier.
-
-        Raises:
-            TierFullError: The cap on the disk would be exceeded, or it is full; the parameter is in memory.
-            TierError: The directory for it can't be used.
-        """
+        """Move the parameter and its gradient to a tier; after a TierFullError or TierError it is in memory."""
         if self.tier == "disk" and tier != "disk":
             self.bring_to_memory()
         memory = None
         if tier == "host" and not self.page_locked:
-            memory = self._pinned.empty_like(self.parameter, device, MASTERS_SHARE)
+            memory = self.pinned.empty_like(self.parameter, device, MASTERS_SHARE)
         relocate(self.parameter, device if tier == "device" else HOST, memory)
         self.page_locked = tier == "host" and (self.page_locked or memory is not None)
         self.tier = tier if tier != "disk" or self._move_to_disk() else "host"
@@ -123,14 +90,13 @@ class PlacedParameter:
     def _move_to_disk(self) -> bool:
         """Exchange its memory for mapped memory; returns False for one that is better left in memory."""
         parameter = self.parameter
-        if not self._store.holds(parameter):
+        if not self.store.holds(parameter):
             if not can_be_mapped(parameter):
                 return False
-            mapped, gradient = self._store.copy_of(parameter), parameter.grad
-            parameter.grad = None
+            mapped, gradient = self.store.copy_of(parameter), parameter.grad
             exchange_data(parameter, mapped)
             parameter.grad = gradient
-        self.watch_gradient()
+        self._watch_gradient()
         self._map_gradient()
         return True
 
@@ -143,16 +109,15 @@ class PlacedParameter:
             self._gradient_hook = None
             if not parameter._post_accumulate_grad_hooks:
                 parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # as it was
-        with torch.no_grad():
-            gradient, parameter.grad = parameter.grad, None
-            if self._store.holds(parameter):
-                exchange_data(parameter, parameter.detach().clone())
-            if gradient is not None and self._store.holds(gradient):
-                gradient = gradient.clone()
-            parameter.grad = gradient
+        gradient = parameter.grad
+        if self.store.holds(parameter):
+            exchange_data(parameter, parameter.detach().clone())
+        if gradient is not None and self.store.holds(gradient):
+            gradient = gradient.detach().clone()
+        parameter.grad = gradient
 
-    def watch_gradient(self) -> None:
-        """Have its gradient go to disk, if it gets one: it may have been frozen until now."""
+    def _watch_gradient(self) -> None:
+        """Have its gradient go to disk, if it gets one."""
         parameter = self.parameter
         if self._gradient_hook is None and parameter.requires_grad and parameter.is_leaf:
             hook = _GradientHook(self)
@@ -160,29 +125,30 @@ class PlacedParameter:
 
     def gradient_arrived(self) -> None:
         """Move the gradient to disk: it was accumulated."""
-        if not self._store.holds(self.parameter):
+        if not self.store.holds(self.parameter):
             return
-        with self._meter.timing("offloading"):
+        with self.meter.timing("offloading"):
             self._map_gradient()
             self.release_pages()
-        if self.parameter.grad is not None and self._store.holds(self.parameter.grad):
-            self._meter.down("gradients", "disk", self.parameter.grad.nbytes)
+        if self.parameter.grad is not None and self.store.holds(self.parameter.grad):
+            self.meter.down("gradients", "disk", self.parameter.grad.nbytes)
 
     def _map_gradient(self) -> None:
         gradient = self.parameter.grad
-        if gradient is not None and not self._store.holds(gradient) and can_be_mapped(gradient):
-            self.parameter.grad = self._store.copy_of(gradient)
+        if gradient is not None and not self.store.holds(gradient) and can_be_mapped(gradient):
+            self.parameter.grad = self.store.copy_of(gradient)
 
-    def count_pages(self) -> None:
-        """Tell trackers that its pages are in memory."""
+    def begin_use(self) -> None:
+        """Tell trackers that its pages are in memory; watch its gradient, as it may have been frozen until now."""
+        self._watch_gradient()
         if self._pages is None:
             self._pages = ResidentPages(self.parameter.nbytes, simulated=is_fake(self.parameter))
 
     def release_pages(self) -> None:
         """Release its pages, and those of its gradient."""
-        self._store.release_pages(self.parameter)
+        self.store.release_pages(self.parameter)
         if self.parameter.grad is not None:
-            self._store.release_pages(self.parameter.grad)
+            self.store.release_pages(self.parameter.grad)
         if self._pages is not None:
             self._pages.release()
             self._pages = None
@@ -206,35 +172,20 @@ class ModelPlacement:
     """Where one model's tensors are while it is wrapped, and where they were before.
 
     Args:
-        store: The disk tier of the model; one with default settings if it is not given.
-        meter: Counts what is moved, if anyone asks.
-        pinned: The page-locked memory of the model; with default settings if it is not given.
+        store: The disk tier of the model; by default one with default settings.
+        meter: Counts what is moved.
+        pinned: The page-locked memory of the model; by default with default settings.
 
     Attributes:
         device: Where the model computes; None while nothing is placed.
         host_capacity: The most host memory for parameters that are on the host instead of on an accelerator, with their
             gradients and optimizer state; None for no other limit than the host's own.
         fused_host_step: Whether those are stepped by torch's fused implementation, where there is one.
-        store: The disk.
         states: Where optimizer state is kept between steps, and what of it is in 8 bits.
-
-    Example:
-        >>> layer = nn.Linear(64, 64)
-        >>> placement = ModelPlacement(DiskStore(capacity=2**20))
-        >>> placement.place_parameters(layer, [], [layer.weight], HOST)
-        >>> layer(torch.ones(1, 64)).sum().backward()
-        >>> placement.store.bytes_used == 2 * layer.weight.nbytes  # its gradient, too
-        True
-        >>> placement.restore()
-        >>> placement.store.bytes_used
-        0
     """
 
     def __init__(
-        self,
-        store: DiskStore | None = None,
-        meter: Meter | None = None,
-        pinned: PinnedMemory | None = None,
+        self, store: DiskStore | None = None, meter: Meter | None = None, pinned: PinnedMemory | None = None
     ) -> None:
         self.device: torch.device | None = None
         self.host_capacity: int | None = None
@@ -252,16 +203,9 @@ class ModelPlacement:
         self._followers: dict[tuple[bool, int], Sequence[PlacedParameter]] = {}  # by direction and layer
 
     @property
-    def bytes_offloaded(self) -> int:
-        """Bytes of the parameters that are on the host or on disk now instead of on the device."""
-        moved = (each for each in self._placed.values() if each.origin != each.parameter.device)
-        return sum(each.parameter.nbytes for each in moved)
-
-    @property
     def bytes_on_host(self) -> int:
-        """Bytes of the parameters that are in host memory now instead of on the device."""
-        on_disk = sum(parameter.nbytes for parameter in self.on_disk)
-        return self.bytes_offloaded - on_disk if self.device != HOST else 0
+        """Bytes of the parameters that are in host memory instead of on the device."""
+        return sum(parameter.nbytes for parameter in self.host_masters())
 
     @property
     def on_disk(self) -> list[nn.Parameter]:
@@ -286,30 +230,20 @@ class ModelPlacement:
 
     # ------------------------------------------------------------------ moving
 
-    def place_parameters(
-        self,
-        model: nn.Module,
-        on_host: Iterable[nn.Parameter],
-        on_disk: Iterable[nn.Parameter],
-        device: torch.device,
-    ) -> None:
-        """Move parameters to the host or to disk, and all others to the device.
+    def place_parameters(self, model: nn.Module, tiers: Mapping[int, Tier], device: torch.device) -> None:
+        """Move parameters to their tiers, given by their ids, and all others to the device.
 
-        Raises:
-            TierFullError: The cap on the disk would be exceeded, or it is full. What was not moved is as it was.
-            TierError: The directory for it can't be used.
+        After a TierError (TierFullError if the disk is full), what was not moved is as it was.
         """
         self.device = device
-        tiers: dict[int, Tier] = {id(parameter): "host" for parameter in on_host}
-        tiers |= {id(parameter): "disk" for parameter in on_disk}
         shared = _shared_storages(model)
         for parameter in model.parameters():
             raise_pending_interrupt()
             placed = self._placed.get(id(parameter)) or self._add(parameter, parameter.device)
+            tier = tiers.get(id(parameter), "device")
+            placed.disk_bound = tier == "disk"
             # Moved one by one, parameters that share memory would share it no more: they stay.
-            tier = "device" if _memory_of(parameter) in shared else tiers.get(id(parameter), "device")
-            placed.disk_bound = tiers.get(id(parameter)) == "disk"
-            placed.move(tier, device)
+            placed.move("device" if _memory_of(parameter) in shared else tier, device)
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != device:
@@ -318,20 +252,11 @@ class ModelPlacement:
         if device != HOST:  # where nothing leaves the device, optimizers have nothing to follow
             self._steps.subscribe()
 
-    def materialise(
-        self,
-        model: nn.Module,
-        on_host: Iterable[nn.Parameter],
-        on_disk: Iterable[nn.Parameter],
-        device: torch.device,
-    ) -> Materialised:
-        """Give what is on the meta device memory where :meth:`place_parameters` would move it, and values.
+    def materialise(self, model: nn.Module, tiers: Mapping[int, Tier], device: torch.device) -> Materialised:
+        """Give what is on the meta device memory where `place_parameters` would move it, and values.
 
-        Raises:
-            As :meth:`place_parameters` and :func:`memscale.offload.materialise.materialise`.
+        Raises as that and :func:`memscale.offload.materialise.materialise`.
         """
-        disk = {id(parameter) for parameter in on_disk}
-        host = {id(parameter) for parameter in on_host} | disk
         before = training_device(model)  # where `restore` leaves all of it, with what has been somewhere
         locked: set[int] = set()
 
@@ -339,18 +264,17 @@ class ModelPlacement:
             raise_pending_interrupt()
             if not isinstance(tensor, nn.Parameter):
                 return torch.empty_like(tensor, device=before)
-            if id(tensor) in host and id(tensor) not in disk:
-                pinned = self.pinned.empty_like(tensor, device, MASTERS_SHARE)
-                if pinned is not None:
-                    locked.add(id(tensor))
-                    return pinned
-            where = HOST if id(tensor) in host else device
+            tier = tiers.get(id(tensor), "device")
+            pinned = self.pinned.empty_like(tensor, device, MASTERS_SHARE) if tier == "host" else None
+            if pinned is not None:
+                locked.add(id(tensor))
+                return pinned
+            where = device if tier == "device" else HOST
             memory = torch.empty_like(tensor, device=where, requires_grad=False)
-            mapped = id(tensor) in disk and can_be_mapped(memory)  # memory is not used until it is touched
+            mapped = tier == "disk" and can_be_mapped(memory)  # memory is not used until it is touched
             return self.store.empty_like(tensor) if mapped else memory
 
-        with freed_memory_returns():
-            made = materialise(model, allocate, self.store.fill, self.store.release_pages)
+        made = materialise(model, allocate, self.store.fill, self.store.release_pages)
         for parameter in made.parameters:
             placed = self._placed.get(id(parameter)) or self._add(parameter, before)
             placed.page_locked = id(parameter) in locked
@@ -387,11 +311,7 @@ class ModelPlacement:
         self.device = None
 
     def convert_masters(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-        """Change the type of offloaded parameters as a function does that may also move them; they stay on their tier.
-
-        Returns:
-            Whether any has another type now.
-        """
+        """Change the type of offloaded parameters as `convert` does, not their tier; return whether any changed."""
         changed = False
         for placed in self._placed.values():
             parameter, tier = placed.parameter, placed.tier
@@ -400,7 +320,7 @@ class ModelPlacement:
             changed = True
             placed.bring_to_memory()
             placed.page_locked = False
-            gradient, parameter.grad = parameter.grad, None
+            gradient = parameter.grad
             with torch.no_grad():
                 exchange_data(parameter, convert(parameter.detach()).to(HOST))
                 parameter.grad = None if gradient is None else convert(gradient).to(HOST)
@@ -442,7 +362,8 @@ class ModelPlacement:
     def begin_use(self, parameters: Iterable[torch.Tensor]) -> Sequence[PlacedParameter]:
         """Prefetch and count the pages of a layer that is about to compute; returns what of it is on disk."""
         found = (self._placed.get(id(each)) for each in parameters)
-        mapped = [each for each in found if each is not None and each.is_mapped]
+        mapped = [each for each in found if each is not None and each.tier == "disk"]
+        mapped = [each for each in mapped if self.store.holds(each.parameter)]  # the user may have moved it
         if not mapped:
             return mapped
         task = graph_task_id()
@@ -463,8 +384,7 @@ class ModelPlacement:
                 self._used_in_backward += mapped
         self._meter.up("parameters", "disk", sum(each.parameter.nbytes for each in mapped))
         for each in mapped:
-            each.watch_gradient()
-            each.count_pages()
+            each.begin_use()
         return mapped
 
     def end_use(self, mapped: Sequence[PlacedParameter]) -> None:
@@ -497,27 +417,14 @@ def can_be_mapped(tensor: torch.Tensor) -> bool:
         return False
     storage = tensor.untyped_storage()
     shared = not is_fake(tensor) and storage.is_shared()
-    # Its elements lie side by side in some order of its dimensions, none of them twice.
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return storage.nbytes() == tensor.nbytes and not shared
+    return is_dense(tensor) and storage.nbytes() == tensor.nbytes and not shared
 
 
 def exchange_data(parameter: nn.Parameter, new: torch.Tensor) -> None:
-    """Give a parameter the memory of another tensor. Its gradient must be None, or fit that.
-
-    Example:
-        >>> layer = nn.Linear(2, 2)
-        >>> weight = layer.weight
-        >>> exchange_data(weight, torch.zeros(2, 2))
-        >>> layer.weight is weight, float(weight.sum())
-        (True, 0.0)
-    """
+    """Give a parameter the memory of another tensor, and no gradient; it stays the same object."""
     # Whether `.data =` can do it, as `Module.to` decides it; fake and wrapped tensors are swapped.
     plain = type(new) is torch.Tensor and not isinstance(parameter, FakeTensor)
+    parameter.grad = None
     with torch.no_grad():
         if plain and type(parameter.data) is torch.Tensor and allows_shallow_copy(parameter, new):
             parameter.data = new
@@ -534,7 +441,6 @@ def relocate(parameter: nn.Parameter, device: torch.device, memory: torch.Tensor
     if (parameter.device == device and memory is None) or parameter.is_meta:
         return
     gradient = parameter.grad
-    parameter.grad = None
     with torch.no_grad():
         values = parameter.detach()
         exchange_data(parameter, values.to(device) if memory is None else memory.copy_(values))

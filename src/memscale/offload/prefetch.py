@@ -6,12 +6,10 @@ Layers are reached in the same order in every step. So the order of the last for
 backward pass, say what comes next; before the first pass the plan's order does. When a layer is reached, the next
 `prefetch_depth` of that order are fetched, if they are not yet.
 
-*Never wrong.* A layer takes its prefetched copy if it is there and its master has not changed since (by its version
-counter and its memory), and else fetches by itself. Nothing is fetched across the end of a pass: between backward and
-the next forward the optimizer changes every parameter.
-
-*Never left behind.* A layer that was not expected, an error in a layer, the end of a pass and the beginning of the
-next drop what was fetched and not used.
+*Never wrong.* A layer takes its prefetched copy if its master has not changed since (by its version counter and its
+memory), and else fetches by itself. Nothing is fetched across the end of a pass: between backward and the next forward
+the optimizer changes every parameter. A layer that was not expected, an error in a layer, the end of a pass and the
+beginning of the next drop what was fetched and not used.
 
 *Gradients in flight.* A gradient stays on the device until it is copied to the host, and no longer than until two
 others are on their way: then the device waits for the copy. Virtual devices, which copy at once, hold it as long.
@@ -38,20 +36,16 @@ if TYPE_CHECKING:
 __all__ = ["Prefetcher"]
 
 _MasterState = tuple[int, int, torch.dtype]
-_Fetched = dict[int, tuple[_MasterState, Transfer[torch.Tensor], int]]
-"""Of one layer, by the parameter's id: what the copy was made of, the copy, and its bytes."""
+_Fetched = dict[int, tuple[_MasterState, Transfer[torch.Tensor]]]
+"""Of one layer, by the parameter's id: what the copy was made of, and the copy."""
 
 GRADIENTS_IN_FLIGHT = 2  # one is copied while the next is computed
 
 
 class Prefetcher:
-    """Prefetches working copies. See Note [Prefetching].
+    """Prefetches working copies of layers, given in the order in which forward and backward are expected to reach them.
 
-    Args:
-        engine: Who moves them.
-        device: Where to.
-        forward: The layers in the order in which forward is thought to reach them.
-        backward: The same for backward.
+    See Note [Prefetching].
     """
 
     def __init__(
@@ -77,11 +71,6 @@ class Prefetcher:
         task = graph_task_id()
         return self._in_forward or (task != OUTSIDE_BACKWARD and task == self._task)
 
-    @property
-    def bytes_prefetched(self) -> int:
-        """Bytes that were prefetched, or are being, and wait for their use."""
-        return sum(nbytes for fetched in self._fetched.values() for _, _, nbytes in fetched.values())
-
     # ------------------------------------------------------------------ passes
 
     def before_forward(self, model: nn.Module, args: Any, kwargs: Any = None) -> None:
@@ -94,10 +83,7 @@ class Prefetcher:
                 self._fetch(self._forward.next(self.engine.depth), in_backward=False)
 
     def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Drop what was not used, and learn the order: a hook after the model's forward.
-
-        After a forward that failed it is called without an output.
-        """
+        """Drop what was not used, and learn the order: a hook after the model's forward, also if that failed."""
         if torch.compiler.is_compiling():
             return
         with self._lock:
@@ -130,9 +116,7 @@ class Prefetcher:
             self._finish_gradients(0)
             self.engine.drain(self._device)
 
-    def undo(self) -> None:
-        """Drop what is fetched when another plan is attached: a graph of a failed pass may hold this."""
-        self.drop()
+    undo = drop  # when another plan is attached: a graph of a failed pass may hold this
 
     def _enter(self, task: int) -> bool:
         """Begin a backward pass, if it is a new one; returns whether it is."""
@@ -146,29 +130,20 @@ class Prefetcher:
     # ------------------------------------------------------------------ layers
 
     def fetch(self, layer: OffloadedLayer, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values of a parameter on the device, prefetched or not. Raises as `take`."""
+        """Return the values of a parameter on the device, prefetched or not, or raise a TransferError."""
         values = self.take(layer, parameter, dtype)
         return self._copy(layer, parameter, dtype).wait() if values is None else values
 
     def take(self, layer: OffloadedLayer, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the values of a parameter on the device, if they were prefetched and are still right.
-
-        Raises:
-            TransferError: They could not be fetched; its cause is chained.
-        """
+        """Return the values of a parameter on the device, if they were prefetched and are still right."""
         with self._lock:
-            found = self._fetched.get(id(layer), {}).pop(id(parameter), None)
-        if found is None or found[0] != _state(parameter, dtype):
+            state, transfer = self._fetched.get(id(layer), {}).pop(id(parameter), (None, None))
+        if transfer is None or state != _state(parameter, dtype):
             return None
-        return found[1].wait()
+        return transfer.wait()
 
     def reached(self, layer: OffloadedLayer, *, again: bool) -> None:
-        """Prefetch the next layers: one has what it needs, and computes.
-
-        Args:
-            layer: Which.
-            again: Whether it is to be counted as another visit if it was the last one as well.
-        """
+        """Prefetch the layers after one that has what it needs; with `again`, its second visit in a row counts."""
         task = graph_task_id()
         in_backward = task != OUTSIDE_BACKWARD
         with self._lock:
@@ -199,14 +174,10 @@ class Prefetcher:
         self._fetched = {key: fetched for key, fetched in self._fetched.items() if key in kept}
         for key, layer in wanted.items():
             if key not in self._fetched:
-                self._fetched[key] = self._start(layer, in_backward)
-
-    def _start(self, layer: OffloadedLayer, in_backward: bool) -> _Fetched:
-        fetched: _Fetched = {}
-        for parameter, dtype in layer.needs(in_backward=in_backward):
-            transfer = self._copy(layer, parameter, dtype)
-            fetched[id(parameter)] = _state(parameter, dtype), transfer, parameter.numel() * dtype.itemsize
-        return fetched
+                self._fetched[key] = {
+                    id(parameter): (_state(parameter, dtype), self._copy(layer, parameter, dtype))
+                    for parameter, dtype in layer.needs(in_backward=in_backward)
+                }
 
     def _copy(
         self, layer: OffloadedLayer, parameter: nn.Parameter, dtype: torch.dtype
@@ -237,8 +208,7 @@ class _Route:
         self._position = 0
 
     def end(self, *, learn: bool) -> None:
-        if learn and self._seen:
-            self._known = self._seen
+        self._known = self._seen if learn and self._seen else self._known
         self.begin()
 
     def reach(self, layer: OffloadedLayer, *, again: bool) -> bool:

@@ -1,15 +1,31 @@
-"""Offloading: a block's parameters are on the host or on disk, and on the device only while it computes."""
+"""Offloading: a block's parameters are on the host or on disk, and on the device only while it computes.
+
+Note [Freed memory]
+~~~~~~~~~~~~~~~~~~~
+glibc keeps blocks that were freed, up to 32 MiB each, for the next request. With a fixed threshold every larger
+block is a mapping of its own, which goes back to the system when its tensor dies: the peak of the process falls by
+6 to 20%, for a few page faults (`memory/process.py` has the measurement of it).
+
+The threshold is the process's, so it is fixed while at least one wrapped model trains on the CPU, and set back to
+what glibc starts with when the last is detached or dropped. Only its growth by itself, as large blocks are freed, ends
+for good. Where the user has set it in the environment, it is left alone; other C libraries have no such thing.
+"""
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from memscale._torch import FakeTensor
+from memscale._util.locks import LateLock
 from memscale.checkpointing.technique import SlicesStage
 from memscale.execution_plan import Tier
+from memscale.memory.process import fix_malloc_threshold, restore_malloc_threshold
 from memscale.offload.activations import Activations, OffloadActivationsStage
 from memscale.offload.layer import OffloadedLayer
 from memscale.offload.prefetch import Prefetcher
@@ -23,7 +39,7 @@ from memscale.tiers.engine import Engine, async_settings
 if TYPE_CHECKING:
     from memscale.techniques.undo_log import UndoLog
 
-__all__ = ["Offloading", "Transfers", "activation_seconds"]
+__all__ = ["FreedMemory", "Offloading", "Transfers", "activation_seconds"]
 
 
 class Offloading:
@@ -34,10 +50,9 @@ class Offloading:
     def options(self, block: BlockProfile, terms: CostTerms) -> Iterable[BlockOption]:
         """Yield what keeping a block's parameters, gradients and optimizer state off the device costs.
 
-        Its parameters are copied to the device twice (forward and backward), its gradients back once, and the
-        optimizer steps the masters. With prefetching, copies go both ways at once, and only that remains which takes
-        longer than the computation beside it. One option is for a block that is not recomputed, one for a block that
-        is: recomputation covers transfers as well.
+        Its parameters are copied to the device twice, its gradients back once, and the optimizer steps the masters.
+        With prefetching, copies go both ways at once, and what takes no longer than the computation beside them is
+        hidden. One option is for a block that is not recomputed, one for a block that is: that covers transfers, too.
         """
         if not terms.config.enable_offloading or not block.used_bytes:
             return
@@ -82,10 +97,7 @@ def _tier_of(site: LayerSite) -> Tier:
 
 
 def activation_seconds(nbytes: int, terms: CostTerms, cover: float = 0.0) -> float:
-    """Return the time of copying activations to their tier and back.
-
-    With prefetching, what takes no longer than `cover` seconds each way is hidden.
-    """
+    """Return the seconds of copying activations to their tier and back, less `cover` each way with prefetching."""
     h2d, d2h = terms.link
     hidden = cover if terms.prefetch else 0.0
     return max(0.0, nbytes / d2h - hidden) + max(0.0, nbytes / h2d - hidden) + 2 * terms.rates.latency
@@ -94,8 +106,7 @@ def activation_seconds(nbytes: int, terms: CostTerms, cover: float = 0.0) -> flo
 class Transfers:
     """Offloads what layers save for backward, where the plan says so; and prefetches what they will need.
 
-    It is attached after all blocks have theirs, and so around their recomputation: what that keeps, the inputs, is
-    what is offloaded.
+    It is attached around the recomputation of blocks: what that keeps, the inputs, is what is offloaded.
     """
 
     def attach(self, site: ModelSite, log: UndoLog) -> None:
@@ -137,9 +148,10 @@ def _attach_activations(site: ModelSite, log: UndoLog, engine: Engine) -> None:
             continue
         tier: Tier = "disk" if site.device.type == "cpu" or layer.offloading.to == "disk" else "host"
         if tier not in tiers:
-            store, capacity = (site.placement.store, None) if tier == "disk" else (None, _room_on_host(site))
+            store = site.placement.store if tier == "disk" else None
+            room = _room_on_host(site) if tier == "host" else None
             tiers[tier] = Activations(
-                engine, site.device, store=store, capacity=capacity, logs=site.logs, meter=site.meter
+                engine, site.device, store=store, capacity=room, logs=site.logs, meter=site.meter
             )
         names: Sequence[str] = layer.members
         container = names[0].rpartition(".")[0]
@@ -159,9 +171,7 @@ def _room_on_host(site: ModelSite) -> int | None:
     cap = None if site.config is None else site.config.max_cpu_offload_bytes
     if cap is None:
         return None
-    on_disk = {id(parameter) for parameter in site.placement.on_disk}
-    parameters = list(site.model.parameters())
-    masters = [each for each in parameters if each.device.type == "cpu" and id(each) not in on_disk]
+    masters = site.placement.host_masters()
     trained = [each for each in masters if each.requires_grad]
     optimizer = site.plan.optimizer
     eight_bit = optimizer is not None and optimizer.eight_bit
@@ -169,6 +179,49 @@ def _room_on_host(site: ModelSite) -> int | None:
     state = 0
     if optimizer is None or optimizer.state != "disk":
         there = {id(each) for each in trained} | ids_with_state_on_host(site.model, site.plan)
-        state = sum(each.nbytes for each in parameters if each.requires_grad and id(each) in there)
+        parameters = (each for each in site.model.parameters() if each.requires_grad)
+        state = sum(each.nbytes for each in parameters if id(each) in there)
     taken = sum(each.nbytes for each in (*masters, *trained)) + int(moments * state)
     return max(0, cap - taken)
+
+
+# ---------------------------------------------------------------------- freed memory
+
+THRESHOLD = 2**20  # as good as 64 KiB, with fewer page faults
+
+_holders = 0  # models that have it now
+
+
+class FreedMemory:
+    """Has freed tensors return to the system while a plan is on a model that trains on the CPU."""
+
+    def attach(self, site: ModelSite, log: UndoLog) -> None:
+        plan = site.plan
+        whole = [each for each in (plan.optimizer, plan.loss, plan.precision) if each is not None]
+        does_anything = bool(whole) or any(layer.techniques for layer in plan.layers)
+        simulated = any(isinstance(each, FakeTensor) for each in site.model.parameters())
+        if site.device.type == "cpu" and does_anything and not simulated:
+            log.add(_Held())
+
+
+class _Held:
+    """One model's share in the fixed threshold, until it is undone or dropped."""
+
+    def __init__(self) -> None:
+        _counting.leave(1)
+        self.undo = weakref.finalize(self, _counting.leave, -1)
+        self.undo.atexit = False
+
+
+def _count(change: int) -> None:
+    global _holders
+    before, _holders = _holders, _holders + change
+    set_by_user = "MALLOC_MMAP_THRESHOLD_" in os.environ
+    set_by_user |= "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
+    if not set_by_user and _holders and not before:
+        fix_malloc_threshold(THRESHOLD)
+    elif not set_by_user and before and not _holders:
+        restore_malloc_threshold()
+
+
+_counting: LateLock[int] = LateLock(_count)  # models are dropped in finalizers, too

@@ -305,7 +305,7 @@ def _step_in_buckets(
     ] = []  # the bytes of each parameter, and how many such tensors of state are loaded
     filled = 0
     for parameter in here:
-        tensors = 2 if id(parameter) in loaded else 0
+        tensors = 2 if id(parameter) in loaded and parameter.nbytes >= PAGE else 0
         needed = (2 + tensors) * parameter.nbytes  # with its gradient
         if bucket and filled + needed > bucket_bytes:
             before, bucket, filled = step(bucket), [], 0

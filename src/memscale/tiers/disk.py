@@ -5,8 +5,8 @@ Note [Mapped tensors]
 A mapped tensor is a CPU tensor with a storage of its own: the optimizer steps on it, `state_dict` saves it, `deepcopy`
 copies it to ordinary memory. The system reads its pages when they are touched; `release_pages` takes them out of the
 process (RSS) without losing a bit. The mapping is shared and of a file, so it counts neither as private memory
-(RLIMIT_DATA) nor towards overcommit. It is unmapped when the last tensor over it dies. The finalizer is on the buffer
-that the storage holds, not on the storage: `share_memory_()` exchanges the memory of a storage that lives on.
+(RLIMIT_DATA) nor towards overcommit. It is unmapped when the last tensor over it dies, by a finalizer on the buffer
+that the storage holds: `share_memory_()` exchanges the memory of a storage that lives on.
 
 Note [Space on disk]
 ~~~~~~~~~~~~~~~~~~~~
@@ -32,12 +32,10 @@ import mmap
 import os
 import sys
 import tempfile
-import threading
 import weakref
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -45,12 +43,12 @@ from torch import nn
 
 from memscale._torch import is_fake
 from memscale._util.locks import LateLock
-from memscale.errors import ConfigError, TierError, TierFullError, shown
+from memscale.errors import TierError, TierFullError
 from memscale.hardware.host import find_disk
 from memscale.memory.record import is_mapped, mark_mapped, new_storages_are_mapped
 from memscale.units import format_bytes
 
-__all__ = ["PAGE", "DiskFile", "DiskStore", "Extent", "FreeList", "read_into", "round_up", "write_from"]
+__all__ = ["PAGE", "DiskFile", "DiskStore", "Extent", "FreeList", "round_up", "storage_at"]
 
 PAGE = mmap.PAGESIZE
 
@@ -65,11 +63,9 @@ WRITE_BYTES = 2**18
 class DiskStore:
     """A model's share of the disk: parameters, gradients, optimizer state and activations under one cap.
 
-    The file is made when the first tensor goes there.
-
     Args:
         directory: Where (`offload_dir`); None for what `find_disk` chooses.
-        capacity: The most bytes to take, a hard cap (`max_disk_offload_gb`); None for what is free then.
+        capacity: The most bytes to take, a hard cap (`max_disk_offload_gb`); None for what is free at first use.
 
     Example:
         >>> store = DiskStore(capacity=2**20)
@@ -100,14 +96,13 @@ class DiskStore:
         """Return a new contiguous mapped tensor without values; in a simulation one that only counts.
 
         Raises:
-            TierFullError: The cap would be exceeded, or the disk is full.
-            TierError: The file can't be made or mapped.
+            TierError: The cap would be exceeded or the disk is full (TierFullError), or it can't be used.
         """
         dtype = dtype or torch.get_default_dtype()
         nbytes = math.prod(shape) * dtype.itemsize
         plain = torch.empty(0, dtype=dtype, device=_CPU)
         if not nbytes:
-            return torch.empty(tuple(shape), dtype=dtype, device=_CPU)
+            return plain.view(tuple(shape))
         file = self.file
         extent = file.allocate(nbytes, counted_only=is_fake(plain))
         if is_fake(plain):
@@ -116,15 +111,7 @@ class DiskStore:
             mark_mapped(simulated.untyped_storage())
             weakref.finalize(simulated.untyped_storage(), file.free, extent).atexit = False
             return simulated
-        try:
-            address = file.map(extent)
-        except BaseException:
-            file.free(extent)
-            raise
-        buffer = (ctypes.c_char * nbytes).from_address(address)
-        # Not at exit: tensors that are still alive then are still used.
-        weakref.finalize(buffer, file.free, extent).atexit = False
-        storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+        storage = storage_at(extent.address, nbytes, lambda: file.free(extent))
         mark_mapped(storage)
         return plain.set_(storage, 0, tuple(shape))  # type: ignore[call-overload,no-any-return]
 
@@ -137,8 +124,7 @@ class DiskStore:
 
         def dense_copy(dense: torch.Tensor) -> torch.Tensor:
             copy = self.empty(dense.shape, dense.dtype)
-            if not is_fake(copy):
-                self.fill(copy, dense)
+            self.fill(copy, dense)
             return copy
 
         with torch.no_grad():
@@ -146,6 +132,8 @@ class DiskStore:
 
     def fill(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
         """Write values to a tensor; through the file if it is mapped here, so that it takes no pages."""
+        if is_fake(tensor):
+            return
         with torch.no_grad():
             extent = self._extent_of(tensor) if tensor.is_contiguous() and tensor.numel() else None
             if extent is None or self.file.is_forked or tensor.storage_offset():
@@ -182,8 +170,7 @@ class DiskStore:
     def release_pages(self, tensor: torch.Tensor) -> int:
         """Take a tensor's pages out of this process until they are touched again, if it is mapped here.
 
-        Returns:
-            How many bytes of pages were released: of a view, the whole pages of what it spans.
+        Returns the bytes that were released: of a view, the whole pages of what it spans.
         """
         extent = self._extent_of(tensor) if tensor.numel() else None
         if extent is None or self.file.is_forked:
@@ -208,7 +195,7 @@ class DiskStore:
         if self._file is None or type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device != _CPU:
             return None
         strided = tensor.layout is torch.strided
-        return self._file.mapped_at(tensor.untyped_storage().data_ptr()) if strided else None
+        return self._file.mapped.get(tensor.untyped_storage().data_ptr()) if strided else None
 
 
 def _in_the_same_order(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -216,7 +203,7 @@ def _in_the_same_order(tensor: torch.Tensor, make: Callable[[torch.Tensor], torc
     if tensor.is_contiguous():
         return make(tensor)
     strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], axis))
+    order = sorted(range(tensor.dim()), key=lambda axis: -strides[axis])
     back = sorted(range(tensor.dim()), key=order.__getitem__)
     return make(tensor.detach().permute(order)).permute(back)
 
@@ -227,22 +214,24 @@ def _addresses_of(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
 
 
+def storage_at(address: int, nbytes: int, free: Callable[[], None]) -> torch.UntypedStorage:
+    """Return a storage over memory that `free` is called for when nothing refers to it any more."""
+    buffer = (ctypes.c_char * nbytes).from_address(address)
+    # Not at exit: tensors that are still alive then are still used.
+    weakref.finalize(buffer, free).atexit = False
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
 # ---------------------------------------------------------------------- the file
 
 
 @dataclass(eq=False)
 class Extent:
-    """A range of the file that belongs to whoever asked for it.
+    """A range of the file that belongs to whoever asked for it."""
 
-    Attributes:
-        offset: Where it starts, at a page; -1 for space that is only counted (fake tensors have no bytes).
-        nbytes: Its length, in whole pages.
-        address: Where it is mapped; None if it is not.
-    """
-
-    offset: int
-    nbytes: int
-    address: int | None = None
+    offset: int  # of its first page; -1 for space that is only counted (fake tensors have no bytes)
+    nbytes: int  # in whole pages
+    address: int = 0  # where it is mapped; 0 if it is not
 
 
 class DiskFile:
@@ -250,26 +239,14 @@ class DiskFile:
 
     Raises:
         HardwareError: The directory is a file, or no parent of it exists.
-        ConfigError: The capacity is negative.
-
-    Example:
-        >>> file = DiskFile(capacity=2**20)
-        >>> extent = file.allocate(5000)
-        >>> file.bytes_used
-        8192
-        >>> file.free(extent)
-        >>> file.close()
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, capacity: int | None = None) -> None:
         disk = find_disk(directory)
-        if capacity is not None and capacity < 0:
-            raise ConfigError(
-                f"capacity={shown(capacity)} is not allowed: give a number of bytes, 0 or more."
-            )
-        self.directory: Path = disk.directory
-        self.capacity: int = disk.free_bytes if capacity is None else capacity
-        self._used = 0
+        self.directory = disk.directory
+        self.capacity = disk.free_bytes if capacity is None else capacity
+        self.bytes_used = 0  # in whole pages; never above the capacity
+        self.mapped: dict[int, Extent] = {}  # by address
         self._end = 0
         self._spare = FreeList()  # freed, and still allocated on the disk
         self._holes = FreeList()  # punched out: their space is the disk's again
@@ -277,21 +254,14 @@ class DiskFile:
         self._file: IO[bytes] | None = None
         self._pid = os.getpid()
         self._closed = False
-        self._opening = threading.Lock()
         self._lock: LateLock[Extent] = LateLock(self._release)
-        self._mapped: dict[int, Extent] = {}  # by address
         self._is_private = False
         _files.add(self)
 
     @property
-    def bytes_used(self) -> int:
-        """Bytes handed out now, in whole pages; never above the capacity."""
-        return self._used
-
-    @property
     def bytes_on_disk(self) -> int:
-        """Those, and spare extents; never above the capacity either."""
-        return self._used + self._spare.total
+        """Bytes in use and of spare extents; never above the capacity either."""
+        return self.bytes_used + self._spare.total
 
     @property
     def is_forked(self) -> bool:
@@ -300,37 +270,26 @@ class DiskFile:
 
     @property
     def fd(self) -> int:
-        """The descriptor of the file, which is made if there is none yet.
-
-        Raises:
-            TierError: The directory can't be made or written to, or the file is closed.
-        """
-        with self._opening:
-            if self._file is None:
-                if self._closed:
-                    raise TierError("This disk tier is closed: make a new one to offload again.")
-                try:
-                    self.directory.mkdir(parents=True, exist_ok=True)
-                    self._file = tempfile.TemporaryFile(dir=self.directory, prefix="memscale-", buffering=0)  # noqa: SIM115
-                    weakref.finalize(self, self._file.close)  # else Python warns of an unclosed file
-                except OSError as error:
-                    reason = os.strerror(error.errno) if error.errno else str(error)
-                    raise TierError(
-                        f"Can't offload to {self.directory}: {reason}. Give a directory on a disk with room that you "
-                        "may write to, by Config(offload_dir=...) or MEMSCALE_OFFLOAD_DIR. No tensor was moved."
-                    ) from error
-            return self._file.fileno()
+        """The descriptor of the file, which is made if there is none yet, or a TierError is raised."""
+        if self._file is None:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._file = tempfile.TemporaryFile(dir=self.directory, prefix="memscale-", buffering=0)  # noqa: SIM115
+                weakref.finalize(self, self._file.close)  # else Python warns of an unclosed file
+            except OSError as error:
+                reason = os.strerror(error.errno) if error.errno else str(error)
+                raise TierError(
+                    f"Can't offload to {self.directory}: {reason}. Give a directory on a disk with room that you "
+                    "may write to, by Config(offload_dir=...) or MEMSCALE_OFFLOAD_DIR. No tensor was moved."
+                ) from error
+        return self._file.fileno()
 
     def allocate(self, nbytes: int, *, counted_only: bool = False) -> Extent:
-        """Return an extent of so many bytes.
-
-        Args:
-            nbytes: More than 0; rounded up to whole pages.
-            counted_only: Take it off the capacity, and nothing off the disk.
+        """Return an extent of so many bytes, in whole pages, mapped; if `counted_only`, only taken off the capacity.
 
         Raises:
-            TierFullError: The cap would be exceeded, or the disk is full. Nothing was taken.
-            TierError: The directory is unusable, the file is closed, or this process is a fork.
+            TierError: The cap would be exceeded or the disk is full (TierFullError), the directory can't be used, the
+                file is closed, or this process is a fork. Nothing was taken.
         """
         length = round_up(nbytes)
         if self.is_forked:
@@ -340,39 +299,23 @@ class DiskFile:
             )
         if self._closed:
             raise TierError("This disk tier is closed: make a new one to offload again.")
-        fd = -1 if counted_only else self.fd
         with self._lock:
+            fd = -1 if counted_only else self.fd
             offset = None if counted_only else self._spare.take(length)
             if offset is None:
-                self._punch_spares(self.capacity - self._used - length)
+                self._punch_spares(self.capacity - self.bytes_used - length)
                 if self.bytes_on_disk + length > self.capacity:
                     raise TierFullError(
                         f"The disk tier at {self.directory} is full: {format_bytes(nbytes)} more would exceed its cap "
-                        f"of {format_bytes(self.capacity)}, of which {format_bytes(self._used)} is used. The tensor "
-                        "stays where it is. Raise Config(max_disk_offload_gb=...)."
+                        f"of {format_bytes(self.capacity)}, of which {format_bytes(self.bytes_used)} is used. The "
+                        "tensor stays where it is. Raise Config(max_disk_offload_gb=...)."
                     )
                 offset = -1 if counted_only else self._grow(fd, length, nbytes)
-            self._used += length
-            return Extent(offset, length)
-
-    def map(self, extent: Extent) -> int:
-        """Map an extent, shared and writable, and return its address, or raise a TierError."""
-        address = _libc().mmap(None, extent.nbytes, _READ_WRITE, mmap.MAP_SHARED, self.fd, extent.offset)
-        if address is None or address == _MAP_FAILED:
-            code = ctypes.get_errno()
-            advice = "Raise it with sysctl, or offload less" if code == errno.ENOMEM else "Try another disk"
-            raise TierError(
-                f"Can't map {extent.nbytes} bytes of the file in {self.directory}: {os.strerror(code)}. A process may "
-                f"have as many mappings as vm.max_map_count says, and this file has {len(self._mapped)}. {advice}."
-            )
-        extent.address = int(address)
-        with self._lock:
-            self._mapped[extent.address] = extent
-        return extent.address
-
-    def mapped_at(self, address: int) -> Extent | None:
-        """Return the extent that is mapped at an address."""
-        return self._mapped.get(address)
+            self.bytes_used += length
+            extent = Extent(offset, length)
+            if not counted_only:
+                self._map(extent)
+            return extent
 
     def free(self, extent: Extent) -> None:
         """Unmap and free an extent. Safe in finalizers, see Note [Finalizers]."""
@@ -381,31 +324,39 @@ class DiskFile:
     def close(self) -> None:
         """Allocate nothing more. Extents stay valid until they are freed."""
         self._closed = True
-        if not self.bytes_used and not self.is_forked:
-            self._spare, self._holes = FreeList(), FreeList()
-            if self._file is not None:
-                self._file.close()
-            self._file = None
+        if self._file is not None and not self.bytes_used and not self.is_forked:
+            self._file.close()
 
     def make_private(self) -> None:
         """Keep what this process writes from the file, in a child that has just been forked. See Note [Fork]."""
         self._lock.renew()
-        self._opening = threading.Lock()
         if self._is_private:
             return  # since an earlier fork: what was written since is not in the file
         self._is_private = True
         flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
-        for address, extent in self._mapped.items():
-            assert self._file is not None
-            fd = self._file.fileno()
-            if _libc().mmap(address, extent.nbytes, _READ_WRITE, flags, fd, extent.offset) != address:
+        for address, extent in self.mapped.items():
+            if _libc().mmap(address, extent.nbytes, _READ_WRITE, flags, self.fd, extent.offset) != address:
                 _libc().mprotect(address, extent.nbytes, mmap.PROT_READ)  # to write ends the process
 
     # The rest runs under the lock.
 
+    def _map(self, extent: Extent) -> None:
+        """Map an extent, shared and writable, or free it and raise a TierError."""
+        address = _libc().mmap(None, extent.nbytes, _READ_WRITE, mmap.MAP_SHARED, self.fd, extent.offset)
+        if address is None or address == _MAP_FAILED:
+            code = ctypes.get_errno()
+            self._release(extent)
+            advice = "Raise it with sysctl, or offload less" if code == errno.ENOMEM else "Try another disk"
+            raise TierError(
+                f"Can't map {extent.nbytes} bytes of the file in {self.directory}: {os.strerror(code)}. A process may "
+                f"have as many mappings as vm.max_map_count says, and this file has {len(self.mapped)}. {advice}."
+            )
+        extent.address = int(address)
+        self.mapped[extent.address] = extent
+
     def _grow(self, fd: int, length: int, nbytes: int) -> int:
         """Allocate a new extent, in a hole or at the end; returns its offset."""
-        hole = self._holes.find(length)
+        hole = self._holes.take(length)
         offset = self._end if hole is None else hole
         try:
             try:
@@ -420,65 +371,46 @@ class DiskFile:
                 if hole is None:
                     os.ftruncate(fd, offset)
                 else:
+                    self._holes.add(offset, length)
                     _punch_hole(fd, offset, length)
-            if error.errno not in _DISK_FULL:
-                raise TierError(
-                    f"Can't take {format_bytes(nbytes)} of the disk at {self.directory}: {error.strerror}. The "
-                    "tensor was not moved. Give another directory by Config(offload_dir=...)."
-                ) from error
+            kind = TierFullError if error.errno in _DISK_FULL else TierError
             reason = f"{error.strerror}, with {format_bytes(find_disk(self.directory).free_bytes)} free"
             if error.errno == errno.EFBIG:
                 reason = "files may not grow that large here (ulimit -f)"
-            raise TierFullError(
+            raise kind(
                 f"The disk at {self.directory} has no room for {format_bytes(nbytes)} more: {reason}; MemScale "
                 f"holds {format_bytes(self.bytes_on_disk)} of it. The tensor stays where it is. Free some space, "
                 "or give another disk by Config(offload_dir=...)."
             ) from error
-        if hole is None:
-            self._end += length
-        else:
-            self._holes.take(length)
+        self._end = max(self._end, offset + length)
         return offset
 
     def _punch_spares(self, limit: int) -> None:
         """Return spare extents to the disk until no more bytes of them are left than the limit."""
-        if self.is_forked or self._file is None:
-            return  # the parent may have used them since
         while self._can_punch and self._spare.total > max(0, limit):
             offset, length = self._spare.pop()
-            try:
-                self._can_punch = _punch_hole(self._file.fileno(), offset, length)
-            except OSError:
-                self._can_punch = False
+            self._can_punch = _punch_hole(self.fd, offset, length)
             (self._holes if self._can_punch else self._spare).add(offset, length)
 
     def _release(self, extent: Extent) -> None:
-        if extent.address is not None:
-            del self._mapped[extent.address]
+        if extent.address:
+            del self.mapped[extent.address]
             _libc().munmap(extent.address, extent.nbytes)
         if self.is_forked:
             return  # see Note [Fork]
-        self._used -= extent.nbytes
+        self.bytes_used -= extent.nbytes
         if extent.offset >= 0:
             self._spare.add(extent.offset, extent.nbytes)
 
 
 class FreeList:
-    """Free ranges of a file, in order; neighbours are joined.
-
-    Example:
-        >>> free = FreeList()
-        >>> free.add(0, 64); free.add(64, 64)
-        >>> free.take(96), free.take(96), free.total
-        (0, None, 32)
-    """
+    """Free ranges of a file or of memory, in order; neighbours are joined."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []  # (offset, length), in order
         self.total = 0
 
     def add(self, offset: int, length: int) -> None:
-        """Add a range."""
         self.total += length
         index = bisect_left(self._ranges, (offset, 0))
         if index < len(self._ranges) and self._ranges[index][0] == offset + length:
@@ -488,20 +420,14 @@ class FreeList:
             length += before
         insort(self._ranges, (offset, length))
 
-    def find(self, length: int) -> int | None:
-        """Return where the first range that is long enough starts."""
-        return next((offset for offset, size in self._ranges if size >= length), None)
-
     def take(self, length: int) -> int | None:
         """Cut a range of this length off the first that has it; returns its offset, None if there is none."""
-        offset = self.find(length)
-        if offset is None:
-            return None
-        _, size = self._ranges.pop(bisect_left(self._ranges, (offset, 0)))
-        if size > length:
-            insort(self._ranges, (offset + length, size - length))
-        self.total -= length
-        return offset
+        for index, (offset, size) in enumerate(self._ranges):
+            if size >= length:
+                self._ranges[index : index + 1] = [(offset + length, size - length)] if size > length else []
+                self.total -= length
+                return offset
+        return None
 
     def pop(self) -> tuple[int, int]:
         """Remove the last range, whole; returns its offset and length."""
@@ -543,8 +469,7 @@ def read_into(fd: int, tensor: torch.Tensor, offset: int) -> None:
 
 def _memory_of(tensor: torch.Tensor) -> memoryview:
     # Not by numpy, which is no dependency and lacks bfloat16 and float8.
-    kind = ctypes.c_char * tensor.nbytes
-    return memoryview(kind.from_address(tensor.data_ptr())).cast("B")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def round_up(nbytes: int, unit: int = PAGE) -> int:
@@ -603,9 +528,4 @@ def _punch_hole(fd: int, offset: int, nbytes: int) -> bool:
     """Return a range of a file to its disk; False where the file system can't."""
     if not sys.platform.startswith("linux"):
         return False
-    if _libc().fallocate(fd, _PUNCH_HOLE_KEEP_SIZE, offset, nbytes) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EOPNOTSUPP, errno.ENOSYS):
-        return False
-    raise OSError(code, f"fallocate: {os.strerror(code)}")
+    return bool(_libc().fallocate(fd, _PUNCH_HOLE_KEEP_SIZE, offset, nbytes) == 0)

@@ -4,8 +4,8 @@ Note [Page-locked memory]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 Only between page-locked (pinned) host memory and a CUDA device are copies asynchronous, and as fast as the link. One
 `PinnedMemory` per model hands it out, within `AsyncOffloadConfig.pinned_pool_gb` (by default half of the host's RAM):
-first to the masters of offloaded parameters, then to gradients, which stay in the memory that they arrived in, to
-optimizer state and to activations. What does not fit is in ordinary memory.
+to the masters of offloaded parameters, to gradients, which stay in the memory that they arrived in, to optimizer state
+and to activations. What does not fit is in ordinary memory.
 
 Note [Copy streams]
 ~~~~~~~~~~~~~~~~~~~
@@ -13,12 +13,11 @@ Device to host: the copy waits for what computed the tensor (an event on the com
 until the compute stream has waited for the copy; then its memory is reused in the order of that stream. Host to device:
 the copy waits for nothing on the compute stream, or it could not overlap with it; only for the copy from the device, if
 that may still be running. Its result is allocated on the copy stream and used on the compute stream: `record_stream`
-tells the allocator so. Copies are asynchronous only from and to page-locked memory; others are correct, and slower.
+tells the allocator so.
 """
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import functools
 import os
@@ -26,32 +25,30 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from memscale._torch import is_fake
 from memscale._util.locks import LateLock
 from memscale.config import AsyncOffloadConfig, Config
-from memscale.errors import ConfigError, TierFullError, TransferError, shown
+from memscale.errors import TierFullError, TransferError
 from memscale.execution_plan import Plan
 from memscale.hardware.host import read_host
-from memscale.tiers.disk import FreeList, round_up
+from memscale.tiers.disk import FreeList, round_up, storage_at
 from memscale.units import format_bytes
 
-__all__ = ["ENVIRONMENT", "Engine", "HostMemory", "Lane", "PinnedMemory", "Transfer", "async_settings"]
+__all__ = ["Engine", "HostMemory", "Lane", "PinnedMemory", "Transfer", "async_settings"]
 
 T = TypeVar("T")
 
 _ALIGNMENT = 512  # as CUDA's own allocations have it
 _BLOCK_BYTES = 64 * 2**20  # of page-locked memory that masters and gradients are cut from
 
-PINNED_SHARE = 0.5
-"""Of the host's RAM, what may be page-locked for one model where the Config does not say."""
-
-MASTERS_SHARE = 7 / 8
-"""Of that, what masters may take: the rest is for gradients and activations on their way."""
+PINNED_SHARE = 0.5  # of the host's RAM, what may be page-locked for one model where the Config does not say
+MASTERS_SHARE = (
+    7 / 8
+)  # of that, what masters may take: the rest is for gradients and activations on their way
 
 
 class Lane(enum.Enum):
@@ -69,11 +66,7 @@ class Transfer(Generic[T]):
         self._value = value
 
     def wait(self) -> T:
-        """Return its result, which what the caller computes from now on may use.
-
-        Raises:
-            TransferError: It failed; its cause is chained.
-        """
+        """Return its result, which what the caller computes from now on may use, or raise a TransferError."""
         return self._value
 
     def finish(self) -> T:
@@ -129,23 +122,16 @@ class Engine:
     Args:
         config: How transfers overlap with the computation; None if they do not.
         pinned: The model's page-locked memory; by default of its own.
-
-    Attributes:
-        depth: How many layers ahead of the one that computes are fetched; 0 if none are.
-
-    Example:
-        >>> engine = Engine(AsyncOffloadConfig(prefetch_depth=3))
-        >>> engine.run(lambda: 1 + 1, Lane.WORKER, torch.device("cpu")).wait(), engine.depth
-        (2, 3)
     """
 
     def __init__(self, config: AsyncOffloadConfig | None = None, pinned: PinnedMemory | None = None) -> None:
         self._config = config
-        self.depth = 0 if config is None else config.prefetch_depth
+        self.depth = 0 if config is None else config.prefetch_depth  # how many layers are prefetched
         self.pinned = pinned or PinnedMemory(None if config is None else config.pinned_pool_bytes)
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._workers: ThreadPoolExecutor | None = None
+        # Which starts a thread when the first transfer needs one.
+        self._workers = ThreadPoolExecutor(config.workers if config else 1, "memscale-offload")
         self._streams: dict[tuple[torch.device, bool], torch.cuda.Stream] = {}
 
     @property
@@ -162,10 +148,10 @@ class Engine:
         outward: bool = False,
         after: Transfer[None] | None = None,
     ) -> Transfer[T]:
-        """Run `work`, now or soon.
+        """Run `work`, now or soon. An error in it is raised here if it runs here, and else by `wait()`.
 
         Args:
-            work: What to do. An error in it is raised here if it runs here, and else by `wait()`.
+            work: What to do.
             lane: Where it runs, if the engine is asynchronous.
             device: The device that the tensors come from or go to.
             outward: Whether it copies away from the device, and so must wait for what is computed there.
@@ -175,7 +161,7 @@ class Engine:
         if self._config is None or lane is Lane.CALLER or (forked and lane is Lane.WORKER):
             return Transfer(work())
         if device.type != "cuda":
-            return WorkerTransfer(self._executor(self._config.workers).submit(work))
+            return WorkerTransfer(self._workers.submit(work))
         stream = self._stream(device, outward)
         compute = torch.cuda.current_stream(device)
         computed = compute.record_event() if outward else None
@@ -197,19 +183,13 @@ class Engine:
             _record_use(value, compute)
             return value
 
-        return WorkerTransfer(self._executor(self._config.workers).submit(in_worker))
+        return WorkerTransfer(self._workers.submit(in_worker))
 
     def drain(self, device: torch.device) -> None:
         """Block until copies to the device are over: what they read may be changed then."""
         stream = self._streams.get((device, False))
         if stream is not None:
             stream.synchronize()
-
-    def _executor(self, workers: int) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._workers is None:
-                self._workers = ThreadPoolExecutor(workers, thread_name_prefix="memscale-offload")
-            return self._workers
 
     def _stream(self, device: torch.device, outward: bool) -> torch.cuda.Stream:
         with self._lock:
@@ -226,8 +206,7 @@ def _record_use(value: object, stream: torch.cuda.Stream) -> None:
 # ---------------------------------------------------------------------- host memory
 
 
-@dataclass(eq=False)
-class _Block:
+class _Block(NamedTuple):
     memory: torch.Tensor
     free: FreeList
 
@@ -240,9 +219,6 @@ class PinnedMemory:
 
     Args:
         limit: The most bytes to lock; None for `PINNED_SHARE` of the host's RAM.
-
-    Attributes:
-        bytes_locked: Bytes that are locked now.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -278,24 +254,19 @@ class PinnedMemory:
 
         Args:
             tensor: The tensor.
-            device: The device that it is copied from or to.
-            share: Of the limit, what may be locked for it.
-
-        Returns:
-            The memory; None where the limit, or the system, does not allow it, and for other devices than CUDA's.
+            device: The device that it is copied from or to; for others than CUDA's, None is returned.
+            share: Of the limit, what may be locked for it; None is returned where there is no more.
         """
         if device.type != "cuda" or is_fake(tensor) or not tensor.numel():
             return None
         size = round_up(tensor.nbytes, _ALIGNMENT)
         with self._lock:
-            block = next((each for each in self._blocks if each.free.find(size) is not None), None)
-            block = block or self._add_block(size, share)
-            offset = None if block is None else block.free.take(size)
-        if block is None or offset is None:
+            found = self._take(size) or (self._take(size) if self._add_block(size, share) else None)
+        if found is None:
             return None
-        buffer = (ctypes.c_char * tensor.nbytes).from_address(block.memory.data_ptr() + offset)
-        weakref.finalize(buffer, self._lock.leave, (block, offset, size)).atexit = False
-        storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+        block, offset = found
+        address = block.memory.data_ptr() + offset
+        storage = storage_at(address, tensor.nbytes, lambda: self._lock.leave((block, offset, size)))
         strides = torch.empty_like(tensor, device="meta").stride()
         empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return empty.set_(storage, 0, tensor.shape, strides)
@@ -303,24 +274,31 @@ class PinnedMemory:
     def trim(self) -> None:
         """Unlock blocks that nothing is in."""
         with self._lock:
-            unused = [each for each in self._blocks if each.free.total == each.memory.nbytes]
-            self._blocks = [each for each in self._blocks if each not in unused]
-            self.bytes_locked -= sum(each.memory.nbytes for each in unused)
+            used = [each for each in self._blocks if each.free.total < each.memory.nbytes]
+            self.bytes_locked -= sum(each.memory.nbytes for each in self._blocks)
+            self.bytes_locked += sum(each.memory.nbytes for each in used)
+            self._blocks = used
 
     @staticmethod
     def size_of(nbytes: int) -> int:
         """Return what torch's allocator takes."""
         return 1 << max(nbytes - 1, 0).bit_length()
 
-    def _add_block(self, size: int, share: float) -> _Block | None:
+    def _take(self, size: int) -> tuple[_Block, int] | None:
+        for block in self._blocks:
+            offset = block.free.take(size)
+            if offset is not None:
+                return block, offset
+        return None
+
+    def _add_block(self, size: int, share: float) -> bool:
         for nbytes in (max(size, _BLOCK_BYTES), size):
             memory = self._lock_pages(self.size_of(nbytes), share)
             if memory is not None:
-                block = _Block(memory, FreeList())
-                block.free.add(0, memory.nbytes)
-                self._blocks.append(block)
-                return block
-        return None
+                self._blocks.append(_Block(memory, FreeList()))
+                self._blocks[-1].free.add(0, memory.nbytes)
+                return True
+        return False
 
     def _lock_pages(self, nbytes: int, share: float) -> torch.Tensor | None:
         if not self._works or self.bytes_locked + self.size_of(nbytes) > share * self.limit:
@@ -352,9 +330,6 @@ class HostMemory:
     Args:
         capacity: The most bytes to take (`max_cpu_offload_gb`); None for what the host has free now.
         pinned: Where its page-locked memory comes from.
-
-    Attributes:
-        bytes_used: Bytes of the tensors that are alive.
     """
 
     def __init__(self, capacity: int | None = None, pinned: PinnedMemory | None = None) -> None:
@@ -364,21 +339,15 @@ class HostMemory:
         self._lock: LateLock[int] = LateLock(self._release)
 
     def empty_like(self, flat: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
-        """Return host memory for a flat tensor: page-locked where CUDA copies to it, and where pages can be locked.
+        """Return host memory as large as a flat tensor, page-locked where CUDA copies to it and pages can be locked.
 
-        Args:
-            flat: A tensor as large.
-            source: A tensor on the device that is copied from; `flat` itself if it is not given.
-
-        Raises:
-            TierFullError: The cap would be exceeded.
+        `source` is the tensor on the device that is copied from, by default `flat`. Raises a TierFullError at the cap.
         """
-        memory, size = None, flat.nbytes
+        memory, size = None, PinnedMemory.size_of(flat.nbytes)
         source = flat if source is None else source
-        if source.device.type == "cuda" and not is_fake(source):
-            size = PinnedMemory.size_of(flat.nbytes)
-            memory = self._pinned.allocate(flat.nbytes) if self.bytes_used + size <= self.capacity else None
-            size = size if memory is not None else flat.nbytes
+        if source.device.type == "cuda" and not is_fake(source) and self.bytes_used + size <= self.capacity:
+            memory = self._pinned.allocate(flat.nbytes)
+        size = flat.nbytes if memory is None else size
         with self._lock:
             if self.bytes_used + size > self.capacity:
                 raise TierFullError(
@@ -398,30 +367,10 @@ class HostMemory:
 
 # ---------------------------------------------------------------------- settings
 
-ENVIRONMENT = "MEMSCALE_ASYNC_OFFLOAD"
-"""Set to 1, transfers overlap with compute wherever a Config does not say."""
-
-_ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
-
 
 def async_settings(plan: Plan, config: Config | None) -> AsyncOffloadConfig | None:
-    """Return how transfers overlap with the computation; None if they do not.
-
-    What the user has set in the Config wins; else the environment or the plan can switch it on.
-
-    Raises:
-        ConfigError: The environment's variable is none of the words for yes and no.
-    """
+    """Return how transfers overlap with the computation, None if they do not: as the user has set it, else the plan."""
     config = config or Config()
-    value = os.environ.get(ENVIRONMENT, "").strip().lower()
-    if "async_offload" in config.explicit_fields:
-        wanted = config.async_offload
-    elif plan.async_offload or value in _ON:
-        wanted = True
-    elif value in _OFF:
-        wanted = False
-    else:
-        raise ConfigError(
-            f"{ENVIRONMENT}={shown(value)} in the environment is not allowed: set it to 1 or 0."
-        )
+    explicit = "async_offload" in config.explicit_fields
+    wanted = config.async_offload if explicit else plan.async_offload
     return (config.async_config or AsyncOffloadConfig()) if wanted else None
