@@ -90,9 +90,10 @@ class BucketedSteps(StepSubscriber):
         self._splits_before: MutableMapping[Optimizer, int] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # some of whose state is ours
         self._wholes: dict[int, Tensor] = {}  # the parameter of the slice that is being stepped
-        self._unavailable = ""  # the reason that was last given
         self._eight_bit: EightBitState | None = None
         self._mover = StateMover(StateStore(disk), self._meter)
+        self._configuration: tuple[list[int], list[int], set[int], StateStore, int]
+        self._configuration = ([], [], set(), self._mover.store, 1)
         self._configure([], [], set(), self._mover.store, 1, logs=False)
 
     def _configure(
@@ -105,27 +106,24 @@ class BucketedSteps(StepSubscriber):
         *,
         logs: bool,
     ) -> None:
-        self._configuration = [*map(id, parameters)], [*map(id, in_eight_bits)], beside, store, bucket_bytes
         self._beside = beside
         self._bucket_bytes = bucket_bytes
         self._logger = logger if logs else _SILENT
         # Not weakly: torch.utils.swap_tensors, which moves parameters, takes none that are referred to so.
         self._parameters = {id(each): each for each in parameters}
-        if self._eight_bit is None or [*self._eight_bit.parameters] != self._configuration[1]:
-            self._eight_bit = self._find_eight_bit(in_eight_bits)
+        moments = [*map(id, in_eight_bits)]
+        if moments != self._configuration[1]:
+            self._eight_bit = None
+            try:
+                if in_eight_bits:
+                    self._eight_bit = EightBitState(
+                        in_eight_bits, find_quantizer(in_eight_bits), self._logger
+                    )
+            except Unavailable as reason:
+                self._logger.warning("No 8-bit optimizer, the standard one goes on as it is: %s.", reason)
+        self._configuration = [*map(id, parameters)], moments, beside, store, bucket_bytes
         self._every = ChainMap(self._parameters, self._eight_bit.parameters if self._eight_bit else {})
         self._mover.store = store
-
-    def _find_eight_bit(self, parameters: list[nn.Parameter]) -> EightBitState | None:
-        if not parameters:
-            return None
-        try:
-            return EightBitState(parameters, find_quantizer(parameters), self._logger)
-        except Unavailable as reason:
-            if str(reason) != self._unavailable and not self._logger.disabled:
-                self._unavailable = str(reason)
-                self._logger.warning("No 8-bit optimizer, the standard one goes on as it is: %s.", reason)
-            return None
 
     @property
     def store(self) -> StateStore:
@@ -305,84 +303,73 @@ class BucketedSteps(StepSubscriber):
     # ------------------------------------------------------------------ a step
 
     def _run_in_buckets(self, optimizer: Optimizer, call: Callable[[], Any]) -> None:
-        bucketed: deque[Member] = deque()
+        new_state = NewState(optimizer)
+        bucketed: deque[Stepped] = deque()
+        idle: list[Stepped] = []
         others: list[Member] = []
-        for member in members_of(optimizer):
-            is_ours = id(member.parameter) in self._parameters or self.quantizes(optimizer, member.parameter)
-            (bucketed if is_ours and member.parameter.grad is not None else others).append(member)
-        # No gradient now, but maybe state: loaded from a checkpoint, or from before.
-        idle = [member for member in others if id(member.parameter) in self._parameters]
         try:
-            needs = self._reserve(optimizer, (*bucketed, *idle))
-            buckets = self._buckets(optimizer, bucketed, others, needs)
+            # Room for all state that the step will store, before a parameter is changed.
+            for member in members_of(optimizer):
+                each, is_ours = self._stepped(optimizer, member), id(member.parameter) in self._parameters
+                if member.parameter.grad is not None and (is_ours or each.quantized):
+                    new = new_state.of(optimizer.param_groups[member.group], member.parameter)
+                    bucketed.append(self._reserve(optimizer, each._replace(new=new)))
+                else:
+                    others.append(member)
+                    if is_ours:  # no gradient now, but maybe state: loaded from a checkpoint, or from before
+                        idle.append(self._reserve(optimizer, each))
+            buckets = self._buckets(optimizer, bucketed, others)
             with SplitStep(optimizer) as split, contextlib.closing(buckets):
-                for stepped, shown in buckets:
+                for bucket, shown in buckets:
                     # See Note [Two buckets]: the state of the bucket before is being saved.
                     with torch.no_grad(), self._meter.timing("optimizer state"):
-                        for each in stepped:
+                        for each in bucket:
                             self._mover.prefetch(optimizer.state.get(each.parameter), each.parameter)
                     split.show(shown)
-                    self._run_bucket(optimizer, stepped, call)
-            for member in idle:
-                self._save(optimizer, self._stepped(optimizer, member))
+                    self._run_bucket(optimizer, bucket, call)
+            for each in idle:
+                self._save(optimizer, each)
         finally:
             self._mover.end_step()
-
-    def _buckets(
-        self,
-        optimizer: Optimizer,
-        bucketed: deque[Member],
-        others: list[Member],
-        needs: dict[Member, tuple[int, dict[str, Tensor]]],
-    ) -> Generator[_Bucket]:
-        """Yield the buckets of one step; what is to be done after one is done when the next is asked for."""
-        while bucketed:
-            bucket = [bucketed.popleft()]
-            needed = needs[bucket[0]][0]
-            while bucketed and needed + needs[bucketed[0]][0] <= self._bucket_bytes:
-                bucket.append(bucketed.popleft())
-                needed += needs[bucket[-1]][0]
-            length = self._slice_length(optimizer, bucket[0].parameter, needed)
-            if length is not None:
-                yield from self._slices(optimizer, bucket[0], needs[bucket[0]][1], length)
-            else:
-                # Whatever is not bucketed is stepped once, too: with the last bucket.
-                shown = bucket if bucketed else [*bucket, *others]
-                yield [self._stepped(optimizer, each) for each in bucket], shown
-                others = others if bucketed else []
-        if others:
-            yield [], others
 
     def _stepped(self, optimizer: Optimizer, member: Member) -> Stepped:
         parameter = member.parameter
         is_kept = id(parameter) in self._parameters and id(parameter) not in self._beside
         stored = is_kept and self.store.takes(parameter)
-        return Stepped(parameter, stored, self.quantizes(optimizer, parameter), {})
+        return Stepped(member, stored, self.quantizes(optimizer, parameter), {})
 
-    def _reserve(
-        self, optimizer: Optimizer, members: Iterable[Member]
-    ) -> dict[Member, tuple[int, dict[str, Tensor]]]:
-        """Allocate room for all state that the step will store, before a parameter is changed.
-
-        Returns:
-            The bytes of each parameter with its gradient and its loaded state, and the state that the step will make.
-        """
-        new_state = NewState(optimizer)
-        needs = {}
+    def _reserve(self, optimizer: Optimizer, each: Stepped) -> Stepped:
+        """Allocate room for what of a parameter's state the step will store, and count the bytes that it needs."""
+        parameter = each.parameter
         try:
-            for member in members:
-                parameter, gradient = member.parameter, member.parameter.grad
-                group = optimizer.param_groups[member.group]
-                new = {} if gradient is None else new_state.of(group, parameter)
-                state, stepped = optimizer.state.get(parameter), self._stepped(optimizer, member)
-                loaded = self._mover.reserve(state, new, stepped)
-                needs[member] = parameter.nbytes + bytes_of_gradient(gradient) + loaded, new
+            loaded = self._mover.reserve(optimizer.state.get(parameter), each)
         except TierFullError as error:
             raise TierFullError(
                 f"This step of {type(optimizer).__name__} was not made, and no parameter was changed: its state "
                 f"does not fit where the plan has it. {error}"
             ) from error
-        return needs
+        return each._replace(nbytes=parameter.nbytes + bytes_of_gradient(parameter.grad) + loaded)
+
+    def _buckets(
+        self, optimizer: Optimizer, bucketed: deque[Stepped], others: list[Member]
+    ) -> Generator[_Bucket]:
+        """Yield the buckets of one step; what is to be done after one is done when the next is asked for."""
+        while bucketed:
+            bucket = [bucketed.popleft()]
+            needed = bucket[0].nbytes
+            while bucketed and needed + bucketed[0].nbytes <= self._bucket_bytes:
+                bucket.append(bucketed.popleft())
+                needed += bucket[-1].nbytes
+            length = self._slice_length(optimizer, bucket[0].parameter, needed)
+            if length is not None:
+                yield from self._slices(optimizer, bucket[0], length)
+            else:
+                # Whatever is not bucketed is stepped once, too: with the last bucket.
+                shown = [each.member for each in bucket]
+                yield bucket, shown if bucketed else [*shown, *others]
+                others = others if bucketed else []
+        if others:
+            yield [], others
 
     def _run_bucket(self, optimizer: Optimizer, bucket: list[Stepped], call: Callable[[], Any]) -> None:
         """Run the arithmetic of one bucket, with its state loaded for that long."""
@@ -453,17 +440,15 @@ class BucketedSteps(StepSubscriber):
         length = max(LEAST_SLICE_BYTES, share) // parameter.element_size()
         return length if length < parameter.numel() else None
 
-    def _slices(
-        self, optimizer: Optimizer, member: Member, new: dict[str, Tensor], length: int
-    ) -> Iterator[_Bucket]:
+    def _slices(self, optimizer: Optimizer, stepped: Stepped, length: int) -> Iterator[_Bucket]:
         """Yield the slices of one parameter, each a bucket. See Note [Slices]."""
-        stepped, parameter, states = self._stepped(optimizer, member), member.parameter, optimizer.state
-        mover, gradient = self._mover, parameter.grad
+        parameter, states, mover = stepped.parameter, optimizer.state, self._mover
+        new, gradient = dict(stepped.new), parameter.grad
         assert gradient is not None, "a parameter without a gradient is not stepped"
         self._save(optimizer, stepped)  # state from before, or from a checkpoint
         before: dict[str, Any] = dict(states.get(parameter, {}))
         if stepped.quantized:
-            new = new | {name: value for name, value in before.items() if is_moment(name, value, parameter)}
+            new |= {name: value for name, value in before.items() if is_moment(name, value, parameter)}
         made = {name: self._allocate(name, like, stepped) for name, like in new.items()}
         counters: dict[str, Any] = {}
         for start in range(0, parameter.numel(), length):
@@ -477,8 +462,8 @@ class BucketedSteps(StepSubscriber):
                 states[piece] = values
             self._wholes[id(piece)] = parameter
             try:
-                stepped_piece = stepped._replace(parameter=piece, origins=origins)
-                yield [stepped_piece], [member._replace(parameter=piece)]
+                member = stepped.member._replace(parameter=piece)
+                yield [stepped._replace(member=member, origins=origins)], [member]
                 kept = states.get(piece, {})
                 counters = {name: value for name, value in kept.items() if name not in STATE_NAMES}
             finally:

@@ -67,11 +67,7 @@ DEFAULT_BUCKET_BYTES = 64 * 2**20
 
 _HOST = torch.device("cpu")
 _FUSED_CHECK = "_need_device_dtype_check_for_fused"  # an attribute that fused steps leave behind
-_STORES: dict[Tier, type[StateStore]] = {
-    "device": StateStore,
-    "host": HostStateStore,
-    "disk": DiskStateStore,
-}
+_STORES: dict[Tier, type[StateStore]] = {"device": StateStore, "host": HostStateStore, "disk": DiskStateStore}
 
 
 class OptimizerState:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from memscale._torch import is_traceable_wrapper_subclass
 from memscale.config import AsyncOffloadConfig
 from memscale.observe.counters import Below, Meter
 from memscale.optimizer.eight_bit import BLOCK, Moment, is_dense, is_moment, stored_layout
+from memscale.optimizer.interceptor import Member
 from memscale.optimizer.kinds import MOMENTS, STATE_NAMES
 from memscale.tiers.disk import DiskStore
 from memscale.tiers.engine import Engine, HostMemory, Lane, PinnedMemory, Transfer
@@ -153,10 +154,16 @@ def _lane(device: torch.device) -> Lane:
 class Stepped(NamedTuple):
     """A parameter, or a slice of one, in a call of the arithmetic."""
 
-    parameter: Tensor
+    member: Member
     stored: bool  # whether its state is kept in the store
     quantized: bool  # whether its moments are kept in 8 bits
     origins: dict[Path, Tensor]  # the stored tensors that its state was loaded from
+    new: Mapping[str, Tensor] = {}  # what the step will add to its state, without values
+    nbytes: int = 0  # with its gradient and the state that is loaded for the step
+
+    @property
+    def parameter(self) -> Tensor:
+        return self.member.parameter
 
 
 class StateMover:
@@ -176,8 +183,8 @@ class StateMover:
         """Return whether this is a stored tensor."""
         return self._stored.get(id(tensor)) is tensor
 
-    def reserve(self, state: Any, new: dict[str, Tensor], each: Stepped) -> int:
-        """Allocate room now for all state of a parameter that the step will store, that which is `new` included.
+    def reserve(self, state: Any, each: Stepped) -> int:
+        """Allocate room now for all state of a parameter that the step will store.
 
         Returns:
             The bytes of state that are on the device for the step, and not between steps.
@@ -194,7 +201,7 @@ class StateMover:
                 is_moved = self.is_stored(value) or self._may_store(value, each)
                 loaded += value.nbytes if is_dequantized or is_moved else 0
         wanted = [(path, tensor) for path, _, tensor in tensors_in(state) if self._may_store(tensor, each)]
-        for name, like in new.items():
+        for name, like in each.new.items():
             loaded += like.nbytes if each.stored or (each.quantized and name in MOMENTS) else 0
             wanted += stored_layout(name, like, quantized=each.quantized) if each.stored else ()
         for path, like in wanted:

@@ -44,13 +44,7 @@ from memscale._torch import (
     largest_magnitudes,
     leaves_of,
 )
-from memscale.optimizer.interceptor import (
-    StepOrder,
-    StepSubscriber,
-    closure_of,
-    evaluate_closure,
-    members_of,
-)
+from memscale.optimizer.interceptor import StepOrder, StepSubscriber, closure_of, evaluate_closure, members_of
 from memscale.optimizer.kinds import has_own_step
 
 __all__ = ["LossScale", "LossScaling"]

@@ -38,8 +38,6 @@ __all__ = ["AutocastStage", "MixedPrecision"]
 
 logger = logging.getLogger("memscale")
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 class MixedPrecision:
     """Puts autocast, and loss scaling for fp16, on a model as `Plan.precision` says."""
@@ -52,7 +50,7 @@ class MixedPrecision:
             if site.logs:
                 logger.warning("No mixed precision: %s.", reason)
             return
-        dtype = _DTYPES[site.plan.precision.dtype]
+        dtype: torch.dtype = getattr(torch, site.plan.precision.dtype)
         scaling = None
         if dtype is torch.float16:
             # Found by trial, and kept when the plan changes.

@@ -126,7 +126,7 @@ def heavier_plans(executor: Executor, sample: Sample) -> Iterator[Plan]:
             continue
         if placement is not None and _placement(plan) != placement:
             continue
-        if _numerics(plan) == _numerics(first) and all(_actions(plan) != _actions(each) for each in tried):
+        if _numerics(plan) == _numerics(first) and all(plan.actions != each.actions for each in tried):
             tried.append(plan)
             yield plan
     if len(tried) == 1:
@@ -156,15 +156,6 @@ def _numerics(plan: Plan) -> tuple[object, ...]:
     return plan.precision and plan.precision.dtype, plan.optimizer is not None and plan.optimizer.eight_bit
 
 
-def _actions(plan: Plan) -> tuple[object, ...]:
-    """Return what a plan does, without the reasons and figures."""
-    layers = tuple(
-        (layer.name, layer.techniques, layer.checkpointing, layer.offloading, layer.tiling)
-        for layer in plan.layers
-    )
-    return layers, plan.precision, plan.optimizer, plan.loss
-
-
 # What is said ----------------------------------------------------------------------------------------
 
 
@@ -176,7 +167,7 @@ def log_recovery(executor: Executor, where: str, error: BaseException) -> None:
         log.warning(
             "out of memory in %s (%s): the step was repeated with a heavier plan, peak %s, step time × %.2f (%s)",
             where,
-            (str(error).strip().splitlines() or [type(error).__name__])[0][:120],
+            str(error).strip().partition("\n")[0][:120],
             format_bytes(plan.predicted_peak_bytes),
             plan.predicted_time_ratio,
             plan.prediction_source,
