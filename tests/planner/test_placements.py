@@ -42,20 +42,20 @@ def trained(plan: Plan) -> int:
         return simulation.peak_bytes
 
 
-@pytest.mark.matrix(5)
-@pytest.mark.parametrize("state_on_host", [False, True], ids=["state beside", "state on host"])
+@pytest.mark.matrix(7)
+@pytest.mark.parametrize("state_below", [0, 5, 9], ids="state of {} blocks on host".format)
 @pytest.mark.parametrize("inputs", [False, True], ids=["inputs kept", "inputs offloaded"])
 @pytest.mark.parametrize("offloaded", [0, 3, 6], ids="{} layers offloaded".format)
 @pytest.mark.parametrize("prefetch", [0, 1], ids=["waiting", "prefetching"])
 def test_predicted_is_what_training_needs(
-    state_on_host: bool, inputs: bool, offloaded: int, prefetch: int
+    state_below: int, inputs: bool, offloaded: int, prefetch: int
 ) -> None:
     with torch.device("meta"):
         model = gpt2()
     sample = Sample((), {"input_ids": TOKENS, "labels": TOKENS})
     with rehearsal(model):
         known = profile_settings(model, sample, CONFIG, HARDWARE)
-    setting, needs = next(each for each in known.under if each[0].state_on_host == state_on_host)
+    ((setting, needs),) = known.under
     costs = CostModel(needs, HARDWARE, CONFIG, setting, prefetch)
     layers = [index for index, block in enumerate(costs.blocks) if block.role == "repeated"]
     choices = tuple(
@@ -65,9 +65,11 @@ def test_predicted_is_what_training_needs(
         )
         for index, each in enumerate(full_checkpointing(costs.blocks))
     )
-    point = costs.point(choices)
+    point = costs.point(choices, state_below)
     plan = plan_of(Verdict(point, "by-hand"), known.profile, HARDWARE, CONFIG, under=known.under)
-    assert (plan.optimizer is not None and plan.optimizer.state == "host") == state_on_host
+    assert plan.optimizer is not None
+    assert plan.optimizer.bucket_bytes > 0
+    assert (plan.optimizer.state == "host") == bool(state_below)
     with rehearsal(model):
         predicted = predict(model, plan, sample, Place.of(HARDWARE.device), CONFIG, Step(1, 1))
     peak = trained(predicted)

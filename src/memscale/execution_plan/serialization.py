@@ -15,7 +15,7 @@ from memscale.execution_plan import Plan
 
 __all__ = ["SCHEMA", "plan_from_json", "plan_to_json"]
 
-SCHEMA = 3
+SCHEMA = 4
 """The version of the JSON form; it changes with the fields."""
 
 _ADVICE = "Make the plan again with memscale.plan(), or pass the text as Plan.to_json wrote it."
@@ -128,6 +128,9 @@ def _contradictions(plan: Plan) -> Iterator[str]:
     sizes = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     if plan.optimizer is not None:
         sizes["optimizer.bucket_bytes"] = plan.optimizer.bucket_bytes
+        for name in plan.optimizer.layers:
+            if name not in names:
+                yield f"plan.optimizer.layers names {name!r}, and the plan has no such layer"
     for name, value in sizes.items():
         if name.endswith("_bytes") and value < 0:
             yield f"plan.{name} is {value}; it must be 0 or more"

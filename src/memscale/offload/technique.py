@@ -29,6 +29,7 @@ from memscale.memory.process import fix_malloc_threshold, restore_malloc_thresho
 from memscale.offload.activations import Activations, OffloadActivationsStage
 from memscale.offload.layer import OffloadedLayer
 from memscale.offload.prefetch import Prefetcher
+from memscale.optimizer.placement import ids_with_state_on_host
 from memscale.profiler.profile import BlockProfile
 from memscale.techniques.base import LayerSite, ModelSite
 from memscale.techniques.cost import HOOK_SECONDS, BlockOption, CostTerms
@@ -175,12 +176,12 @@ def _room_on_host(site: ModelSite) -> int | None:
     optimizer = site.plan.optimizer
     eight_bit = optimizer is not None and optimizer.eight_bit
     moments = 0.5 if eight_bit else 2.0  # bytes of Adam's state for each byte of a parameter
-    with_state: Iterable[nn.Parameter] = trained  # state that is beside its parameters
-    if optimizer is not None and optimizer.state != "device":
-        on_host = optimizer.state == "host"
-        with_state = [each for each in site.model.parameters() if on_host and each.requires_grad]
-    taken = sum(each.nbytes for each in (*masters, *trained))
-    taken += int(moments * sum(each.nbytes for each in with_state))
+    state = 0
+    if optimizer is None or optimizer.state != "disk":
+        there = {id(each) for each in trained} | ids_with_state_on_host(site.model, site.plan)
+        parameters = (each for each in site.model.parameters() if each.requires_grad)
+        state = sum(each.nbytes for each in parameters if id(each) in there)
+    taken = sum(each.nbytes for each in (*masters, *trained)) + int(moments * state)
     return max(0, cap - taken)
 
 

@@ -92,18 +92,21 @@ class BucketedSteps(StepSubscriber):
         self._wholes: dict[int, Tensor] = {}  # the parameter of the slice that is being stepped
         self._eight_bit: EightBitState | None = None
         self._mover = StateMover(StateStore(disk), self._meter)
-        self._configuration: tuple[list[int], list[int], StateStore, int] = ([], [], self._mover.store, 1)
-        self._configure([], [], self._mover.store, 1, logs=False)
+        self._configuration: tuple[list[int], list[int], set[int], StateStore, int]
+        self._configuration = ([], [], set(), self._mover.store, 1)
+        self._configure([], [], set(), self._mover.store, 1, logs=False)
 
     def _configure(
         self,
         parameters: list[nn.Parameter],
         in_eight_bits: list[nn.Parameter],
+        beside: set[int],
         store: StateStore,
         bucket_bytes: int,
         *,
         logs: bool,
     ) -> None:
+        self._beside = beside
         self._bucket_bytes = bucket_bytes
         self._logger = logger if logs else _SILENT
         # Not weakly: torch.utils.swap_tensors, which moves parameters, takes none that are referred to so.
@@ -118,7 +121,7 @@ class BucketedSteps(StepSubscriber):
                     )
             except Unavailable as reason:
                 self._logger.warning("No 8-bit optimizer, the standard one goes on as it is: %s.", reason)
-        self._configuration = [*map(id, parameters)], moments, store, bucket_bytes
+        self._configuration = [*map(id, parameters)], moments, beside, store, bucket_bytes
         self._every = ChainMap(self._parameters, self._eight_bit.parameters if self._eight_bit else {})
         self._mover.store = store
 
@@ -141,6 +144,7 @@ class BucketedSteps(StepSubscriber):
         bucket_bytes: int,
         *,
         eight_bit: Iterable[nn.Parameter] = (),
+        beside: Iterable[nn.Parameter] = (),
         logs: bool = True,
     ) -> None:
         """Run steps in buckets as a plan says; what the plan before had the same stays as it is.
@@ -151,14 +155,16 @@ class BucketedSteps(StepSubscriber):
             bucket_bytes: The most that parameters, gradients and state of one bucket may take, in 32 bits; a parameter
                 that needs more has a bucket to itself, or comes in slices.
             eight_bit: Those whose moments are kept in 8 bits; without bitsandbytes, none are.
+            beside: Those of `parameters` whose state is not kept in the store, but beside them.
             logs: Whether to name optimizers that are stepped whole in the log.
         """
-        wanted, quantized = list(parameters), list(eight_bit)
-        if self._configuration != ([*map(id, wanted)], [*map(id, quantized)], store, bucket_bytes):
+        wanted, quantized, apart = list(parameters), list(eight_bit), {id(each) for each in beside}
+        configuration = [*map(id, wanted)], [*map(id, quantized)], apart, store, bucket_bytes
+        if self._configuration != configuration:
             same_moments = [*map(id, quantized)] == self._configuration[1]
             for optimizer in list(self._optimizers):
                 self._bring_back(optimizer, keep_eight_bits=same_moments)
-            self._configure(wanted, quantized, store, bucket_bytes, logs=logs)
+            self._configure(wanted, quantized, apart, store, bucket_bytes, logs=logs)
         if self._every:
             self.subscribe()
 
@@ -167,7 +173,7 @@ class BucketedSteps(StepSubscriber):
         self.unsubscribe()
         for optimizer in list(self._optimizers):
             self._bring_back(optimizer)
-        self._configure([], [], StateStore(self._disk), 1, logs=False)
+        self._configure([], [], set(), StateStore(self._disk), 1, logs=False)
 
     def store_state(self, optimizer: Optimizer) -> None:
         """Store what state there is now, and not at the next step: the device may be short of memory."""
@@ -327,8 +333,10 @@ class BucketedSteps(StepSubscriber):
             self._mover.end_step()
 
     def _stepped(self, optimizer: Optimizer, member: Member) -> Stepped:
-        stored = id(member.parameter) in self._parameters and self.store.takes(member.parameter)
-        return Stepped(member, stored, self.quantizes(optimizer, member.parameter), {})
+        parameter = member.parameter
+        is_kept = id(parameter) in self._parameters and id(parameter) not in self._beside
+        stored = is_kept and self.store.takes(parameter)
+        return Stepped(member, stored, self.quantizes(optimizer, parameter), {})
 
     def _reserve(self, optimizer: Optimizer, each: Stepped) -> Stepped:
         """Allocate room for what of a parameter's state the step will store, and count the bytes that it needs."""
@@ -395,7 +403,8 @@ class BucketedSteps(StepSubscriber):
 
     def _save(self, optimizer: Optimizer, stepped: Stepped) -> None:
         """Store a parameter's state, and release the pages of what is on disk."""
-        self._keep(optimizer)
+        if stepped.stored or stepped.quantized:
+            self._keep(optimizer)
         with torch.no_grad():
             self._mover.save(optimizer.state.get(stepped.parameter), stepped)
         self._release_pages(stepped.parameter)

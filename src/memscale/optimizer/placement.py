@@ -27,13 +27,13 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memscale._torch import FOREACH_MUL, LightDispatchMode, foreach_mul_, takes_foreach
 from memscale.config import Config
 from memscale.errors import TierFullError
-from memscale.execution_plan import Tier
+from memscale.execution_plan import Plan, Tier
 from memscale.optimizer.bucketed_steps import BucketedSteps, bytes_of_gradient
 from memscale.optimizer.eight_bit import is_dense, parameters_in_eight_bits, stored_layout
 from memscale.optimizer.interceptor import Member, SplitStep, StepOrder, StepSubscriber, members_of
@@ -54,7 +54,13 @@ if TYPE_CHECKING:
     from memscale.offload.placement import ModelPlacement
     from memscale.techniques.undo_log import UndoLog
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "OptimizerState", "PlacementSteps", "takes_all_state"]
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "OptimizerState",
+    "PlacementSteps",
+    "ids_with_state_on_host",
+    "takes_all_state",
+]
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20
 """What is loaded at once where the plan does not say: large enough to be read and written in long runs."""
@@ -76,19 +82,21 @@ class OptimizerState:
         tier: Tier = "device" if wanted is None else wanted.state
         if tier == "host" and site.device.type == "cpu":
             tier = "device"  # which is the host
-        stored = site.placement.on_disk
-        # With state on disk below an accelerator, that of parameters which are not on disk is on the accelerator.
-        all_of_it = {
-            "device": wanted is not None and wanted.bucket_bytes > 0,
-            "host": True,
-            "disk": site.device.type == "cpu" and takes_all_state(tier, site.config),
-        }
-        if all_of_it[tier]:
-            # Not masters on the host: their state is with them, and the step needs no memory of the device.
-            ids = {id(each) for each in stored}
-            every = site.model.parameters()
-            stored = [each for each in every if each.device == site.device or id(each) in ids]
-        if not stored and not eight_bit:
+        # Not masters on the host: their state is with them, and the step needs no memory of the device.
+        on_disk = {id(each) for each in site.placement.on_disk}
+        every = site.model.parameters()
+        stepped = [each for each in every if each.device == site.device or id(each) in on_disk]
+        if site.device.type == "cpu":
+            in_buckets = tier == "disk" and takes_all_state(tier, site.config)
+            in_buckets = in_buckets or (tier == "device" and wanted is not None and wanted.bucket_bytes > 0)
+            beside: list[nn.Parameter] = []
+        else:
+            in_buckets = wanted is not None and (tier == "host" or wanted.bucket_bytes > 0)
+            stored = ids_with_state_on_host(site.model, site.plan) | on_disk
+            beside = [each for each in stepped if id(each) not in stored]
+        if not in_buckets:
+            stepped, beside = [each for each in stepped if id(each) in on_disk], []
+        if not stepped and not eight_bit:
             states.restore()  # of a plan before this one
             return
         capacity = None if site.config is None else site.config.max_cpu_offload_bytes
@@ -98,8 +106,20 @@ class OptimizerState:
         if type(store) is not _STORES[tier] or store.capacity != capacity:
             store = _STORES[tier](site.placement.store, capacity, site.placement.pinned)
         bucket_bytes = (wanted.bucket_bytes if wanted else 0) or DEFAULT_BUCKET_BYTES
-        states.attach(stored, store, bucket_bytes, eight_bit=eight_bit, logs=site.logs)
+        states.attach(stepped, store, bucket_bytes, eight_bit=eight_bit, beside=beside, logs=site.logs)
         log.add(states)  # which keeps state where it is until the next plan, or `restore`
+
+
+def ids_with_state_on_host(model: nn.Module, plan: Plan) -> set[int]:
+    """Return the ids of the parameters on an accelerator whose state the plan has in host memory."""
+    wanted = plan.optimizer
+    if wanted is None or wanted.state != "host":
+        return set()
+    modules = [model]
+    if wanted.layers:
+        members = [name for layer in plan.layers if layer.name in wanted.layers for name in layer.members]
+        modules = [model.get_submodule(name) for name in members]
+    return {id(parameter) for module in modules for parameter in module.parameters()}
 
 
 def takes_all_state(tier: Tier, config: Config | None) -> bool:

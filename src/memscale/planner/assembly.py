@@ -21,7 +21,7 @@ from memscale.execution_plan import (
     Tiling,
 )
 from memscale.hardware import Hardware
-from memscale.planner.cost_model import PLAIN, Choice, CostModel, Point, all_bytes, bucket_bytes, spans
+from memscale.planner.cost_model import PLAIN, Choice, CostModel, Point, all_bytes, spans
 from memscale.planner.settings import Under
 from memscale.profiler import find_blocks
 from memscale.profiler.profile import BlockProfile, ModelProfile
@@ -115,7 +115,7 @@ def plan_of(
         ),
         precision=chosen.setting.precision,
         loss=chosen.setting.loss,
-        optimizer=_optimizer(chosen, hardware, verdict.rule, bucket_bytes(profile)),
+        optimizer=_optimizer(chosen, hardware, verdict.rule, model),
         async_offload=chosen.prefetch > 0,
     )
 
@@ -168,7 +168,7 @@ def _describe(point: Point) -> str:
         "MLPs in tiles": setting.mlp_rows is not None,
         "" if setting.precision is None else setting.precision.dtype: setting.precision is not None,
         "8-bit optimizer": setting.eight_bit,
-        "optimizer state on the host": setting.state_on_host,
+        f"optimizer state of {point.state_below} blocks on the host": point.state_below > 0,
     }
     parts += [what for what, is_done in whole.items() if is_done]
     return ", ".join(parts) or "as it is"
@@ -183,21 +183,31 @@ def _ratio(point: Point, plain: Point) -> float:
     return round(point.seconds / plain.seconds, RATIO_DIGITS) if plain.seconds else 1.0
 
 
-def _optimizer(chosen: Point, hardware: Hardware, rule: str, bucket: int) -> OptimizerPlan | None:
-    setting = chosen.setting
+def _optimizer(chosen: Point, hardware: Hardware, rule: str, model: CostModel) -> OptimizerPlan | None:
+    setting, bucket = chosen.setting, model.bucket_bytes
     on_disk = hardware.offloads_to_disk and any(choice.offloaded for choice in chosen.choices)
-    if not (on_disk or setting.eight_bit or setting.state_on_host):
+    if not (on_disk or setting.eight_bit or setting.bucketed):
         return None
+    pairs = list(zip(model.blocks, chosen.choices, strict=True))[: chosen.state_below]
+    on_host = [block for block, choice in pairs if block.optimizer_bytes and not choice.offloaded]
     reasons = []
     if on_disk:
         reasons.append(f"stepped {format_bytes(bucket)} at a time, parameters and gradients too")
-    if setting.state_on_host:
-        reasons.append(f"kept on the host, and stepped on the device {format_bytes(bucket)} at a time")
+    elif setting.bucketed:
+        reasons.append(
+            f"stepped {format_bytes(bucket)} at a time, without temporaries of all parameters at once"
+        )
+    if on_host:
+        size = format_bytes(sum(block.optimizer_bytes for block in on_host))
+        reasons.append(
+            f"{size} of state, of {len(on_host)} layers on the device, are on the host between steps"
+        )
     if setting.eight_bit:
         reasons.append("moments of large parameters take 2.03 bytes a parameter instead of 8")
     return OptimizerPlan(
-        state="disk" if on_disk else "host" if setting.state_on_host else "device",
-        bucket_bytes=bucket if on_disk or setting.state_on_host else 0,
+        state="disk" if on_disk else "host" if on_host else "device",
+        layers=tuple(block.name for block in on_host),
+        bucket_bytes=bucket if on_disk or setting.bucketed else 0,
         eight_bit=setting.eight_bit,
         rule=rule,
         reason="; ".join(reasons),

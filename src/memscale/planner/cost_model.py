@@ -21,7 +21,7 @@ from memscale.offload.technique import activation_seconds
 from memscale.planner.frontier import Option, Row, trade_of
 from memscale.planner.settings import NOTHING, Setting
 from memscale.profiler.profile import BlockProfile, ModelProfile
-from memscale.techniques.cost import BlockOption, CostTerms, Rates
+from memscale.techniques.cost import BUCKET_SECONDS, BlockOption, CostTerms, Rates
 
 PAGE_LOCKED_SHARE = 0.5  # of host memory, which may be page-locked where the user has set no limit
 PAGE_BYTES = 4096  # files on disk take whole pages
@@ -68,6 +68,7 @@ class Point:
     peak_below_bytes: int = 0  # the most there at once: those, in whole pages on disk, and activations
     setting: Setting = NOTHING
     prefetch: int = 0  # how many layers ahead parameters are fetched
+    state_below: int = 0  # the optimizer state of so many blocks, the first ones, is on the host
 
 
 def spans(choices: Sequence[Choice]) -> Iterator[tuple[int, int]]:
@@ -121,11 +122,6 @@ def room_below(hardware: Hardware, config: Config) -> int:
     return there if cap is None else cap
 
 
-def bucket_bytes(profile: ModelProfile) -> int:
-    """Return how much of parameters, gradients and state is in memory at once while they are stepped from disk."""
-    return min(LARGEST_BUCKET, max(SMALLEST_BUCKET, int(profile.parameter_bytes * BUCKET_SHARE)))
-
-
 def adamw_temporaries(kind: str) -> tuple[float, float]:
     """Return the bytes that AdamW's step allocates for each of all parameters (foreach), and of the largest (loop)."""
     return (0.0, 2.0) if kind == "cpu" else (1.0, 0.0)
@@ -157,7 +153,9 @@ class CostModel:
         self._on_cpu = hardware.device.kind == "cpu"
         self._room_below = room_below(hardware, config) if config.enable_offloading else 0
         self._stacks = Counter(block.container for block in self.blocks)
-        self._bucket_bytes = bucket_bytes(profile)
+        # How much of parameters, gradients and loaded state is stepped at once, where that is done in buckets.
+        share = int(profile.parameter_bytes * BUCKET_SHARE)
+        self.bucket_bytes = min(LARGEST_BUCKET, max(SMALLEST_BUCKET, share))
         self._temporaries = profile.step_temporaries or adamw_temporaries(hardware.device.kind)
         layers = [block for block in self.blocks if block.role == "repeated"]
         odd = [block for block in self.blocks if block.role != "repeated" and can_recompute(block)]
@@ -197,8 +195,15 @@ class CostModel:
 
     # Whole plans -------------------------------------------------------------------------------------
 
-    def rows(self) -> Iterator[Row[Choices]]:
-        """Yield rows with every choice that is allowed at every position.
+    def numbers_of_state_below(self, parts: int) -> list[int]:
+        """Return how many blocks may have their optimizer state on the host: none, all, and evenly in between."""
+        config, setting = self.terms.config, self.setting
+        may = config.enable_offloading and setting.bucketed and not setting.eight_bit
+        most = len(self.blocks) if may and not self.terms.rates.below_is_disk else 0
+        return sorted({round(most * part / parts) for part in range(parts + 1)})
+
+    def rows(self, state_below: int = 0) -> Iterator[Row[Choices]]:
+        """Yield rows with every choice that is allowed at every position, the state of the first blocks on the host.
 
         Blocks outside of stacks, which may share parameters, are offloaded together or not at all: a row for each. Of
         the layers of stacks the last ones are offloaded, as many as pay.
@@ -209,29 +214,56 @@ class CostModel:
                 options = [
                     self._options_at(index, allowed, odd_offloaded) for index in range(len(self.blocks))
                 ]
-                yield replace(self._frame(odd_offloaded, self.prefetch), options=options)
+                for index in range(state_below):
+                    options[index] = tuple(
+                        self._with_state_below(index, each, state_below) for each in options[index]
+                    )
+                yield replace(self._frame(odd_offloaded, self.prefetch, state_below > 0), options=options)
 
-    def point(self, choices: Choices) -> Point:
-        """Return what choices for all blocks cost."""
+    def _with_state_below(self, start: int, option: Option[Choices], state_below: int) -> Option[Choices]:
+        """Return an option with the state of those of its blocks on the host that are among the first ones.
+
+        It is copied to the device and back in buckets, both at once.
+        """
+        pairs = zip(self.blocks[start:state_below], option.what, strict=False)
+        moved = [block for block, choice in pairs if not choice.offloaded]
+        seconds = sum(each.optimizer_bytes for each in moved) / min(self.terms.link)
+        seconds += 2 * self.terms.rates.latency * sum(each.parameter_count for each in moved)
+        resident = option.resident - sum(each.optimizer_bytes for each in moved)
+        return replace(option, seconds=option.seconds + seconds, resident=resident)
+
+    def point(self, choices: Choices, state_below: int = 0) -> Point:
+        """Return what choices for all blocks cost, with the optimizer state of the first ones on the host."""
         pairs = list(zip(self.blocks, choices, strict=True))
         offloaded = [block for block, choice in pairs if choice.offloaded]
         odd_offloaded = any(block.role != "repeated" for block in offloaded)
         prefetch = min(self.prefetch, len(offloaded))
-        options = [
-            self._option(start, choices[start:stop], odd_offloaded, prefetch)
-            for start, stop in spans(choices)
-        ]
-        trade = trade_of(self._frame(odd_offloaded, prefetch), options)
-        below = peak_below = sum(all_bytes(block) for block in offloaded)
-        if self.setting.state_on_host:
-            below += self._profile.optimizer_bytes - sum(block.optimizer_bytes for block in offloaded)
-            peak_below = below
+        options = []
+        for start, stop in spans(choices):
+            option = self._option(start, choices[start:stop], odd_offloaded, prefetch)
+            if start < state_below:
+                option = self._with_state_below(start, option, state_below)
+            options.append(option)
+        trade = trade_of(self._frame(odd_offloaded, prefetch, state_below > 0), options)
+        below = sum(all_bytes(block) for block in offloaded)
+        below += sum(block.optimizer_bytes for block, choice in pairs[:state_below] if not choice.offloaded)
+        peak_below = below
         if self._on_cpu and offloaded:  # below an accelerator, activations have what the cap leaves
             inputs = [index for index, choice in enumerate(choices) if choice.input_offloaded]
             peak_below += SLAB_BYTES + sum(map(self._unused_in_pages, offloaded))
             peak_below += sum(map(self.input_bytes, inputs))
         saved = self._profile.other_saved_bytes + trade.held
-        return Point(choices, trade.peak, saved, trade.seconds, below, peak_below, self.setting, prefetch)
+        return Point(
+            choices,
+            trade.peak,
+            saved,
+            trade.seconds,
+            below,
+            peak_below,
+            self.setting,
+            prefetch,
+            state_below,
+        )
 
     def _unused_in_pages(self, block: BlockProfile) -> int:
         """Return the most that the last pages of a block's parameters, gradients and state on disk leave unused."""
@@ -239,13 +271,12 @@ class CostModel:
             return 0
         return int(all_bytes(block) / block.parameter_bytes * PAGE_BYTES * block.parameter_count)
 
-    def _row(self, odd_offloaded: bool, prefetch: int) -> Row[Choices]:
+    def _row(self, odd_offloaded: bool, prefetch: int, loads_state: bool) -> Row[Choices]:
         """Return the row without options: what is in use whatever is chosen."""
         profile, blocks = self._profile, self.blocks
         constant = profile.parameter_bytes + profile.resident_bytes + profile.other_saved_bytes
         constant -= sum(block.parameter_bytes for block in blocks)
-        if not self.setting.state_on_host:
-            constant += profile.optimizer_bytes - sum(block.optimizer_bytes for block in blocks)
+        constant += profile.optimizer_bytes - sum(block.optimizer_bytes for block in blocks)
         # When backward begins, the parameters of its first blocks are prefetched; where none is sure to be offloaded,
         # that is left to the simulation.
         prefetched = self._prefetched(len(blocks), -1, prefetch, True) if odd_offloaded else 0
@@ -258,7 +289,9 @@ class CostModel:
             loss=profile.loss_peak_bytes,
             tail=profile.tail_peak_bytes + prefetched,
             # What forward saves outside of the blocks is released before the optimizer steps.
-            stepping=other_gradients + self._step_temporaries(odd_offloaded) - profile.other_saved_bytes,
+            stepping=other_gradients
+            + self._step_temporaries(odd_offloaded, loads_state)
+            - profile.other_saved_bytes,
         )
 
     def _prefetched(self, index: int, towards: int, prefetch: int, odd_offloaded: bool) -> int:
@@ -267,15 +300,20 @@ class CostModel:
         offloaded = [block for block in ahead if odd_offloaded or block.role == "repeated"]
         return sum(map(self._working, offloaded[:prefetch]))
 
-    def _step_temporaries(self, odd_offloaded: bool) -> int:
+    def _step_temporaries(self, odd_offloaded: bool, loads_state: bool) -> int:
         """Return what a step allocates for one parameter, or one bucket, at a time; for all at once see `_cost`."""
-        largest = int(self._temporaries[1] * self._profile.largest_gradient_bytes)
+        of_all, of_one = self._temporaries
+        largest, bucket = self._profile.largest_gradient_bytes, self.bucket_bytes
         if self._on_cpu:  # the largest are embeddings: offloaded ones are stepped in buckets
-            return self._bucket_bytes if odd_offloaded else largest
-        if self.setting.state_on_host:
-            # The state of two buckets, half of each, and temporaries of the parameters of one, a quarter of it.
-            return self._bucket_bytes + int(self._temporaries[0] * self._bucket_bytes / 4)
-        return largest + (self._bucket_bytes if self.setting.eight_bit else 0)  # moments in 32 bits again
+            return bucket if odd_offloaded else int(of_one * largest)
+        if not self.setting.bucketed:
+            return int(of_one * largest) + (
+                bucket if self.setting.eight_bit else 0
+            )  # moments in 32 bits again
+        # Half of a bucket are parameters, a quarter if state is loaded: then two buckets of state, half of each.
+        loaded = loads_state or self.setting.eight_bit
+        parameters = min(bucket // 4 if loaded else bucket // 2, self._profile.gradient_bytes)
+        return int(of_all * parameters) + int(of_one * min(largest, parameters)) + (bucket if loaded else 0)
 
     # Positions ---------------------------------------------------------------------------------------
 
@@ -387,14 +425,15 @@ class CostModel:
         resident = [part.block for part in parts if not part.offloaded]
         live = sum(block.parameter_bytes for block in resident)
         gradient = stepping = sum(block.gradient_bytes for block in resident)
-        if self.setting.state_on_host:  # in buckets, copied to the device and back at once
-            link, latency = min(self.terms.link), 2 * self.terms.rates.latency
-            seconds += sum(each.optimizer_bytes / link + latency * each.parameter_count for each in resident)
+        for block in resident:  # the state of embeddings stays in 32 bits
+            share = self.setting.state_share if block.role == "repeated" else 1.0
+            live += int(block.optimizer_bytes * share)
+        if self.setting.bucketed:  # the device computes one bucket while the calls for the next are launched
+            parameters = self.bucket_bytes / 2
+            exposed = max(0.0, BUCKET_SECONDS - self.terms.rates.optimizer(int(parameters)))
+            seconds += exposed * gradient / parameters
         else:
-            for block in resident:  # the state of embeddings stays in 32 bits
-                share = self.setting.state_share if block.role == "repeated" else 1.0
-                live += int(block.optimizer_bytes * share)
-                stepping += int(self._temporaries[0] * block.gradient_bytes)
+            stepping += int(self._temporaries[0] * gradient)
         if choices[0].input_offloaded:
             backward += self.input_bytes(start)
             seconds += self.input_seconds(start)

@@ -35,6 +35,7 @@ BALANCED_TIME = 2.0  # times the plain step
 # Of the least peak, or of what it saves if that is less: what a faster plan may need more.
 AGGRESSIVE_SHARE = 0.02
 UNTOUCHED_SHARE = 0.1  # of the device: a model whose plain step needs less is left as it is
+STATE_PARTS = 8  # the numbers of blocks, evenly spaced, whose optimizer state is tried on the host
 FREE_STEP = 64 * 2**20  # bytes to which a device's free memory is rounded down, so that plans do not waver
 
 
@@ -67,10 +68,9 @@ def decide(
         ways.append((replace(hardware, past_host=True), False))
     plans = []
     for tiers, prefetch in ways:
-        if tiers.past_host:
-            under = [each for each in under if not each[0].state_on_host]
-        points = frontier_points(under, tiers, config, prefetch=prefetch)
-        verdict = _choose(points, plain_point(profile, tiers), tiers, config, margin)
+        plain = plain_point(profile, tiers)
+        points = [plain, *frontier_points(under, tiers, config, prefetch=prefetch)]
+        verdict = _choose(points, plain, tiers, config, margin)
         if refine and verdict.within is not None:
             verdict = _refined(verdict, verdict.within, under, tiers, config, prefetch)
         plan = plan_of(verdict, profile, tiers, config, under=under, points=points)
@@ -113,16 +113,21 @@ def cost_models(
 def frontier_points(
     under: Under, hardware: Hardware, config: Config, *, prefetch: bool = True, most: int | None = None
 ) -> list[Point]:
-    """Return the plain model, and the frontier of each setting: the fastest plan for each peak.
+    """Return the frontier of each setting: the fastest plan for each peak.
+
+    Optimizer state on the host lowers the whole of a step for the same time a byte, whatever else is done: so each
+    plan is taken with the state of none of its blocks there, of all, and of some numbers in between.
 
     Of each position `most` partial plans are kept; by default as many as the depth of the model allows.
     """
     found: list[Point] = []
     for model in cost_models(under, hardware, config, prefetch=prefetch):
-        found.append(model.point((PLAIN,) * len(model.blocks)))
+        plans = [(PLAIN,) * len(model.blocks)]
         if config.enable_checkpointing:  # at the same peak it may hold less
-            found += [model.point(full_checkpointing(model.blocks, odd=odd)) for odd in (False, True)]
-        found += [model.point(_choices(trade)) for row in model.rows() for trade in best_trades(row, most)]
+            plans += [full_checkpointing(model.blocks, odd=odd) for odd in (False, True)]
+        plans += [_choices(trade) for row in model.rows() for trade in best_trades(row, most)]
+        numbers = model.numbers_of_state_below(STATE_PARTS)
+        found += [model.point(choices, number) for choices in plans for number in numbers]
     room = room_below(hardware, config)
     return [point for point in found if point.peak_below_bytes <= room]
 
@@ -215,12 +220,17 @@ def _refined(
     best = verdict.point
     same = [(setting, needs) for setting, needs in under if setting is best.setting]
     for model in cost_models(same, hardware, config, prefetch=prefetch):
-        for row in model.rows():
+        for row in model.rows(best.state_below):
             trade = fastest_within(row, limit)
             if trade is not None and trade.seconds < best.seconds:
-                point = model.point(_choices(trade))
+                point = model.point(_choices(trade), best.state_below)
                 if point.peak_below_bytes <= room_below(hardware, config):
                     best = point
+        while best.state_below:  # no more state on the host than must be
+            point = model.point(best.choices, best.state_below - 1)
+            if point.peak_bytes > limit:
+                break
+            best = point
     return replace(verdict, point=best)
 
 

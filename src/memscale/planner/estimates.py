@@ -70,7 +70,12 @@ class Estimates:
         under = self._under(size)
         room = self.room - unseen_bytes(under[0][1], self.hardware)  # what no prediction sees grows with it
         models = cost_models(under, self.hardware, self.config, prefetch=False)
-        trades = [fastest_within(row, room, FRONTIER_WIDTH) for model in models for row in model.rows()]
+        trades = [
+            fastest_within(row, room, FRONTIER_WIDTH)
+            for model in models
+            for number in model.numbers_of_state_below(2)
+            for row in model.rows(number)
+        ]
         return min((trade.seconds for trade in trades if trade is not None), default=None)
 
     def _under(self, size: int) -> Under:

@@ -268,6 +268,10 @@ def profile_settings(
     offload_to = tier if config.enable_offloading else None
     if optimizer is not None and not optimizer.eight_bit:
         config = config.replace(use_8bit_optimizer=False)
+    # Where the user has switched everything off, steps are left whole as well.
+    is_allowed = config.enable_checkpointing or config.enable_offloading or config.use_8bit_optimizer
+    moves = optimizer is None or optimizer.moves
+    bucketed = is_allowed and moves and hardware.device.kind != "cpu"
     under = []
     for setting in settings_for(hardware, config, *sizes):
         needs = profile
@@ -283,10 +287,7 @@ def profile_settings(
                 resident=resident,
             )
             needs = with_optimizer(needs, model, optimizer, place)
-        under.append((setting, needs))
-        moves = optimizer is None or optimizer.moves
-        if moves and offload_to == "host" and not setting.eight_bit:
-            under.append((replace(setting, state_on_host=True), needs))
+        under.append((replace(setting, bucketed=bucketed), needs))
     return ProfiledModel(profile, under, optimizer)
 
 

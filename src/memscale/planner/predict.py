@@ -34,7 +34,7 @@ from memscale.memory.allocator import CachingAllocator
 from memscale.memory.tracker import MemoryTracker
 from memscale.optimizer.eight_bit import moment_bytes, parameters_in_eight_bits
 from memscale.optimizer.needs import OptimizerNeeds, StateTensor
-from memscale.optimizer.placement import takes_all_state
+from memscale.optimizer.placement import ids_with_state_on_host, takes_all_state
 from memscale.optimizer.state_stores import PAGE
 from memscale.planner.cost_model import adamw_temporaries
 from memscale.profiler.recorder import backward_targets, loss_of
@@ -205,7 +205,10 @@ def _step(
             del loss
         call.release()
         needs = optimizer or _adamw(model, device)
-        on_host = planned.state == "host" and needs.moves and device.type != "cpu"
+        in_buckets = planned.bucket_bytes > 0 and needs.moves and device.type != "cpu"
+        on_host = (
+            ids_with_state_on_host(model, executor.plan) if executor is not None and in_buckets else set()
+        )
         here = {
             name: parameter
             for name, parameter in model.named_parameters()
@@ -213,19 +216,17 @@ def _step(
         }
         # Under a cap on the disk, only the state of the parameters there is on it.
         config = None if executor is None else executor.config
-        is_below = on_host or (
-            planned.state == "disk"
-            and needs.moves
-            and device.type == "cpu"
-            and takes_all_state("disk", config)
-        )
-        small = parameters_in_eight_bits(model) if needs.eight_bit and planned.eight_bit else ()
-        for size in _state_sizes(here, needs, on_disk, {id(each) for each in small}, device):
-            if not is_below or size < PAGE:  # what is smaller than a page stays
+        all_on_disk = planned.state == "disk" and device.type == "cpu" and takes_all_state("disk", config)
+        below = {id(each) for each in here.values()} if all_on_disk and needs.moves else on_host
+        in_8_bits: set[int] = set()
+        if needs.eight_bit and planned.eight_bit:
+            in_8_bits = {id(each) for each in parameters_in_eight_bits(model)}
+        for parameter, size in _state_sizes(here, needs, on_disk, in_8_bits, device):
+            if id(parameter) not in below or size < PAGE:  # what is smaller than a page stays
                 tracker.reserve(size, device, "optimizer state")  # tensors would take a tenth of a simulation
         stepped = [each for each in here.values() if id(each) not in on_disk]
-        if on_host:
-            _step_in_buckets(stepped, needs, planned.bucket_bytes)
+        if in_buckets:
+            _step_in_buckets(stepped, needs, planned.bucket_bytes, on_host | in_8_bits)
         else:
             _make_temporaries(stepped, needs)
         if on_disk and planned.bucket_bytes:
@@ -236,7 +237,7 @@ def _step(
         for parameter in model.parameters():
             parameter.grad = None
     # Without state to come, the first step may need as much as the later ones: the allocator's blocks are new.
-    first = tracker.peak_bytes(device) if on_host else 0
+    first = tracker.peak_bytes(device) if in_buckets else 0
     replays = [tracker.replay(log, (after_forward,)) for _ in range(REPLAYS)]
     return Step(max(first, *(each.peak_bytes for each in replays)), replays[-1].above_start[after_forward])
 
@@ -265,7 +266,7 @@ def _state_sizes(
     on_disk: Collection[int],
     in_eight_bits: Collection[int],
     device: torch.device,
-) -> Iterator[int]:
+) -> Iterator[tuple[nn.Parameter, int]]:
     """Yield the bytes of each tensor of optimizer state, and of the step counts, which are on the host."""
     for name, parameter in here.items():
         if needs.moves and id(parameter) in on_disk:
@@ -273,29 +274,49 @@ def _state_sizes(
         tensors = needs.state[name]
         for each in tensors:
             is_small = each.is_moment and id(parameter) in in_eight_bits
-            yield moment_bytes(each.nbytes // 4) if is_small else each.nbytes
+            yield parameter, moment_bytes(each.nbytes // 4) if is_small else each.nbytes
         if device.type == "cpu" and tensors:
-            yield STEP_COUNT_BYTES
+            yield parameter, STEP_COUNT_BYTES
 
 
-def _step_in_buckets(here: Sequence[nn.Parameter], needs: OptimizerNeeds, bucket_bytes: int) -> None:
-    """Allocate and release the state and temporaries of a step, of one bucket of parameters after the other.
+def _step_in_buckets(
+    here: Sequence[nn.Parameter], needs: OptimizerNeeds, bucket_bytes: int, loaded: Collection[int]
+) -> None:
+    """Allocate and release the loaded state and temporaries of a step, of one bucket of parameters after the other.
 
     The state of one bucket is copied back while that of the next comes.
     """
-    limit = bucket_bytes // 4  # a bucket has as many bytes of parameters, of gradients and of each moment
-    sizes = [min(each.nbytes, limit) for each in here]  # larger ones are stepped in slices
-    bucket: list[int] = []
+    of_all, of_one = needs.temporaries
     before: list[torch.Tensor] = []
-    for size in [*sizes, limit]:
-        if bucket and sum(bucket) + size > limit:
-            device = here[0].device
-            state = [torch.empty(part, dtype=torch.uint8, device=device) for part in bucket for _ in range(2)]
-            temporaries = [int(needs.temporaries[0] * part) for part in bucket]
-            made = [torch.empty(each, dtype=torch.uint8, device=device) for each in temporaries if each]
-            del made
-            before, bucket = state, []
-        bucket.append(size)
+
+    def step(bucket: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        def allocate(nbytes: int) -> torch.Tensor:
+            return torch.empty(nbytes, dtype=torch.uint8, device=here[0].device)
+
+        state = [allocate(size) for size, tensors in bucket for _ in range(tensors)]
+        temporaries = [int(of_all * size) for size, _ in bucket]
+        temporaries += [max(size for size, _ in bucket)] * int(of_one)
+        made = [allocate(size) for size in temporaries if size]
+        del made
+        return state
+
+    bucket: list[
+        tuple[int, int]
+    ] = []  # the bytes of each parameter, and how many such tensors of state are loaded
+    filled = 0
+    for parameter in here:
+        tensors = 2 if id(parameter) in loaded and parameter.nbytes >= PAGE else 0
+        needed = (2 + tensors) * parameter.nbytes  # with its gradient
+        if bucket and filled + needed > bucket_bytes:
+            before, bucket, filled = step(bucket), [], 0
+        if needed > bucket_bytes:  # in slices
+            for _ in range(2):
+                before = step([(bucket_bytes // (2 + tensors), tensors)])
+        else:
+            bucket.append((parameter.nbytes, tensors))
+            filled += needed
+    if bucket:
+        before = step(bucket)
     del before
 
 

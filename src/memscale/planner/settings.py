@@ -26,7 +26,9 @@ class Setting:
     precision: Precision | None = None
     mlp_rows: int | None = None  # positions of a tile of an MLP
     eight_bit: bool = False  # Adam's moments are kept in 8 bits
-    state_on_host: bool = False  # that of parameters on the device, which are stepped there in buckets
+    bucketed: bool = (
+        False  # parameters on the device are stepped a bucket at a time, without foreach's temporaries
+    )
     notes: tuple[str, ...] = ()  # for the user
 
     @property

@@ -30,6 +30,7 @@ OPTIMIZER_WRITES = 3  # and writes weight and both moments
 # Fixed seconds of each transfer of a tensor: launching a copy, or page faults and calls of the file system.
 LINK_LATENCY = 15e-6
 DISK_LATENCY = 2e-3
+BUCKET_SECONDS = 500e-6  # of Python and launches, of one call of an optimizer's arithmetic for a bucket
 HOOK_SECONDS = 100e-6  # of Python around the forward and backward of a block that a technique is attached to
 
 
