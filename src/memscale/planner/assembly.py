@@ -171,7 +171,7 @@ def _describe(point: Point) -> str:
         f"optimizer state of {point.state_below} blocks on the host": point.state_below > 0,
     }
     parts += [what for what, is_done in whole.items() if is_done]
-    return ", ".join(parts) or "as it is"
+    return ", ".join(parts) or ("stepped in buckets" if setting.bucketed else "as it is")
 
 
 def _range(numbers: set[int]) -> str:
