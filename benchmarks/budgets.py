@@ -138,9 +138,13 @@ def _profiled(
 
 
 def _by_hand(profiled: ProfiledModel, hardware: Hardware, config: Config) -> list[Point]:
-    """Return full checkpointing; then with the parameters of the last layers offloaded, one layer more at a time."""
+    """Return full checkpointing; then with the parameters of the last layers offloaded, one layer more at a time.
+
+    Steps are whole, as without MemScale.
+    """
     found: list[Point] = []
-    for model in cost_models(profiled.under, hardware, config):
+    whole = [(setting.whole_steps, needs) for setting, needs in profiled.under]
+    for model in cost_models(whole, hardware, config):
         full = full_checkpointing(model.blocks)
         layers = [index for index, block in enumerate(model.blocks) if block.role == "repeated"]
         offloaded = [layers[len(layers) - count :] for count in range(len(layers) + 1)] + [range(len(full))]

@@ -68,14 +68,17 @@ def test_an_offloaded_layer_that_is_called_twice_is_off_by_the_order_of_a_sum(na
     assert off_by(ours, plain) <= 4 * torch.finfo(torch.float32).eps
 
 
+def cross_entropy(model: nn.Module, x: Tensor) -> Tensor:
+    """A loss that is computed in tiles, if the plan says so; the sum of all logits is not."""
+    logits = model(x).flatten(0, 1)
+    return nn.functional.cross_entropy(logits, torch.zeros(len(logits)).long())
+
+
 @pytest.mark.parametrize("name", TILED)
 def test_tiling_refuses(name: str) -> None:
     x = batch().requires_grad_()
     with on(build(), TILED[name]) as executor:
-        output = executor.model(x)
-        loss = output.sum()
-        if name == "tiled loss":
-            loss = nn.functional.cross_entropy(output.flatten(0, 1), torch.zeros(14).long())
+        loss = cross_entropy(executor.model, x) if name == "tiled loss" else executor.model(x).sum()
         with pytest.raises(RecomputeError, match="enable_tiling=False"):
             torch.autograd.grad(loss, x, create_graph=True)
 
@@ -109,5 +112,7 @@ def test_a_wrapped_model_trains_right_or_says_what_is_in_the_way() -> None:
     memscale.wrap(model, Config(mode="aggressive", use_mixed_precision=False, enable_logging=False), large)
     plan = model._memscale_executor.plan
     assert plan.loss is not None or any(layer.tiling for layer in plan.layers)
+    large.requires_grad_()
+    loss = cross_entropy(model, large)
     with pytest.raises(RecomputeError, match="enable_tiling=False"):
-        penalty(model, large)
+        torch.autograd.grad(loss, large, create_graph=True)

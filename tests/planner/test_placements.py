@@ -55,7 +55,8 @@ def test_predicted_is_what_training_needs(
     sample = Sample((), {"input_ids": TOKENS, "labels": TOKENS})
     with rehearsal(model):
         known = profile_settings(model, sample, CONFIG, HARDWARE)
-    ((setting, needs),) = known.under
+    setting, needs = known.under[-1]
+    assert setting.bucketed
     costs = CostModel(needs, HARDWARE, CONFIG, setting, prefetch)
     layers = [index for index, block in enumerate(costs.blocks) if block.role == "repeated"]
     choices = tuple(

@@ -61,6 +61,7 @@ class Verdict:
     rule: str
     notes: tuple[str, ...] = ()
     within: int | None = None  # where the rule takes the fastest plan up to a peak, that peak
+    at_most: float | None = None  # where it takes the least peak up to a step time, that time
 
 
 def pareto_frontier(points: Sequence[Point]) -> tuple[Point, ...]:
@@ -90,7 +91,8 @@ def plan_of(
     """Return the plan of the point taken, of `points` under the settings `under`; `profile` is the plain model's."""
     plain = plain_point(profile, hardware)
     chosen, unseen = verdict.point, unseen_bytes(profile, hardware)
-    needs = next((needs for setting, needs in under if setting is chosen.setting), profile)
+    same = (needs for setting, needs in under if setting.whole_steps == chosen.setting.whole_steps)
+    needs = next(same, profile)
     model = CostModel(needs, hardware, config, chosen.setting, chosen.prefetch)
     return Plan(
         layers=_LayerPlans(verdict, model, config).of(needs),

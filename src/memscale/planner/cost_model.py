@@ -428,10 +428,8 @@ class CostModel:
         for block in resident:  # the state of embeddings stays in 32 bits
             share = self.setting.state_share if block.role == "repeated" else 1.0
             live += int(block.optimizer_bytes * share)
-        if self.setting.bucketed:  # the device computes one bucket while the calls for the next are launched
-            parameters = self.bucket_bytes / 2
-            exposed = max(0.0, BUCKET_SECONDS - self.terms.rates.optimizer(int(parameters)))
-            seconds += exposed * gradient / parameters
+        if self.setting.bucketed:
+            seconds += self._exposed_in_buckets(gradient)
         else:
             stepping += int(self._temporaries[0] * gradient)
         if choices[0].input_offloaded:
@@ -448,6 +446,17 @@ class CostModel:
             stepping=stepping,
             span=len(parts),
         )
+
+    def _exposed_in_buckets(self, gradient_bytes: int) -> float:
+        """Return what buckets add to a step: the device computes one while the calls for the next are launched."""
+        parameters = self.bucket_bytes / 2
+        exposed = max(0.0, BUCKET_SECONDS - self.terms.rates.optimizer(int(parameters)))
+        return exposed * gradient_bytes / parameters
+
+    @property
+    def buckets_are_free(self) -> bool:
+        """Whether steps in buckets take no longer than whole ones."""
+        return self._exposed_in_buckets(self._profile.gradient_bytes) == 0.0
 
     def _part(self, index: int, choice: Choice) -> _Part:
         """Return the figures of one block under a choice."""

@@ -68,11 +68,10 @@ def decide(
         ways.append((replace(hardware, past_host=True), False))
     plans = []
     for tiers, prefetch in ways:
-        plain = plain_point(profile, tiers)
-        points = [plain, *frontier_points(under, tiers, config, prefetch=prefetch)]
-        verdict = _choose(points, plain, tiers, config, margin)
-        if refine and verdict.within is not None:
-            verdict = _refined(verdict, verdict.within, under, tiers, config, prefetch)
+        points = frontier_points(under, tiers, config, prefetch=prefetch)
+        verdict = _choose(points, plain_point(profile, tiers), tiers, config, margin)
+        if refine:
+            verdict = _refined(verdict, under, tiers, config, prefetch)
         plan = plan_of(verdict, profile, tiers, config, under=under, points=points)
         if tiers.past_host:
             room = format_bytes(room_below(hardware, config))
@@ -113,14 +112,14 @@ def cost_models(
 def frontier_points(
     under: Under, hardware: Hardware, config: Config, *, prefetch: bool = True, most: int | None = None
 ) -> list[Point]:
-    """Return the frontier of each setting: the fastest plan for each peak.
+    """Return the plain model, and the frontier of each setting: the fastest plan for each peak.
 
     Optimizer state on the host lowers the whole of a step for the same time a byte, whatever else is done: so each
     plan is taken with the state of none of its blocks there, of all, and of some numbers in between.
 
     Of each position `most` partial plans are kept; by default as many as the depth of the model allows.
     """
-    found: list[Point] = []
+    found = untouched_points(under, hardware, config)
     for model in cost_models(under, hardware, config, prefetch=prefetch):
         plans = [(PLAIN,) * len(model.blocks)]
         if config.enable_checkpointing:  # at the same peak it may hold less
@@ -130,6 +129,15 @@ def frontier_points(
         found += [model.point(choices, number) for choices in plans for number in numbers]
     room = room_below(hardware, config)
     return [point for point in found if point.peak_below_bytes <= room]
+
+
+def untouched_points(under: Under, hardware: Hardware, config: Config) -> list[Point]:
+    """Return the plans that do nothing but what each setting asks for, with whole steps."""
+    whole = [(setting.whole_steps, needs) for setting, needs in under]
+    return [
+        model.point((PLAIN,) * len(model.blocks))
+        for model in cost_models(whole, hardware, config, prefetch=False)
+    ]
 
 
 def _choices(trade: Trade[Choices]) -> Choices:
@@ -186,7 +194,7 @@ def _by_rule(
         return Verdict(smallest if chosen.peak_bytes == least else chosen, "least-peak")
     if config.mode is OptimizationMode.CONSERVATIVE:
         limit = CONSERVATIVE_TIME * fitting[0].seconds
-        return Verdict(_slowest(fitting, limit), "least-peak-within-1.15x")
+        return Verdict(_slowest(fitting, limit), "least-peak-within-1.15x", at_most=limit)
     if plain.peak_bytes > room:
         most = int(config.target_gpu_utilization * capacity) - margin
         if smallest.peak_bytes <= most:
@@ -195,7 +203,7 @@ def _by_rule(
     most, limit = int(BALANCED_SHARE * plain.peak_bytes), BALANCED_TIME * plain.seconds
     if smallest.peak_bytes <= most and _fastest(fitting, most).seconds <= limit:
         return Verdict(_fastest(fitting, most), "fastest-at-24%", within=most)
-    return Verdict(_slowest(fitting, limit), "least-peak-within-2x")
+    return Verdict(_slowest(fitting, limit), "least-peak-within-2x", at_most=limit)
 
 
 def _shortage(smallest: Point, room: int) -> str:
@@ -213,24 +221,29 @@ def _slowest(curve: Sequence[Point], limit: float) -> Point:
     return next((point for point in reversed(curve) if point.seconds <= limit), curve[0])
 
 
-def _refined(
-    verdict: Verdict, limit: int, under: Under, hardware: Hardware, config: Config, prefetch: bool
-) -> Verdict:
-    """Return a faster plan up to a limit if there is one between two points of the thinned frontier."""
-    best = verdict.point
+def _refined(verdict: Verdict, under: Under, hardware: Hardware, config: Config, prefetch: bool) -> Verdict:
+    """Return a better plan up to the rule's limit if there is one between two points of the thinned frontier."""
+    best, limit = verdict.point, verdict.within
     same = [(setting, needs) for setting, needs in under if setting is best.setting]
+    room = room_below(hardware, config)
     for model in cost_models(same, hardware, config, prefetch=prefetch):
-        for row in model.rows(best.state_below):
-            trade = fastest_within(row, limit)
-            if trade is not None and trade.seconds < best.seconds:
-                point = model.point(_choices(trade), best.state_below)
-                if point.peak_below_bytes <= room_below(hardware, config):
-                    best = point
-        while best.state_below:  # no more state on the host than must be
-            point = model.point(best.choices, best.state_below - 1)
-            if point.peak_bytes > limit:
-                break
-            best = point
+        if limit is not None:
+            for row in model.rows(best.state_below):
+                trade = fastest_within(row, limit)
+                if trade is not None and trade.seconds < best.seconds:
+                    point = model.point(_choices(trade), best.state_below)
+                    best = point if point.peak_below_bytes <= room else best
+            while best.state_below:  # no more state on the host than must be
+                point = model.point(best.choices, best.state_below - 1)
+                if point.peak_bytes > limit:
+                    break
+                best = point
+        elif verdict.at_most is not None:
+            for number in range(best.state_below, model.numbers_of_state_below(1)[-1] + 1):
+                point = model.point(best.choices, number)
+                if point.seconds > verdict.at_most or point.peak_below_bytes > room:
+                    break
+                best = min(best, point, key=lambda each: each.peak_bytes)
     return replace(verdict, point=best)
 
 

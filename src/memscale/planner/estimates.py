@@ -26,7 +26,7 @@ from memscale.config import Config
 from memscale.errors import ProfileError
 from memscale.hardware import Hardware
 from memscale.planner.assembly import unseen_bytes
-from memscale.planner.decide import cost_models
+from memscale.planner.decide import cost_models, untouched_points
 from memscale.planner.frontier import fastest_within
 from memscale.planner.settings import Under
 from memscale.profiler import ModelProfile
@@ -76,7 +76,9 @@ class Estimates:
             for number in model.numbers_of_state_below(2)
             for row in model.rows(number)
         ]
-        return min((trade.seconds for trade in trades if trade is not None), default=None)
+        untouched = untouched_points(under, self.hardware, self.config)
+        found = [point.seconds for point in untouched if point.peak_bytes <= room]
+        return min((*found, *(trade.seconds for trade in trades if trade is not None)), default=None)
 
     def _under(self, size: int) -> Under:
         sizes = sorted(self.known, key=lambda each: each[0])

@@ -19,6 +19,7 @@ from memscale.observe.log import open_log
 from memscale.optimizer.needs import OptimizerNeeds, needs_of, with_optimizer
 from memscale.planner.assembly import plain_point, plan_by_structure, unseen_bytes
 from memscale.planner.cache import keep_plan, plan_key, plans_made, values_of
+from memscale.planner.cost_model import CostModel
 from memscale.planner.decide import decide, room_of
 from memscale.planner.estimates import Estimates, batch_size_of, length_of, with_batch_size, with_length
 from memscale.planner.predict import Step, measure, predict, rehearsal, with_figures_of
@@ -287,7 +288,11 @@ def profile_settings(
                 resident=resident,
             )
             needs = with_optimizer(needs, model, optimizer, place)
-        under.append((replace(setting, bucketed=bucketed), needs))
+        # Where buckets take time, on small models, whole steps are tried as well.
+        if not bucketed or not CostModel(needs, hardware, config).buckets_are_free:
+            under.append((setting, needs))
+        if bucketed:
+            under.append((replace(setting, bucketed=True), needs))
     return ProfiledModel(profile, under, optimizer)
 
 

@@ -37,6 +37,11 @@ class Setting:
         return self.loss is not None or self.precision is not None or self.mlp_rows is not None
 
     @property
+    def whole_steps(self) -> Setting:
+        """The same with steps of all parameters at once."""
+        return replace(self, bucketed=False)
+
+    @property
     def working_share(self) -> float:
         return 1.0 if self.precision is None else 0.5
 
