@@ -13,8 +13,6 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["interrupts_deferred", "raise_pending_interrupt"]
-
 
 class _Deferral:
     """The handler of SIGINT, and a pending interrupt, if any."""

@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-__all__ = ["LateLock"]
-
 T = TypeVar("T")
 
 

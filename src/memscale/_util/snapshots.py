@@ -36,8 +36,6 @@ from torch import nn
 from memscale._torch import Generator, same_version
 from memscale._util.trees import is_lazy
 
-__all__ = ["Attributes", "HostRngState", "RngState", "TorchRngState"]
-
 # -- global random generators
 
 

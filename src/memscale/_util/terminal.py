@@ -14,8 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TextIO
 
-__all__ = ["Column", "Terminal", "clean", "table", "wrap"]
-
 _NUMBER = re.compile(r"[-+−~≈<>≤≥]?\s?\d[\d,._]*([eE][-+]?\d+)?\s?[^\d\s]{0,8}")
 _EMPTY = ("", "-", "–", "—", "n/a")
 

@@ -10,8 +10,6 @@ import torch
 
 from memscale._torch import pytree
 
-__all__ = ["Tree", "is_lazy"]
-
 
 def is_lazy(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is computed when it is asked for (lazy logits), and must not be asked by the way.

@@ -18,8 +18,6 @@ from memscale.benchmarks.run import MODES, run_suite
 from memscale.errors import ConfigError, ConfigTypeError, HardwareError, MemScaleError
 from memscale.units import format_bytes
 
-__all__ = ["main"]
-
 _PROGRAM = "python -m memscale.benchmarks"
 
 

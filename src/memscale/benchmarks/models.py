@@ -21,21 +21,6 @@ from memscale.errors import ConfigError, ConfigTypeError, MemScaleError, shown
 from memscale.hardware import GpuSpec, find_gpu
 from memscale.units import format_bytes, parse_bytes
 
-__all__ = [
-    "DEFAULT_MODELS",
-    "MODELS",
-    "PUBLISHED_ON",
-    "BenchmarkModel",
-    "Device",
-    "MissingPackageError",
-    "Published",
-    "device_name",
-    "find_device",
-    "find_model",
-    "quiet_transformers",
-    "unknown_name",
-]
-
 Family: TypeAlias = Literal["gpt2", "bert"]  # a causal and a masked language model
 
 PUBLISHED_ON = "NVIDIA GeForce RTX 3090"

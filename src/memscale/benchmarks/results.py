@@ -16,8 +16,6 @@ from memscale.benchmarks.models import MODELS, PUBLISHED_ON, Published, device_n
 from memscale.errors import ConfigError, MemScaleError, shown
 from memscale.hardware import GpuSpec
 
-__all__ = ["SCHEMA", "Cells", "Results", "Row", "Source", "cells", "check_writable", "command_line"]
-
 SCHEMA = 1
 _NOTHING = "–"
 _GIB = 2**30

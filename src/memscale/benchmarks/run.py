@@ -39,8 +39,6 @@ from memscale.profiler import sample_of
 from memscale.simulator import simulate
 from memscale.units import format_bytes
 
-__all__ = ["MODES", "Case", "run_suite"]
-
 MODES: dict[str, Config | None] = {
     "none": None,
     **{mode.value: Config(mode=mode, enable_logging=False) for mode in OptimizationMode},

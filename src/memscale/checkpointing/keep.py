@@ -46,8 +46,6 @@ from memscale._util.trees import Tree
 from memscale.checkpointing.state import version_of
 from memscale.errors import ConfigError, shown
 
-__all__ = ["KeepMode", "Kept", "calls_to_keep"]
-
 EVERY = -1
 """Among the numbers of an operation's calls: all of them."""
 

@@ -30,8 +30,6 @@ from memscale._util.trees import Tree, is_lazy
 from memscale.checkpointing.state import Buffers, Conditions, ModuleFlags, submodules
 from memscale.profiler.sample import Sample
 
-__all__ = ["GraphHandle", "ModelCall", "ReachedOutput", "reached_outputs"]
-
 _OUTPUTS = "memscale_outputs"  # the key in a node's metadata
 
 

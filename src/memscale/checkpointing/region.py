@@ -85,8 +85,6 @@ from memscale.checkpointing.state import (
 )
 from memscale.errors import RecomputeError
 
-__all__ = ["Region", "run_region"]
-
 T = TypeVar("T")
 
 CAUSES = (

@@ -37,22 +37,6 @@ from memscale._util.snapshots import Attributes, HostRngState, TorchRngState
 from memscale._util.trees import Tree
 from memscale.errors import RecomputeError
 
-__all__ = [
-    "FREED",
-    "Buffers",
-    "Conditions",
-    "Inputs",
-    "KeptTensor",
-    "ModuleFlags",
-    "Slot",
-    "changed_parameter",
-    "exchanged",
-    "mark_as_copy",
-    "parameter_behind",
-    "submodules",
-    "version_of",
-]
-
 
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was changed in place; 0 for inference tensors, which do not count."""

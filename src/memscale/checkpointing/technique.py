@@ -42,16 +42,6 @@ from memscale.units import format_bytes
 if TYPE_CHECKING:
     from memscale.techniques.undo_log import UndoLog
 
-__all__ = [
-    "GradientCheckpointing",
-    "NoCache",
-    "SlicesStage",
-    "can_recompute",
-    "is_cache",
-    "no_cache_hooks",
-    "worth_keeping",
-]
-
 logger = logging.getLogger("memscale")
 
 RunBlock = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any], Sequence[nn.Module]], Any]

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from memscale.optimizer.needs import OptimizerNeeds
     from memscale.report.exporters import Metrics
 
-__all__ = ["EXECUTOR", "Executor", "executor_of", "refuse_nested"]
-
 logger = logging.getLogger("memscale")
 
 TrainingBatch = Callable[["Executor", tuple[Any, ...], dict[str, Any]], None]

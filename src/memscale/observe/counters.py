@@ -33,8 +33,6 @@ import torch
 from memscale.errors import ProfileError
 from memscale.memory.process import peak_rss_bytes, rss_bytes
 
-__all__ = ["Below", "Clock", "Cost", "Meter", "ObservedPeak", "What"]
-
 What = Literal["parameters", "gradients", "activations", "optimizer state"]
 """What is moved."""
 

@@ -13,8 +13,6 @@ from memscale.execution_plan import Plan
 from memscale.hardware import Hardware
 from memscale.units import format_bytes
 
-__all__ = ["log_plan", "logger", "open_log"]
-
 logger = logging.getLogger("memscale")
 
 

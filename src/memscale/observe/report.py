@@ -17,8 +17,6 @@ from memscale.units import format_bytes
 if TYPE_CHECKING:
     from memscale._util.terminal import Terminal
 
-__all__ = ["Lost", "Moved", "Recomputed", "Report"]
-
 
 @dataclass(frozen=True)
 class Moved:

@@ -48,8 +48,6 @@ from memscale.units import format_bytes
 if TYPE_CHECKING:
     from memscale.techniques.undo_log import UndoLog
 
-__all__ = ["StepGuard"]
-
 _BACKWARD = inspect.signature(torch.autograd.backward)
 _FREED = (
     "Trying to backward through a graph a second time whose first backward pass ran out of memory and was repeated by "

@@ -40,8 +40,6 @@ from memscale.profiler.recorder import backward_targets, loss_of
 from memscale.units import format_bytes
 from memscale.version import __version__
 
-__all__ = ["attempt", "explain", "free_memory", "heavier_plans", "log_recovery"]
-
 HEAVIER_SHARE = 0.75  # of the predicted peak of the plan that failed
 LARGEST_TENSORS = 5  # that an explanation names
 MAX_DUMPS = 3  # of one model: a loop that goes on after such errors must not fill the disk

@@ -38,8 +38,6 @@ from memscale.optimizer.interceptor import Member, SplitStep, StepOrder, StepSub
 from memscale.optimizer.kinds import why_whole
 from memscale.recovery.shortage import attempt, explain, free_memory
 
-__all__ = ["StepRecovery"]
-
 BUCKET_BYTES = 64 * 2**20
 _TEMPORARIES = 2  # bytes of temporaries that a step may need, for each byte of parameters
 _NEW_STATE = 2  # the same for state that is not there yet: as for Adam

@@ -19,8 +19,6 @@ from memscale.observe.report import Report
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-__all__ = ["Metrics", "log_scalars"]
-
 HOST = "127.0.0.1"
 PREFIX = "memscale/"
 

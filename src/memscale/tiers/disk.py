@@ -48,8 +48,6 @@ from memscale.hardware.host import find_disk
 from memscale.memory.record import is_mapped, mark_mapped, new_storages_are_mapped
 from memscale.units import format_bytes
 
-__all__ = ["PAGE", "DiskFile", "DiskStore", "Extent", "FreeList", "round_up", "storage_at"]
-
 PAGE = mmap.PAGESIZE
 
 _CPU = torch.device("cpu")

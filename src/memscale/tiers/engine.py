@@ -38,8 +38,6 @@ from memscale.hardware.host import read_host
 from memscale.tiers.disk import FreeList, round_up, storage_at
 from memscale.units import format_bytes
 
-__all__ = ["Engine", "HostMemory", "Lane", "PinnedMemory", "Transfer", "async_settings"]
-
 T = TypeVar("T")
 
 _ALIGNMENT = 512  # as CUDA's own allocations have it

@@ -25,8 +25,6 @@ from memscale.checkpointing.state import Conditions, ModuleFlags, version_of
 from memscale.errors import RecomputeError
 from memscale.tiling.layers import first_order_only, sum_dtype, tiles_of, without_saved_tensor_hooks
 
-__all__ = ["Head", "LogitsStep", "compute_tiled"]
-
 Borrow = Callable[[Sequence[torch.Tensor]], contextlib.AbstractContextManager[Any]]
 
 

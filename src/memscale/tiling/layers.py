@@ -59,19 +59,6 @@ from memscale._util.trees import Tree
 from memscale.checkpointing.state import FREED, Conditions, Inputs, ModuleFlags, exchanged, submodules
 from memscale.errors import RecomputeError
 
-__all__ = [
-    "NotPositionWise",
-    "PositionWise",
-    "TiledMethod",
-    "find_wide_layers",
-    "first_order_only",
-    "run_in_tiles",
-    "show_position_wise",
-    "sum_dtype",
-    "tiles_of",
-    "without_saved_tensor_hooks",
-]
-
 ResultT = TypeVar("ResultT")
 Layer = Callable[[torch.Tensor], torch.Tensor]
 

@@ -39,8 +39,6 @@ from memscale.errors import RecomputeError
 from memscale.tiling.head import Head, LogitsStep, compute_tiled
 from memscale.tiling.layers import first_order_only, without_saved_tensor_hooks
 
-__all__ = ["LazyLogits", "lazy_logits"]
-
 Function = Callable[..., Any]
 F = nn.functional
 

@@ -38,8 +38,6 @@ from memscale.units import format_bytes
 if TYPE_CHECKING:
     from memscale.techniques.undo_log import UndoLog
 
-__all__ = ["ActivationTiling", "SdpaAttention", "TiledLoss", "rows_of_layers", "tiled_loss"]
-
 logger = logging.getLogger("memscale")
 
 LAYER_ROWS = 1024  # positions of a tile of a wide layer
