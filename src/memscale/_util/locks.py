@@ -17,10 +17,9 @@ class LateLock(Generic[T]):
 
     Note [Finalizers]
     ~~~~~~~~~~~~~~~~~
-    A tensor may die at any moment and in any thread: the garbage collector runs in whatever allocates, also in a thread
-    that holds this lock. A finalizer that waited for the lock would then deadlock. So it queues an item, which whoever
-    holds the lock handles on release. A method that handles them is referred to weakly: its object, which mostly owns
-    the lock, would be in a cycle.
+    The garbage collector may run a finalizer in any thread, also in one that holds this lock: to wait for it would be a
+    deadlock. So a finalizer queues an item, which whoever holds the lock handles on release. The method that handles
+    items is referred to weakly: its object mostly owns the lock.
 
     Example:
         >>> done = []

@@ -3,14 +3,14 @@
 Note [Attributes of a region]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A module may count its calls (`self.steps += 1`), keep its last hidden state, append to a list, draw from a generator of
-its own, or pass a tensor to a later module through a dictionary that both have. A recomputation that finds such state
-as forward left it silently computes something else. So the attributes of modules are read before forward, restored
-while it is recomputed, and set back afterwards:
+its own, or pass a tensor to a later module through a dictionary. A recomputation that finds such state as forward left
+it silently computes something else. So the attributes of modules are read before forward, restored while it is
+recomputed, and set back afterwards:
 
 - Attributes by identity, including those that forward adds or deletes.
 - Lists, dictionaries, sets and deques by their elements, nested ones too.
-- Tensors among them by value: each is copied, and the copy dropped when forward ends unless the tensor was changed in
-  place. One with a history is given to the recomputation as a leaf: its history would keep the graph alive.
+- Tensors by value: each is copied, and the copy dropped when forward ends unless the tensor was changed in place. One
+  with a history is given to the recomputation as a leaf: its history would keep the graph alive.
 - Random generators by their state.
 
 Not restored are objects of other classes that forward changes in place, and modules of `torch.nn`.
@@ -19,7 +19,6 @@ Not restored are objects of other classes that forward changes in place, and mod
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import math
 import operator
@@ -98,35 +97,15 @@ class RngState:
         self._host.restore()
 
 
-_MT19937_BYTES = 625 * 4  # 624 words and a position
-_latest_numpy: tuple[bytes, dict[str, Any]] | None = None
-
-
 def _numpy_state() -> dict[str, Any] | None:
-    """Return the state of NumPy's global generator; the same object as the last time if it has not changed.
-
-    `get_state` takes 30 us for every recomputed layer, so the memory of the generator is compared first. It is
-    the whole state, except for the second of two normal numbers that are drawn at once: while one is stored
-    (`has_gauss`), the state is always read.
-    """
-    global _latest_numpy
-    module = sys.modules.get("numpy.random")
-    if module is None or not hasattr(module, "get_state"):
-        return None
-    generator: Any = getattr(getattr(module.mtrand, "_rand", None), "_bit_generator", None)
-    memory = b""
-    if type(generator).__name__ == "MT19937":
-        memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
-        if _latest_numpy is not None and _latest_numpy[0] == memory and not _latest_numpy[1]["has_gauss"]:
-            return _latest_numpy[1]
-    state: dict[str, Any] = module.get_state(legacy=False)
-    _latest_numpy = (memory, state) if memory else None
-    return state
+    """Return the state of NumPy's global generator; None if NumPy was not imported."""
+    module: Any = sys.modules.get("numpy.random")
+    return module.get_state(legacy=False) if hasattr(module, "get_state") else None
 
 
 def _equal(state: Any, other: Any) -> bool:
     """Compare states of any kind of generator as bytes; nothing is ever unpickled."""
-    return state is other or pickle.dumps(state) == pickle.dumps(other)
+    return pickle.dumps(state) == pickle.dumps(other)
 
 
 def _module_with_rng(device_type: str) -> Any:
@@ -157,9 +136,7 @@ _MISSING = object()
 class Attributes:
     """The attributes of some modules before a forward. See Note [Attributes of a region].
 
-    Args:
-        modules: Whose attributes; those of `torch.nn` are skipped.
-        copy_bytes: A larger tensor is not copied.
+    Modules of `torch.nn` are skipped, and tensors of more than `copy_bytes` are not copied.
     """
 
     __slots__ = ("_contents", "_copy_bytes", "_generators", "_tensors")
@@ -377,8 +354,7 @@ class _State(NamedTuple):
 def _generator(value: object) -> _State | None:
     """Return the state of a random generator of torch, Python or NumPy; None for anything else.
 
-    The class is asked for by its private name: `torch.Generator` is another class while a GPU is simulated, where this
-    module may be imported first.
+    Not by `torch.Generator`, which is another class while a GPU is simulated, where this module may be imported first.
     """
     if isinstance(value, Generator):
         return _State(value.get_state, value.set_state)

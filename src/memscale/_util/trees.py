@@ -12,18 +12,14 @@ from memscale._torch import pytree
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is computed when it is asked for (lazy logits), and must not be asked by the way.
-
-    Its gradients arrive at the tensor `hidden` that it is computed from.
-    """
+    """Return whether a tensor is computed when it is asked for (lazy logits); gradients arrive at its `hidden`."""
     return bool(getattr(type(tensor), "is_computed_later", False))
 
 
 class Tree:
-    """A nested value, flattened so that its tensors can be replaced and the value rebuilt.
+    """A nested value, flattened so that its tensors can be replaced and the value rebuilt, with new containers.
 
-    Rebuilding creates new containers; anything else is passed on as it is. Hugging Face's outputs are registered with
-    pytree; a dataclass that is not is flattened here, field by field.
+    Hugging Face's outputs are registered with pytree; a dataclass that is not is flattened here, field by field.
     """
 
     __slots__ = ("_leaves", "_spec")

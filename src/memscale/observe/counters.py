@@ -1,21 +1,16 @@
 """Counts of what a plan does while a model trains: bytes moved, layers recomputed, passes, time, and the peak.
 
-The executor owns one `Meter` and hands it to techniques.
-
 Note [Counting never waits]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Backward runs in threads of its own, copies in others, metrics are read from one more, and the garbage collector may
-run a finalizer that counts in any of them, also while that thread holds a lock. So whoever counts only appends to a
-deque, which is atomic; events are added up by whoever reads, or in passing when many have gathered.
+Several threads count, metrics are read from one more, and a finalizer may count in any of them, also while that thread
+holds a lock. So whoever counts only appends to a deque, which is atomic; events are added up by whoever reads, or in
+passing when many have gathered.
 
 Note [Peaks without a reset]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 torch and the kernel keep one peak each for the whole process, and a user may be watching it too. So it is never reset
-here, but read when the plan is attached and again when someone asks:
-
-- it has grown: the peak was reached since the plan was attached;
-- it is lower: someone has reset it, and the peak was reached since then;
-- it is the same: there was a higher one before, and the plan's own peak is not known.
+here, but read when the plan is attached and again when someone asks. If it has grown, the peak was reached since the
+plan was attached; if it is lower, since someone has reset it; if it is the same, the plan's own peak is not known.
 """
 
 from __future__ import annotations
@@ -49,8 +44,7 @@ MAX_BACKWARD_PASSES = 64  # that may be under way at once
 class Clock:
     """Reads the time of a device; on the CPU and on a virtual device all work is the host's.
 
-    Work on a CUDA stream is timed by pairs of events, which no training step waits for. Of other devices the time is
-    not known.
+    Work on a CUDA stream is timed by pairs of events, which no training step waits for; other devices are not timed.
     """
 
     def __init__(self, device: torch.device | None = None, *, simulated: bool = False) -> None:

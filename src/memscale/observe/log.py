@@ -52,9 +52,7 @@ def _warn_once(path: str, error: OSError) -> None:
 def open_log(config: Config, *, strict: bool = False) -> Iterator[logging.Logger]:
     """Yield the logger, or a silent one if the Config says so; handlers are added for the block only.
 
-    Args:
-        config: Says whether to log, and to which file.
-        strict: Raise a ConfigError if that file can't be opened; otherwise warn once, as a step must not fail for it.
+    A log file that can't be opened is a ConfigError if `strict`, and else warned of once: a step must not fail for it.
     """
     if not config.enable_logging:
         yield _silent

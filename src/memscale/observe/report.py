@@ -31,11 +31,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """A layer that was recomputed in backward.
-
-    Its FLOPs are counted recomputations times the profiled FLOPs of one: an upper bound, as a recomputation ends when
-    backward has what it needs.
-    """
+    """A layer that was recomputed in backward; its FLOPs are an upper bound, as a recomputation may end early."""
 
     layer: str
     times: int
@@ -54,25 +50,6 @@ class Lost:
 class Report:
     """What an executor's plans have done so far, all of them together; the prediction is the present plan's.
 
-    Attributes:
-        model: the model's class.
-        device: where it trains.
-        forward_passes: forward passes in training that were begun; None if they are not counted.
-        backward_passes: backward passes that reached the model; None if they are not counted.
-        predicted_peak_bytes: peak of a step by the plan.
-        allowance_bytes: what a step may need beyond that.
-        prediction_source: "simulated", "measured" or "estimated".
-        observed_peak_bytes: measured; None if it is not known.
-        observed_peak_kind: of which memory. What the process had when the plan was attached, such as the
-            model's parameters on a CPU, is not in the process's figure, and is in the prediction.
-        observed_since: since when; or why it is not known.
-        moved: bytes read from and written to each tier.
-        recomputed: recomputations, by layer.
-        lost: time, by what it was lost to.
-        disk_bytes: what is on disk now.
-        plans: how many were made: by wrap, for larger batches, and after memory ran out.
-        planning_seconds: the time that took (measured).
-
     Example:
         >>> Report.of(Plan(()), Meter(), model="Net", device="cpu").recomputations
         0
@@ -80,20 +57,21 @@ class Report:
 
     model: str
     device: str
-    forward_passes: int | None
-    backward_passes: int | None
-    predicted_peak_bytes: int
-    allowance_bytes: int
+    forward_passes: int | None  # in training that were begun; None if they are not counted
+    backward_passes: int | None  # that reached the model; None if they are not counted
+    predicted_peak_bytes: int  # of a step by the plan
+    allowance_bytes: int  # what a step may need beyond that
     prediction_source: PredictionSource
-    observed_peak_bytes: int | None
+    observed_peak_bytes: int | None  # measured; None if it is not known
+    # Of which memory. What the process had at attach, such as the parameters on a CPU, is in the prediction alone.
     observed_peak_kind: str
-    observed_since: str
+    observed_since: str  # since when; or why it is not known
     moved: tuple[Moved, ...] = ()
     recomputed: tuple[Recomputed, ...] = ()
     lost: tuple[Lost, ...] = ()
-    disk_bytes: int = 0
-    plans: int = 0
-    planning_seconds: float = 0.0
+    disk_bytes: int = 0  # what is on disk now
+    plans: int = 0  # how many were made: by wrap, for larger batches, and after memory ran out
+    planning_seconds: float = 0.0  # the time that took (measured)
 
     @classmethod
     def of(

@@ -4,17 +4,14 @@ A forward pass is repeated with the random state and buffers that it found.
 
 Note [Backward again]
 ~~~~~~~~~~~~~~~~~~~~~
-If memory runs out in a call of `torch.autograd.backward` that reaches calls of a wrapped model,
+If memory runs out in a call of `torch.autograd.backward` that reaches calls of a wrapped model, the gradients of the
+model's outputs are known (Note [Gradients of a model's outputs]), unless the pass failed before it got there. A
+parameter's gradient has been accumulated completely or not at all: autograd adds it in one operation when all of its
+parts have arrived. So nothing has to be undone: the repetition leaves out the parameters that have theirs.
 
-- the gradients of the model's outputs are known (Note [Gradients of a model's outputs]), unless the pass failed before
-  it got there;
-- a parameter's gradient has been accumulated completely or not at all: autograd adds it in one operation when all of
-  its parts have arrived. So nothing has to be undone: the repetition leaves out the parameters that have theirs.
-
-Then what the failed graph has saved is freed. The loop may still hold its loss and logits, with a graph that cannot be
-used any more. The calls are repeated under a heavier plan, and one backward pass brings the missing gradients. A pass
-is not repeated if that could give other numbers, or if something would be lost (`_Pass._objection`); then the error
-says that the next step has the heavier plan.
+Then what the failed graph has saved is freed; the loop may still hold its loss and logits. The calls are repeated
+under a heavier plan, and one backward pass brings the missing gradients. A pass is not repeated if that could give
+other numbers, or if something would be lost (`_Pass._objection`); then the next step has the heavier plan.
 """
 
 from __future__ import annotations
@@ -96,10 +93,7 @@ class StepGuard:
 
 
 class _RecoverStage(ForwardStage):
-    """Repeats a call of a whole model if it runs out of memory.
-
-    If nothing inside `is_opaque` to a compiler, a compiled model is compiled as ever, and the error in it is raised.
-    """
+    """Repeats a call of a whole model if it runs out of memory; not a compiled one, if nothing inside `is_opaque`."""
 
     order = Stage.RECOVER
 

@@ -26,11 +26,7 @@ logger = logging.getLogger("memscale")
 
 
 class Metrics:
-    """Serve a model's report to Prometheus while its plan is attached: `Config.observability_port`.
-
-    Args:
-        port: The port; 0 for any free one, None for no server.
-    """
+    """Serve a model's report to Prometheus while its plan is attached, on a port; 0 for any free one, None for none."""
 
     def __init__(self, port: int | None) -> None:
         self._port = port

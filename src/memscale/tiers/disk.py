@@ -3,17 +3,16 @@
 Note [Mapped tensors]
 ~~~~~~~~~~~~~~~~~~~~~
 A mapped tensor is a CPU tensor with a storage of its own: the optimizer steps on it, `state_dict` saves it, `deepcopy`
-copies it to ordinary memory. The system reads its pages when they are touched; `release_pages` takes them out of the
-process (RSS) without losing a bit. The mapping is shared and of a file, so it counts neither as private memory
-(RLIMIT_DATA) nor towards overcommit. It is unmapped when the last tensor over it dies, by a finalizer on the buffer
-that the storage holds: `share_memory_()` exchanges the memory of a storage that lives on.
+copies it to ordinary memory. `release_pages` takes its pages out of the process (RSS) without losing a bit. The
+mapping is shared and of a file, so it counts neither as private memory (RLIMIT_DATA) nor towards overcommit. It is
+unmapped by a finalizer on the buffer that the storage holds: `share_memory_()` exchanges the memory of a storage.
 
 Note [Space on disk]
 ~~~~~~~~~~~~~~~~~~~~
-All tensors of a model are in one `tempfile.TemporaryFile`. It has no name, so its space returns to the disk when the
-process ends, however it ends. Space is allocated (`posix_fallocate`) before a byte is written, so a full disk is an
-error in the thread that asks, and never a SIGBUS. Freed extents stay allocated for the next step, which is faster than
-new pages; they count against the cap, and are punched out of the file when the cap or the disk needs their space.
+All tensors of a model are in one `tempfile.TemporaryFile`, whose space returns to the disk however the process ends.
+Space is allocated (`posix_fallocate`) before a byte is written, so a full disk is an error in the thread that asks, and
+never a SIGBUS. Freed extents stay allocated for the next step, which is faster than new pages; they count against the
+cap, and are punched out of the file when the cap or the disk needs their space.
 
 Note [Fork]
 ~~~~~~~~~~~
@@ -61,9 +60,7 @@ WRITE_BYTES = 2**18
 class DiskStore:
     """A model's share of the disk: parameters, gradients, optimizer state and activations under one cap.
 
-    Args:
-        directory: Where (`offload_dir`); None for what `find_disk` chooses.
-        capacity: The most bytes to take, a hard cap (`max_disk_offload_gb`); None for what is free at first use.
+    By default, `find_disk` chooses the directory, and the cap is what is free at first use.
 
     Example:
         >>> store = DiskStore(capacity=2**20)
@@ -93,8 +90,7 @@ class DiskStore:
     def empty(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a new contiguous mapped tensor without values; in a simulation one that only counts.
 
-        Raises:
-            TierError: The cap would be exceeded or the disk is full (TierFullError), or it can't be used.
+        Raises a TierFullError if the cap would be exceeded or the disk is full, a TierError if it can't be used.
         """
         dtype = dtype or torch.get_default_dtype()
         nbytes = math.prod(shape) * dtype.itemsize
@@ -166,10 +162,7 @@ class DiskStore:
             _advise(start, round_up(stop) - start, _MADV_WILLNEED)
 
     def release_pages(self, tensor: torch.Tensor) -> int:
-        """Take a tensor's pages out of this process until they are touched again, if it is mapped here.
-
-        Returns the bytes that were released: of a view, the whole pages of what it spans.
-        """
+        """Take a mapped tensor's pages out of this process until they are touched again; return the bytes released."""
         extent = self._extent_of(tensor) if tensor.numel() else None
         if extent is None or self.file.is_forked:
             return 0  # in a fork, what was written would be lost with the pages: see Note [Fork]
@@ -233,11 +226,7 @@ class Extent:
 
 
 class DiskFile:
-    """The file of one `DiskStore`, made when the first byte is stored. See Note [Space on disk].
-
-    Raises:
-        HardwareError: The directory is a file, or no parent of it exists.
-    """
+    """The file of one `DiskStore`, made when the first byte is stored. See Note [Space on disk]."""
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, capacity: int | None = None) -> None:
         disk = find_disk(directory)
@@ -285,9 +274,8 @@ class DiskFile:
     def allocate(self, nbytes: int, *, counted_only: bool = False) -> Extent:
         """Return an extent of so many bytes, in whole pages, mapped; if `counted_only`, only taken off the capacity.
 
-        Raises:
-            TierError: The cap would be exceeded or the disk is full (TierFullError), the directory can't be used, the
-                file is closed, or this process is a fork. Nothing was taken.
+        Raises a TierError, and takes nothing, if the cap would be exceeded or the disk is full (TierFullError), if the
+        directory can't be used or the file is closed, or in a fork.
         """
         length = round_up(nbytes)
         if self.is_forked:

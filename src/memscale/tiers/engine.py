@@ -44,9 +44,7 @@ _ALIGNMENT = 512  # as CUDA's own allocations have it
 _BLOCK_BYTES = 64 * 2**20  # of page-locked memory that masters and gradients are cut from
 
 PINNED_SHARE = 0.5  # of the host's RAM, what may be page-locked for one model where the Config does not say
-MASTERS_SHARE = (
-    7 / 8
-)  # of that, what masters may take: the rest is for gradients and activations on their way
+MASTERS_SHARE = 7 / 8  # of that, what masters may take: the rest is for gradients and activations
 
 
 class Lane(enum.Enum):
@@ -115,12 +113,7 @@ class WorkerTransfer(Transfer[T]):
 
 
 class Engine:
-    """Runs transfers; threads and streams are made when the first transfer needs them, and end with it.
-
-    Args:
-        config: How transfers overlap with the computation; None if they do not.
-        pinned: The model's page-locked memory; by default of its own.
-    """
+    """Runs transfers, asynchronously if there is a `config`; threads and streams are made at their first use."""
 
     def __init__(self, config: AsyncOffloadConfig | None = None, pinned: PinnedMemory | None = None) -> None:
         self._config = config
@@ -143,18 +136,10 @@ class Engine:
         lane: Lane,
         device: torch.device,
         *,
-        outward: bool = False,
-        after: Transfer[None] | None = None,
+        outward: bool = False,  # away from the device: it must wait for what is computed there
+        after: Transfer[None] | None = None,  # must be over first
     ) -> Transfer[T]:
-        """Run `work`, now or soon. An error in it is raised here if it runs here, and else by `wait()`.
-
-        Args:
-            work: What to do.
-            lane: Where it runs, if the engine is asynchronous.
-            device: The device that the tensors come from or go to.
-            outward: Whether it copies away from the device, and so must wait for what is computed there.
-            after: A transfer that must be over first; one in another thread is.
-        """
+        """Run `work`, now or soon. An error in it is raised here if it runs here, and else by `wait()`."""
         forked = os.getpid() != self._pid  # threads do not follow into a fork
         if self._config is None or lane is Lane.CALLER or (forked and lane is Lane.WORKER):
             return Transfer(work())
@@ -210,13 +195,10 @@ class _Block(NamedTuple):
 
 
 class PinnedMemory:
-    """Page-locked memory of torch's own allocator, up to a limit. See Note [Page-locked memory].
+    """Page-locked memory of torch's own allocator, up to a limit in bytes. See Note [Page-locked memory].
 
     That allocator rounds sizes up to powers of two, and so they are counted here. Masters and gradients are many, and
     live long: they are cut from large blocks, without rounding.
-
-    Args:
-        limit: The most bytes to lock; None for `PINNED_SHARE` of the host's RAM.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -248,12 +230,8 @@ class PinnedMemory:
     ) -> torch.Tensor | None:
         """Return page-locked memory, with a storage of its own, for a tensor in its order of dimensions.
 
-        When it is freed it may be reused at once: no copy may be reading or writing it then.
-
-        Args:
-            tensor: The tensor.
-            device: The device that it is copied from or to; for others than CUDA's, None is returned.
-            share: Of the limit, what may be locked for it; None is returned where there is no more.
+        None for another device than CUDA's, or where `share` of the limit is locked. When the memory is freed it may be
+        reused at once: no copy may be reading or writing it then.
         """
         if device.type != "cuda" or is_fake(tensor) or not tensor.numel():
             return None
@@ -323,12 +301,7 @@ def _allocate_pinned(nbytes: int) -> torch.Tensor | None:
 
 
 class HostMemory:
-    """Host memory for what leaves the device, under a hard cap.
-
-    Args:
-        capacity: The most bytes to take (`max_cpu_offload_gb`); None for what the host has free now.
-        pinned: Where its page-locked memory comes from.
-    """
+    """Host memory for what leaves the device, under a hard cap in bytes; None for what the host has free now."""
 
     def __init__(self, capacity: int | None = None, pinned: PinnedMemory | None = None) -> None:
         self.capacity = read_host().available_ram_bytes if capacity is None else capacity
@@ -337,9 +310,9 @@ class HostMemory:
         self._lock: LateLock[int] = LateLock(self._release)
 
     def empty_like(self, flat: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
-        """Return host memory as large as a flat tensor, page-locked where CUDA copies to it and pages can be locked.
+        """Return host memory for a flat tensor, page-locked where CUDA copies from `source` (by default `flat`) to it.
 
-        `source` is the tensor on the device that is copied from, by default `flat`. Raises a TierFullError at the cap.
+        Raises a TierFullError at the cap.
         """
         memory, size = None, PinnedMemory.size_of(flat.nbytes)
         source = flat if source is None else source
@@ -366,9 +339,8 @@ class HostMemory:
 # ---------------------------------------------------------------------- settings
 
 
-def async_settings(plan: Plan, config: Config | None) -> AsyncOffloadConfig | None:
-    """Return how transfers overlap with the computation, None if they do not: as the user has set it, else the plan."""
-    config = config or Config()
+def async_settings(plan: Plan, config: Config) -> AsyncOffloadConfig | None:
+    """Return how transfers overlap with the computation, as the user or else the plan says; None if they do not."""
     explicit = "async_offload" in config.explicit_fields
     wanted = config.async_offload if explicit else plan.async_offload
     return (config.async_config or AsyncOffloadConfig()) if wanted else None
