@@ -6,11 +6,10 @@ Some outputs are expensive to compute and cheap to keep (a matrix product, an at
 a dispatch mode below autograd keeps a detached alias of what a named operation returns. In the recomputation another
 mode returns the kept output instead of running the operation; the graph, and what it saves, is as in forward.
 
-Operations are identified by their overload and their place in the order of calls, which are the same both times. These
-are computed again, named or not:
+Operations are identified by their overload and their place in the order of calls. These are computed again, named or
+not:
 
-- An operation that changes an argument or returns an alias of one (views, `add_`, `out=`), by its schema: there is
-  nothing of its own to keep.
+- An operation that changes an argument or returns an alias of one (views, `add_`, `out=`), by its schema.
 - An output that is not one storage (sparse, or a wrapper subclass), as writes to it cannot be seen.
 - A cast (`aten._to_copy`): autocast caches casts of weights, so their number may differ from one call to the next.
 - An output whose memory was written to after it was kept (`relu_(linear(x))`). Inside the region the mode sees every
@@ -19,10 +18,7 @@ are computed again, named or not:
   region, the versions of the output and of what the region returned in the same memory are compared.
 
 An operation that draws random numbers may be kept: the random state it left behind is kept with it and set when it is
-skipped, so later operations draw the same numbers.
-
-Kept outputs are never needed for a correct result, only for a fast one. So each is dropped as soon as a backward pass
-that frees the graph has used it; one that retains the graph leaves them for the next.
+skipped. A kept output is dropped as soon as a backward pass that frees the graph has used it.
 """
 
 from __future__ import annotations

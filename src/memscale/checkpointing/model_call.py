@@ -3,10 +3,9 @@
 Note [Gradients of a model's outputs]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 To repeat the backward pass of a call, one needs the gradients that came to its outputs from outside. They are read by
-pre-hooks on the autograd nodes that made the outputs. A pass captures them only at the outputs that it reaches from
-outside (`reached_outputs`): a model may return its loss beside the logits that the loss was computed from, and the
-gradient that goes from one to the other inside is not to be kept. If a pass reaches both from outside, what arrives at
-the logits is a sum of both, and of no use.
+pre-hooks on the autograd nodes that made the outputs, only at the outputs that a pass reaches from outside
+(`reached_outputs`): a model may return its loss beside the logits that the loss was computed from. If a pass reaches
+both from outside, what arrives at the logits is a sum of both, and of no use.
 
 *Who owns whom.* graph → node → pre-hook → `GraphHandle`, which refers to the call weakly: a call knows the model, and
 the model may hold its output; through a node the garbage collector does not see such a cycle. So the call belongs to
@@ -42,10 +41,7 @@ class GraphHandle:
     def before_node(
         self, outputs: Sequence[tuple[int, int]], gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """Tell the call that a backward pass has come to a node that made outputs of it, with these gradients.
-
-        Each output is given by its index, and by its number among the results of the node.
-        """
+        """Tell the call that backward has come to a node that made some of its outputs (index, number there)."""
         call = self.call()
         if call is None:
             return
@@ -57,25 +53,17 @@ class GraphHandle:
 
 
 class ModelCall:
-    """One call of a model, and the state that it started from.
-
-    Attributes:
-        sample: The arguments.
-        captured: The outputs whose gradients are kept when a backward pass brings them, by their index.
-        gradients: Those that have arrived.
-        awaits_backward: Whether it has a graph that no backward pass has come to.
-        on_backward: Called with the graph task id when a backward pass comes to it.
-    """
+    """One call of a model, and the state that it started from."""
 
     def __init__(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device | None
     ) -> None:
         inside = submodules([model])
         self.sample = Sample(tuple(args), dict(kwargs))
-        self.captured: set[int] = set()
-        self.gradients: dict[int, torch.Tensor | None] = {}
-        self.awaits_backward = False
-        self.on_backward: Callable[[int], None] | None = None
+        self.captured: set[int] = set()  # outputs whose gradients are kept when a backward pass brings them
+        self.gradients: dict[int, torch.Tensor | None] = {}  # those that have arrived
+        self.awaits_backward = False  # it has a graph that no backward pass has come to
+        self.on_backward: Callable[[int], None] | None = None  # called with the graph task id of a pass
         types = {tensor.device.type for tensor in self.sample.tensors()}
         if device is not None:
             types.add(device.type)
@@ -135,13 +123,10 @@ class ReachedOutput(NamedTuple):
     indices: tuple[int, ...]
 
 
-def reached_outputs(
-    roots: Sequence[torch.Tensor],
-) -> tuple[list[ReachedOutput], list[torch.Tensor]]:
+def reached_outputs(roots: Sequence[torch.Tensor]) -> tuple[list[ReachedOutput], list[torch.Tensor]]:
     """Find where a backward pass enters calls of models, and let these capture the gradients that arrive.
 
-    Returns:
-        The nodes where it does, and the leaves that it reaches without passing one.
+    Returns the nodes where it does, and the leaves that it reaches without passing one.
     """
     reached: list[ReachedOutput] = []
     leaves = {id(each): each for each in roots if each.requires_grad and each.is_leaf}

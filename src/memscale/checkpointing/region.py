@@ -12,9 +12,8 @@ unpacks, so double backward works.
 graph, without the garbage collector.
 
 *Backward passes.* Recomputed tensors belong to one backward pass, by its graph task id; a second pass over a retained
-graph recomputes again. Each tensor is handed out once and then dropped, so memory falls as backward proceeds. If one is
-asked for twice in one pass (a custom function that reads `saved_tensors` twice), the region runs again for it alone.
-What was not asked for is dropped when the pass ends.
+graph recomputes again. Each tensor is handed out once and then dropped. If one is asked for twice in one pass (a custom
+function that reads `saved_tensors` twice), the region runs again for it alone. The rest is dropped when the pass ends.
 
 *Early stop.* A private exception ends the recomputation when the last holder that the graph still has is filled. So a
 function may call `torch.autograd.grad` in the middle: its recomputation stops before that call.
@@ -29,9 +28,9 @@ buffers, flags), so one recomputation runs at a time, under one lock for all reg
 Note [Chained regions]
 ~~~~~~~~~~~~~~~~~~~~~~
 Of two blocks in a row, each a region, the tensor between them is kept as the second one's input. With `chain=True` it
-is not: the second region refers to the first (`Link`), and when it must be recomputed has the first recomputed before
-it, to its end, and takes its output. This fills the first region's holders as well, which its own backward needs next:
-nothing is computed more often, and nothing more is kept, than if both blocks were one checkpointed function.
+is not: the second region refers to the first (`Link`), and has it recomputed first, to its end, and takes its output.
+This fills the first region's holders as well, which its own backward needs next: nothing is computed more often, and
+nothing more is kept, than if both blocks were one checkpointed function.
 
 *Which tensor comes from which region* is in `_origins`, weakly by the tensor. If the region is gone, or the tensor was
 changed in place, the second region keeps its input.
@@ -40,9 +39,8 @@ changed in place, the second region keeps its input.
 the inputs that come from its own segment. A tensor from further back (an encoder's output that each decoder block
 takes, a skip connection of a U-Net) is kept: recomputing it for each of its users would cost a whole encoder each time.
 
-*Inside another region* a region chains only to regions of the same run of the outer one. When that is recomputed, a
-tensor from outside it is no region's output any more; were it one in forward, the outer region would see another
-number of saved tensors the second time.
+*Inside another region* a region chains only to regions of the same run of the outer one: when that is recomputed, a
+tensor from outside it is no region's output any more.
 
 *How long an output lives.* Until the last chained region that will ask for it, in this backward pass, has it, or until
 the pass ends.
@@ -107,13 +105,10 @@ def run_region(
     """Call a function so that backward recomputes what it needs instead of finding it saved.
 
     Loss and gradients are bit for bit those of the plain call, dropout included, as long as the function depends on its
-    arguments, `modules` and the global random generators of torch, Python and NumPy only. Where nothing requires a
-    gradient, and for modules that cannot be run again, this is the plain call.
+    arguments (tensors are found in nested containers too), `modules` and the global random generators of torch, Python
+    and NumPy only. Where nothing requires a gradient, and for modules that cannot be run again, this is the plain call.
 
     Args:
-        function: What to run; it runs once now and once for each backward pass.
-        args: Its positional arguments. Tensors are found in nested containers too.
-        kwargs: Its keyword arguments.
         modules: The modules that the function uses: parameters, flags, buffers and attributes of these and of their
             submodules are restored for the recomputation, which leaves no trace in them.
         keep: Operations whose outputs are kept instead of recomputed, as `"aten.addmm.default"` for every call or
@@ -166,8 +161,7 @@ def run_region(
 def _cannot_run_again(module: nn.Module) -> bool:
     """Return whether a module's second run may differ from its first.
 
-    A lazy module makes its parameters in its first call. A scripted one is compiled anew while it learns the shapes,
-    and then saves other tensors; and its buffers cannot be exchanged.
+    A lazy module makes its parameters in its first call. A scripted one is compiled anew, and saves other tensors.
     """
     if isinstance(module, LazyModuleMixin):
         return bool(module.has_uninitialized_params())
@@ -289,10 +283,8 @@ class Region:
     # Chained regions. See the note.
 
     def _order_to_run(self, task: int) -> list[Region]:
-        """Return the regions to recompute so that this one can be: the head of its chain first, itself last.
-
-        Not by recursion: a chain may be longer than Python's stack is deep.
-        """
+        """Return the regions to recompute so that this one can be: the head of its chain first, itself last."""
+        # Not by recursion: a chain may be longer than Python's stack is deep.
         order: list[Region] = []
         seen: set[int] = set()
         pending: list[tuple[Region, bool]] = [(self, False)]
@@ -358,10 +350,7 @@ _origins: MutableMapping[torch.Tensor, _Origin] = WeakTensorKeyDictionary()
 
 
 class Link:
-    """An input that is an earlier region's output and is not kept. See Note [Chained regions].
-
-    A region refers to earlier ones only; an earlier one knows of its successors weakly.
-    """
+    """An input that is an earlier region's output and is not kept. See Note [Chained regions]."""
 
     __slots__ = ("__weakref__", "_requires_grad", "index", "region")
 

@@ -6,13 +6,10 @@ A recomputation must start from the buffers as forward found them, and must not 
 they are copied before forward, and each module's `_buffers` dictionary is exchanged while the recomputation runs: even
 a buffer that the function registers, replaces or deletes leaves no trace.
 
-A region copies every buffer: one that forward leaves alone a thousand times (an average that begins after a warm-up)
-may be changed the next time. When forward ends, copies of unchanged buffers are dropped. Whether a module changes its
-buffers is learned, for training and evaluation apart:
-
-- The first call compares versions and values: batch norm writes its running statistics in a kernel that raises no
-  version. (Batch norm is known by its class too, as the first values could be equal.)
-- Later calls compare versions only: to compare values, the host would wait for the device.
+A region copies every buffer, and drops copies of unchanged ones when forward ends. Whether a module changes its buffers
+is learned, for training and evaluation apart. The first call compares versions and values: batch norm writes its
+running statistics in a kernel that raises no version. (It is known by its class too, as the first values could be
+equal.) Later calls compare versions only: to compare values, the host would wait for the device.
 
 The call of a whole model (`ModelCall`) copies large buffers only of modules that have been seen to change theirs, as it
 is needed when memory is short. If another one changes, that call cannot be repeated.
@@ -60,10 +57,9 @@ FREED = (
 
 
 class KeptTensor:
-    """What a saved-tensor hook gives autograd for a tensor that stays as it is.
+    """What a saved-tensor hook gives autograd for a tensor that stays as it is; it can be freed before the graph is.
 
-    Without its history: a node that saves its own output would be in a cycle that nothing collects. It can be freed
-    before the graph is; see `memscale._torch.release_saved_tensors`.
+    Without its history: a node that saves its own output would be in a cycle that nothing collects.
     """
 
     __slots__ = ("_tensor",)
@@ -90,9 +86,9 @@ Slot = Callable[[int], torch.Tensor]
 class Inputs:
     """The arguments of a call, with each tensor in a slot.
 
-    The function must not be able to tell the second call from the first: a tensor that was given twice is given twice
-    again, as one object (attention modules ask whether the query *is* the key), and parameters and constants are the
-    same objects. Only a tensor with a history is given as a leaf, so that the new graph ends there.
+    The function must not be able to tell the second call from the first: a tensor that was given twice is again one
+    object (attention modules ask whether the query *is* the key), and parameters and constants are the same objects.
+    Only a tensor with a history is given as a leaf, so that the new graph ends there.
 
     Tensors are kept by the saved-tensor hooks around the call; not those in `links`, by their ids, which have slots.
     """
@@ -174,9 +170,9 @@ def submodules(roots: Iterable[nn.Module]) -> list[nn.Module]:
 class ModuleFlags:
     """`training` of some modules, their parameters, `requires_grad` of these and their versions.
 
-    The parameters are those that the modules have in forward, which `torch.func.functional_call` may have put there.
-    One that was computed (MAML's weights after an inner step) is held without its history, and of a copy on the device
-    the parameter behind it.
+    The parameters are those that the modules have in forward, also by `torch.func.functional_call`. One that was
+    computed (MAML's weights after an inner step) is held without its history, and of a copy on the device the parameter
+    behind it.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -207,8 +203,8 @@ class ModuleFlags:
     def check_parameters(self) -> None:
         """Raise a `RecomputeError` if a parameter was changed in place since forward began.
 
-        An optimizer that steps inside backward (`register_post_accumulate_grad_hook`) changes a parameter when nothing
-        that depends on it is left to recompute, so such parameters are not looked at.
+        Not if an optimizer steps it inside backward (`register_post_accumulate_grad_hook`): nothing is left to
+        recompute then.
         """
         for (parameter, _), version in zip(self._parameters, self._versions, strict=True):
             if parameter._version != version:
@@ -265,8 +261,7 @@ def _are_same(then: Mapping[str, object], now: Mapping[str, object]) -> bool:
 class Conditions:
     """State outside of a call's inputs and buffers: random generators, autocast, flags of modules.
 
-    Also the default device, and which attention kernels are allowed (`sdpa_kernel`). Grad mode is not in it: a region
-    exists only where gradients are on.
+    Also the default device, and the attention kernels that are allowed. A region exists only where gradients are on.
     """
 
     def __init__(self, flags: ModuleFlags, device_types: Iterable[str]) -> None:
@@ -340,10 +335,9 @@ _changes: weakref.WeakKeyDictionary[nn.Module, dict[bool, bool]] = weakref.WeakK
 
 
 class Buffers:
-    """The buffers and Python attributes of some modules, before a forward pass and after it.
+    """The buffers and Python attributes of some modules before forward; large ones if they may change or `copy_all`.
 
-    See Note [Buffers of a region] and Note [Attributes of a region]. Without `copy_all`, large buffers are copied only
-    if they may change.
+    See Note [Buffers of a region] and Note [Attributes of a region].
     """
 
     def __init__(self, modules: Sequence[nn.Module], *, copy_all: bool = True) -> None:

@@ -1,17 +1,16 @@
 """Gradient checkpointing: a block keeps its input and is computed again in backward.
 
-A block that is one module gets a `RecomputeStage`. A block that is a few neighbours in an `nn.Sequential` has no module
-of its own, so the `nn.Sequential` gets a `SlicesStage`, which runs its children in order, each planned slice as one
-region.
+Neighbours in an `nn.Sequential` that are one block have no module of their own: the `nn.Sequential` gets a
+`SlicesStage`, which runs its children in order, each planned slice as one region.
 
 Note [use_cache]
 ~~~~~~~~~~~~~~~~
-A Hugging Face model has `config.use_cache`, mostly on, and a forward that takes `use_cache` and looks into the config
-if it is not given. A cache is of no use in training, holds memory, and breaks recomputation, which would write to it
-twice. So each module with such a config and such a forward gets a hook, which in training passes `use_cache=False` for
-a caller who does not say anything. In `eval()` mode a call with gradients on is training if it has labels; without them
-it may be the first of a loop that generates, so the cache stays. The config itself is never written to, as it could be
-read in the middle of a forward, after an interrupt, or by `save_pretrained`.
+A Hugging Face model has `config.use_cache`, mostly on, and a forward that takes `use_cache`. A cache is of no use in
+training, holds memory, and breaks recomputation, which would write to it twice. So each module with such a config and
+such a forward gets a hook, which in training passes `use_cache=False` for a caller who does not say anything. In
+`eval()` mode a call with gradients on is training if it has labels; without them it may be the first of a loop that
+generates, so the cache stays. The config itself is never written to, as it could be read in the middle of a forward,
+after an interrupt, or by `save_pretrained`.
 
 A caller who passes `use_cache=True` or a cache (as prefix tuning does) gets it. Layers that are given a cache are not
 recomputed in that call (`is_cache`), and it is logged once that this costs memory.
@@ -151,8 +150,7 @@ class RecomputeStage(ForwardStage):
 class SlicesStage(ForwardStage):
     """Recomputes slices of an `nn.Sequential` in backward.
 
-    Slices are positions, not modules: whatever is there when it is called runs in order, so that the result is that of
-    `nn.Sequential` also after its user has changed it.
+    Slices are positions, not modules: whatever is there when it is called runs in order, as in `nn.Sequential`.
     """
 
     order = Stage.RECOMPUTE
@@ -221,8 +219,7 @@ _CACHE_METHODS = ("update", "update_conv_state", "update_ssm_state", "update_rec
 def is_cache(value: object) -> bool:
     """Return whether an argument is an object that a layer writes its keys and values into, as in generation.
 
-    A layer that runs again would write twice, so a call with a cache is never recomputed. A cache is known by its
-    structure: it has a method such as `update` and is no container of Python's.
+    It is known by its structure: it has a method such as `update` and is no container of Python's.
     """
     if isinstance(value, _NOT_CACHES):
         return False
@@ -230,9 +227,9 @@ def is_cache(value: object) -> bool:
 
 
 class NoCache:
-    """Turns the cache off in training, as a forward pre-hook. See Note [use_cache].
+    """Turns the cache off in training, as a forward pre-hook; `position` is that of `use_cache` among the arguments.
 
-    `position` is the place of `use_cache` among the forward's positional arguments, if it has one.
+    See Note [use_cache].
     """
 
     def __init__(self, position: int | None, *, logs: bool) -> None:

@@ -15,13 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memscale._torch import (
-    FakeTensor,
-    FakeTensorMode,
-    attribute,
-    disable_current_modes,
-    tree_leaves,
-)
+from memscale._torch import FakeTensor, FakeTensorMode, attribute, disable_current_modes, tree_leaves
 from memscale.errors import SimulationError
 from memscale.simulator.device import DeviceTracker, op_name
 

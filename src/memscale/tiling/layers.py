@@ -66,7 +66,7 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 def tiles_of(tensor: torch.Tensor, dim: int, rows: int) -> Iterator[slice]:
     """Yield the tiles of a tensor along one dimension: `rows` each, the last one the remainder.
 
-    Of a fake tensor, yield only the first two and the last: to a simulation of memory the others are like the second.
+    Of a fake tensor, only the first two and the last: to a simulation of memory the others are like the second.
 
     Example:
         >>> [(tile.start, tile.stop) for tile in tiles_of(torch.ones(7), 0, 3)]
@@ -96,11 +96,8 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 def first_order_only(backward: Callable[..., ResultT]) -> Callable[..., ResultT | tuple[None, ...]]:
     """Decorate a `Function.backward` to refuse a pass whose result is to be differentiated again.
 
-    Torch's `once_differentiable` refuses only if the incoming gradient has a history. That of `output.sum()` has
-    none, and the second derivatives of a gradient penalty would be silently missing.
-
-    An undefined gradient, of an output that the loss does not use, stays undefined: the function's forward calls
-    `ctx.set_materialize_grads(False)`.
+    Torch's `once_differentiable` refuses only if the incoming gradient has a history. That of `output.sum()` has none,
+    and the second derivatives of a gradient penalty would be silently missing. Undefined gradients stay undefined.
     """
 
     @functools.wraps(backward)
@@ -122,13 +119,9 @@ def first_order_only(backward: Callable[..., ResultT]) -> Callable[..., ResultT 
 
 
 def run_in_tiles(function: Layer, x: torch.Tensor, rows: int, modules: Sequence[nn.Module]) -> torch.Tensor:
-    """Return `function(x)`, computed some positions at a time.
+    """Return `function(x)`, computed `rows` positions at a time.
 
-    Args:
-        function: A position-wise function. It is called with one sequence, of shape (1, positions, width).
-        x: Its input, of shape (batch, positions, width).
-        rows: Positions per tile.
-        modules: The modules that it uses, with their submodules.
+    `x` is of shape (batch, positions, width); the function, which uses `modules`, gets tiles of (1, rows, width).
 
     Example:
         >>> layer = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -329,25 +322,19 @@ class NotPositionWise(Exception):
 
 @dataclass(frozen=True)
 class PositionWise:
-    """A position-wise function of a module.
+    """A position-wise function of a module."""
 
-    Attributes:
-        uses: The names of the module's children whose parameters it uses, and of those that have none.
-        width: Elements per position of its input or output, the larger one.
-        widest: Elements per position of the largest tensor in between.
-    """
-
-    uses: tuple[str, ...]
-    width: int
-    widest: int
+    uses: tuple[str, ...]  # the module's children whose parameters it uses, and those that have none
+    width: int  # elements per position of its input or output, the larger one
+    widest: int  # elements per position of the largest tensor in between
 
 
 def show_position_wise(
     function: Callable[[torch.Tensor], Any], module: nn.Module, width: int, dtype: torch.dtype
 ) -> PositionWise:
-    """Trace a method of a module, to show that it is position-wise. See Note [Position-wise].
+    """Trace a method of a module on `width` elements per position; raise `NotPositionWise` if it is not known to be.
 
-    The input has `width` elements per position. Raises `NotPositionWise` if it is not, or cannot be traced.
+    See Note [Position-wise].
 
     Example:
         >>> layer = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))

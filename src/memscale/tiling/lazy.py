@@ -72,17 +72,12 @@ class _Derivation(NamedTuple):
 
 
 class LazyLogits(Tensor):
-    """Stands in for logits. See Note [Lazy logits]; `lazy_logits` makes one.
-
-    Attributes:
-        hidden: The hidden states, tokens in the order of the logits' other dimensions.
-        head: The head, with the operations on its output.
-    """
+    """Stands in for logits. See Note [Lazy logits]; `lazy_logits` makes one."""
 
     is_computed_later: ClassVar[bool] = True  # for code that looks at tensors, and must not ask for this one
 
-    hidden: Tensor
-    head: Head
+    hidden: Tensor  # tokens in the order of the logits' other dimensions
+    head: Head  # with the operations on its output
     _hidden_version: int
     _origin: _Derivation | None
     _derived: list[weakref.ref[LazyLogits]]  # of the head's own output: all that comes from it

@@ -140,10 +140,7 @@ class SdpaAttention:
 
 
 def _eager_configs(model: nn.Module) -> tuple[list[Any], list[str]]:
-    """Return the configurations inside a model that may go from eager attention to SDPA, and why others may not.
-
-    By structure: no class of Hugging Face's library is imported.
-    """
+    """Return the configurations in a model that may go from eager attention to SDPA, and why others may not."""
     found: dict[int, Any] = {}
     reasons: dict[int, str] = {}
     for module in model.modules():
@@ -199,10 +196,7 @@ class TiledLoss:
 
 
 class TileHeadStage(ForwardStage):
-    """Makes a head's logits lazy, `rows` tokens per tile. See Note [Lazy logits].
-
-    If the head's parameters may be elsewhere, it computes on `device`.
-    """
+    """Makes a head's logits lazy, `rows` tokens per tile, on `device`. See Note [Lazy logits]."""
 
     order = Stage.TILE_HEAD
 
