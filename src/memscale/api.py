@@ -218,7 +218,6 @@ def _uncompiled(model: nn.Module) -> nn.Module:
 
 
 def _checked(model: nn.Module, function: str) -> nn.Module:
-    """Return the model that a function of this module works on."""
     if not isinstance(model, nn.Module):
         raise WrapTypeError(f"memscale.{function} takes an nn.Module, got {_kind(model)}.")
     model = _uncompiled(model)

@@ -63,11 +63,7 @@ class BenchmarkModel:
         return ("transformers", f"transformers.models.{self.family}.modeling_{self.family}")
 
     def build(self) -> nn.Module:
-        """Return the model with random weights, on the CPU (or what `torch.device` says), in training mode.
-
-        Raises:
-            MissingPackageError: transformers is not installed.
-        """
+        """Return the model with random weights, on the CPU (or what `torch.device` says), in training mode."""
         config, model = (getattr(_transformers(), name) for name in _CLASSES[self.family])
         with quiet_transformers():
             built: nn.Module = model(
@@ -167,12 +163,7 @@ _SIZE = re.compile(r"[-+]?(\d[\d_.]*\s*[a-z]*b|\d{7,})", re.IGNORECASE)
 
 
 def find_device(on: str) -> Device:
-    """Return the device that `on` names: a GPU ("RTX 3090", "a100-80gb"), a size ("24GiB"), or "cpu".
-
-    Raises:
-        HardwareError: No GPU is known by that name.
-        ConfigError: The size is not one.
-    """
+    """Return the device that `on` names: a GPU ("RTX 3090", "a100-80gb"), a size ("24GiB"), or "cpu"."""
     if not isinstance(on, str):
         raise ConfigTypeError(
             f"on={shown(on)} is a {type(on).__name__}: give the name of a GPU, a size as text, or 'cpu'."

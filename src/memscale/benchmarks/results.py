@@ -37,9 +37,7 @@ class Row:
     on: str  # the device as it was asked for
     source: Source
     baseline_bytes: int | None  # the peak in mode "none"; None if that does not fit
-    peak_bytes: (
-        int | None
-    )  # of device memory, or of the process above what it had after its imports; None: too large
+    peak_bytes: int | None  # of device memory, or of the process above its imports; None: too large
     host_bytes: int  # the most that tensors had while the model trained; 0 where the host is the device
     disk_bytes: int
     reduction: float | None  # 1 - peak / baseline

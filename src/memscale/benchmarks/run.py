@@ -60,11 +60,7 @@ class Case:
 
     @classmethod
     def of(cls, name: str, batch: int | None = None, seq: int | None = None, steps: int = 2) -> Case:
-        """Return the case of a model by its name; the model's own batch where none is given.
-
-        Raises:
-            ConfigError: There is no such model, a number is below 1, or the samples are too long for it.
-        """
+        """Return the case of a model by its name; the model's own batch where none is given."""
         model = find_model(name)
         case = cls(model, model.batch if batch is None else batch, model.seq if seq is None else seq, steps)
         for field in ("batch", "seq", "steps"):
@@ -235,9 +231,7 @@ def _measured(case: Case, mode: str) -> _Outcome:
     if mode == "none":
         # Not left to the system to find out: it may kill another process than this one.
         available = read_host().available_ram_bytes
-        needed = (
-            _predicted_on_cpu(case) + rss_bytes()
-        )  # the other process holds the same libraries as this one
+        needed = _predicted_on_cpu(case) + rss_bytes()  # the other process has the same libraries
         if needed > available:
             note = f"does not fit: needs {format_bytes(needed)}, {format_bytes(available)} free; not run"
             return _Outcome(None, note=note)
@@ -268,8 +262,7 @@ def _predicted_on_cpu(case: Case) -> int:
 def measured_steps(case: Case, mode: str) -> tuple[list[float], int]:
     """Train a case for real, in a fresh process; return the seconds of each step, and the most bytes on disk.
 
-    A model that is wrapped is built on the meta device, so that the peak is that of the whole process, and not of
-    building the model in memory.
+    A model that is wrapped is built on the meta device, so that building it is not the peak of the process.
     """
     config = MODES[mode]
     with torch.device("cpu" if config is None else "meta"):

@@ -6,8 +6,8 @@ in another thread. Meanwhile a death is only queued, and processed right after.
 
 Note [Replaying a step]
 A caching allocator returns a block that may be up to a MiB larger than the request, depending on which blocks are free:
-the second step of training, which finds those of the first, may need more than the first, or less, with the same
-tensors. A step need not be run twice to know that: its requests are logged and repeated on the allocator model.
+the second step of training may need more than the first, or less, with the same tensors. A step need not be run twice
+to know that: its requests are logged and repeated on the allocator model.
 """
 
 from __future__ import annotations
@@ -60,8 +60,6 @@ class Phase(_Text):
 
 @dataclass(slots=True, eq=False)
 class Allocation:
-    """One allocation."""
-
     nbytes: int
     device: str
     born: int  # a tick of the ledger's clock

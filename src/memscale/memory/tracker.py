@@ -4,13 +4,12 @@ Note [Following storages]
 Memory belongs to storages, not tensors: views share one, `.data =` exchanges it. The tracker is a dispatch mode: it
 sees the operands and the result of every operation and holds a weak reference to each storage, whose Python object
 lives exactly as long as the memory. An operand that was not seen before is memory from before the block, and is
-counted from then on. What a kernel allocates and frees internally is not seen. `UntypedStorage.resize_`, the one way to
-change memory without an operation, is patched while a tracker is active.
+counted from then on. `UntypedStorage.resize_`, the one way to change memory without an operation, is patched.
 
 Note [Module names in backward]
 Autograd numbers its nodes in the order of forward, so the number of the node that runs in backward tells which module
 was running in forward. Each thread has its own numbers: what the device's thread creates during backward (a reentrant
-recomputation) can't be ordered with the rest and gets no name.
+recomputation) gets no name.
 """
 
 from __future__ import annotations

@@ -4,13 +4,11 @@ A block is what a technique is attached to: one module that is called as a whole
 `nn.Sequential`. No class of any model library is known here; only the nesting of modules counts.
 
 Note [Which level is the block]
-    Runs of like modules nest: experts in a layer, layers in a stage, stages in a network. A block should be
-    the level at which the model repeats itself.
+    Runs of like modules nest: experts in a layer, layers in a stage, stages in a network.
     - Members that are alike are blocks, whatever repeats inside them (Mixtral: the layer, not the expert).
-    - Members that differ and hold stacks of their own are stages; their inner layers are the blocks
-      (ResNet, U-Net).
-    - The inside of a layer may look like a run (two convolutions, three linears). A stack is two members with
-      two or more weight matrices each, or four members of any kind.
+    - Members that differ and hold stacks of their own are stages; their inner layers are the blocks (ResNet, U-Net).
+    - The inside of a layer may look like a run (two convolutions, three linears). A stack is two members with two or
+      more weight matrices each, or four members of any kind.
     - A module without a forward (ModuleList) is never called, so it is never a block; its children may be.
     - A scripted module (torch.jit) takes neither hooks nor another forward, so it is never a block.
 """
@@ -50,9 +48,7 @@ class Block:
     container: str  # path of the list that holds it, or of the parent module
     members: tuple[str, ...]  # dotted paths of its modules, in call order: one, or several for a slice
     role: Role
-    signature: (
-        str  # equal for blocks equal in classes, shapes, dtypes, training and settings; in every process
-    )
+    signature: str  # equal for blocks equal in classes, shapes, dtypes, training and settings
     parameter_names: tuple[str, ...]  # of the model; a tied parameter belongs to the first block that has it
 
 

@@ -38,9 +38,7 @@ class BlockProfile:
     gradient_bytes: int  # that its backward creates; of a tied parameter in the block that is called last
     optimizer_bytes: int  # the optimizer state of its parameters; AdamW's if the optimizer is not known
     used_bytes: int  # all parameters that it computes with, including those of another block (ties)
-    saved_bytes: (
-        int  # what its forward saves for backward, all calls together, without its inputs and outputs
-    )
+    saved_bytes: int  # what its forward saves for backward, in all calls, without its inputs and outputs
     boundary_bytes: int  # its inputs that nothing else holds: the output of the block before it
     output_bytes: int  # its outputs that are saved for backward
     forward_peak_bytes: int  # the most in use in its forward, above the held bytes: Note [Held bytes]
@@ -51,9 +49,7 @@ class BlockProfile:
     backward_traffic: int
     has_own_checkpointing: bool  # the model itself recomputes this block
     ops: tuple[OpProfile, ...]  # the operations whose results may be kept if the block is recomputed
-    dropped_bytes: int = (
-        0  # what its forward allocates that lives until the model returns, and no longer (a cache)
-    )
+    dropped_bytes: int = 0  # what its forward allocates that lives until the model returns (a cache)
     # Its forward writes into its inputs (an in-place activation first), so that it can't be run again from them.
     changes_input: bool = False
     passed_bytes: int = 0  # its outputs that are not saved for backward
@@ -138,23 +134,16 @@ def build_profile(
     blocks: Sequence[Block],
     step: StepRecord,
     *,
-    stand_ins: Mapping[str, str],
+    stand_ins: Mapping[str, str],  # the blocks that did not run, each with the block whose figures it gets
     source: ProfileSource,
     reason: str,
     batch: str,
-    exact_bytes: bool,
-    at_home: bool = False,
+    exact_bytes: bool,  # the device counts tensors at their own size, not in the allocator's blocks
+    at_home: bool = False,  # parameters and gradients were offloaded
+    # Names of the parameters that cannot be offloaded, by block; by default those read outside of their blocks.
     resident: Mapping[str, tuple[str, ...]] | None = None,
 ) -> ModelProfile:
-    """Build a profile from the record of a step.
-
-    Args:
-        stand_ins: The blocks that did not run, each with the block whose figures it gets.
-        exact_bytes: Whether the device counts tensors at their own size, not in the allocator's blocks.
-        at_home: Whether parameters and gradients were offloaded.
-        resident: Names of the parameters that cannot be offloaded, by block; by default those that were read outside of
-            their blocks.
-    """
+    """Build a profile from the record of a step."""
 
     def size_of(parameters: Iterable[nn.Parameter]) -> int:
         sizes = [parameter.nbytes for parameter in parameters]

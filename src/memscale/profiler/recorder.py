@@ -314,19 +314,15 @@ def backward_targets(output: Any) -> list[torch.Tensor]:
 
 
 def _differentiable(targets: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the targets whose backward does not raise because saved tensors were changed in place; all if none.
-
-    A model with such outputs trains if its loss does not use them.
-    """
+    """Return the targets whose backward does not raise because saved tensors were changed in place; all if none."""
     changed = functools.cache(changed_since_saved)  # outputs share most of the graph
     return [each for each in targets if not any(map(changed, graph_nodes([each])))] or targets
 
 
 def loss_of(targets: list[torch.Tensor]) -> torch.Tensor:
-    """Return the model's loss, or a stand-in for an unknown loss outside of the model.
+    """Return the model's loss, or cross-entropy (tiled, if that is) as a stand-in for one outside of the model.
 
-    The stand-in is cross-entropy (tiled, if that is): it saves one tensor of the output's size for backward and creates
-    two more there. `targets` is emptied, as the outputs are released by `loss = criterion(model(x), y)`.
+    `targets` is emptied, as the outputs are released by `loss = criterion(model(x), y)`.
     """
     losses = [target.sum() if target.dim() else target for target in targets if target.numel() == 1]
     losses += [_stand_in(target) for target in targets if target.numel() > 1]

@@ -97,22 +97,13 @@ def profile_static(
     sample: Sample,
     place: Place,
     *,
-    with_cache: bool = False,
-    prepare: Callable[[nn.Module], object] | None = None,
-    at_home: bool = False,
+    with_cache: bool = False,  # leave the cache for generation on; it is off while a plan is attached
+    prepare: Callable[[nn.Module], object]
+    | None = None,  # called with the shortened fake copy before it runs
+    at_home: bool = False,  # `prepare` offloads the parameters
     resident: Mapping[str, tuple[str, ...]] | None = None,
 ) -> ModelProfile:
-    """Profile a training step on fake tensors; the model is not changed.
-
-    Args:
-        with_cache: leave the cache for generation on if the model has it on; it is off while a plan is attached.
-        prepare: called with the shortened fake copy before it runs, to attach techniques.
-        at_home: whether `prepare` offloads the parameters to the tier below.
-        resident: names of the parameters that stay on the device, by block; found by the profile if not given.
-
-    Raises:
-        Exception: whatever the model raises on fake tensors.
-    """
+    """Profile a training step on fake tensors; the model is not changed. Raises what it raises on them."""
     blocks = find_blocks(model)
 
     def profile(short: dict[str, str]) -> ModelProfile:

@@ -5,9 +5,8 @@ outside a `simulate` or `executing` block the device reports that it is not avai
 
 Note [Errors in backward]
 While autograd unwinds from an error it asks the device's guard for its device type. A guard written in Python fails
-when it runs with an error set, in a place where C++ allows no exceptions: the process ends (torch 2.13). So the guard
-stores the error before it answers (`ctypes` raises an error that is set: a detail of CPython), and it is raised again
-where the user called `backward`.
+when it runs with an error set, where C++ allows no exceptions: the process ends (torch 2.13). So the guard stores the
+error before it answers (`ctypes` raises an error that is set), and it is raised again where `backward` was called.
 """
 
 from __future__ import annotations
@@ -281,8 +280,8 @@ def register() -> None:
 def virtual_device() -> torch.device:
     """Return the device of simulated tensors: `vgpu`, or `cuda` on a machine that has one.
 
-    Fake CUDA tensors work there as they are, and a device in the PrivateUse1 slot would replace the real one wherever
-    torch asks for "the accelerator". (That case has not been run: the project has no such machine.)
+    Fake CUDA tensors work there, and a device in the PrivateUse1 slot would replace the real one as "the accelerator".
+    (That case has not been run: the project has no such machine.)
     """
     if torch.cuda.is_available() and not is_active():
         return torch.device("cuda", 0)
