@@ -151,6 +151,11 @@ def same_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None
     return block
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 for inference tensors, which do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def storage_key(tensor: torch.Tensor) -> int | None:
     """Return a number for the memory of a tensor, unique while that is alive; None if it is not one storage.
 
@@ -181,15 +186,16 @@ def running_node_name() -> str | None:
     return None if node is None else str(node.name())
 
 
-def graph_nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Yield the nodes of the graph behind some tensors, each once."""
-    pending: list[Any] = list({each.grad_fn: None for each in tensors if each.grad_fn is not None})
-    seen = set(pending)
+def graph_nodes(roots: Iterable[Any], goes_on: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
+    """Yield the nodes of the graph behind some tensors (or nodes), each once; not those behind where it ends."""
+    nodes = (each.grad_fn if isinstance(each, torch.Tensor) else each for each in roots)
+    pending: list[Any] = [node for node in dict.fromkeys(nodes) if node is not None]
+    seen = {None, *pending}
     while pending:
         node = pending.pop()
         yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
+        for following, _ in node.next_functions if goes_on(node) else ():
+            if following not in seen:
                 seen.add(following)
                 pending.append(following)
 

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from memscale._torch import Generator, same_version
+from memscale._torch import Generator, same_version, version_of
 from memscale._util.trees import is_lazy
 
 # -- global random generators
@@ -242,12 +242,12 @@ class _HeldTensor:
     def __init__(self, tensor: torch.Tensor, copy_bytes: float) -> None:
         self.tensor = tensor
         self._requires_grad = tensor.requires_grad
-        self._version = _version_of(tensor)
+        self._version = version_of(tensor)
         self._is_large = tensor.layout is torch.strided and tensor.nbytes > copy_bytes
         self._copy = None if self._is_large else tensor.detach().clone()
 
     def end_forward(self) -> None:
-        if _version_of(self.tensor) == self._version:
+        if version_of(self.tensor) == self._version:
             self._copy = None
         if self.tensor.grad_fn is not None and self._is_large:
             # Most likely the last result of a model, which nothing reads again: not worth its memory. Were it read, an
@@ -258,10 +258,10 @@ class _HeldTensor:
             self.tensor = self.tensor.detach()
 
     def is_unknown(self) -> bool:
-        return self._copy is None and _version_of(self.tensor) != self._version
+        return self._copy is None and version_of(self.tensor) != self._version
 
     def is_unchanged(self, now: Any) -> bool:
-        return now is self.tensor and _version_of(self.tensor) == self._version
+        return now is self.tensor and version_of(self.tensor) == self._version
 
     def at_forward(self) -> torch.Tensor:
         """Return the tensor as forward found it, for a recomputation to change."""
@@ -272,10 +272,10 @@ class _HeldTensor:
         return self.tensor.detach().requires_grad_(self._requires_grad)
 
     def write_back(self) -> None:
-        if self._copy is not None and _version_of(self.tensor) != self._version:
+        if self._copy is not None and version_of(self.tensor) != self._version:
             with same_version(self.tensor):
                 self.tensor.copy_(self._copy)
-            self._version = _version_of(self.tensor)
+            self._version = version_of(self.tensor)
 
 
 def _has_elements(container: Any, read: Any) -> bool:
@@ -295,10 +295,6 @@ def _is_value(value: Any, read: Any) -> bool:
     if type(read) is tuple and type(value) is tuple:
         return _has_elements(value, read)
     return value is read
-
-
-def _version_of(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _mapped(container: Any, change: Callable[[Any], Any]) -> Any:

@@ -35,11 +35,11 @@ from memscale._torch import (
     alias_below_autograd,
     backward_keeps_graph,
     storage_key,
+    version_of,
     written_tensors,
 )
 from memscale._util.snapshots import TorchRngState
 from memscale._util.trees import Tree
-from memscale.checkpointing.state import version_of
 from memscale.errors import ConfigError, shown
 
 EVERY = -1

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from memscale._torch import graph_task_id
+from memscale._torch import graph_nodes, graph_task_id
 from memscale._util.trees import Tree, is_lazy
 from memscale.checkpointing.state import Buffers, Conditions, ModuleFlags, submodules
 from memscale.profiler.sample import Sample
@@ -123,6 +123,12 @@ class ReachedOutput(NamedTuple):
     indices: tuple[int, ...]
 
 
+def _made_by(node: Any) -> tuple[ModelCall | None, tuple[int, ...]]:
+    """Return the call that a node made outputs of, and their indices."""
+    handle, outputs = node.metadata.get(_OUTPUTS, (None, ()))
+    return None if handle is None else handle.call(), tuple(index for index, _ in outputs)
+
+
 def reached_outputs(roots: Sequence[torch.Tensor]) -> tuple[list[ReachedOutput], list[torch.Tensor]]:
     """Find where a backward pass enters calls of models, and let these capture the gradients that arrive.
 
@@ -130,22 +136,11 @@ def reached_outputs(roots: Sequence[torch.Tensor]) -> tuple[list[ReachedOutput],
     """
     reached: list[ReachedOutput] = []
     leaves = {id(each): each for each in roots if each.requires_grad and each.is_leaf}
-    pending: list[Any] = [each.grad_fn for each in roots if each.grad_fn is not None]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        handle, outputs = node.metadata.get(_OUTPUTS, (None, ()))
-        call = None if handle is None else handle.call()
+    for node in graph_nodes(roots, lambda node: _made_by(node)[0] is None):
+        call, indices = _made_by(node)
         if call is not None:
-            indices = tuple(index for index, _ in outputs)
             call.captured.update(indices)
             reached.append(ReachedOutput(node, call, indices))
-            continue
-        leaf = getattr(node, "variable", None)  # of the nodes that accumulate
-        if leaf is not None:
+        elif (leaf := getattr(node, "variable", None)) is not None:  # of the nodes that accumulate
             leaves[id(leaf)] = leaf
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                pending.append(following)
     return reached, list(leaves.values())

@@ -68,6 +68,7 @@ from memscale._torch import (
     hooks_are_allowed,
     running_node_name,
     surrounding_hooks,
+    version_of,
 )
 from memscale._util.trees import Tree
 from memscale.checkpointing.keep import KeepMode, Kept
@@ -79,7 +80,6 @@ from memscale.checkpointing.state import (
     ModuleFlags,
     changed_parameter,
     submodules,
-    version_of,
 )
 from memscale.errors import RecomputeError
 
@@ -502,7 +502,8 @@ class _Rerun:
                 stack.callback(setattr, kept, "recording", kept.recording)
                 kept.recording = False  # forward may still be running: Note [Regions], early stop
                 stack.enter_context(KeepMode(kept, replays=True))
-            stack.enter_context(saved_tensors_hooks(self._pack, _as_it_is))
+            # The graph of a recomputation is used only by a function that calls backward itself.
+            stack.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
             try:
                 output = region.function(*args, **kwargs)
             except (_Stop, Exception) as raised:
@@ -539,8 +540,3 @@ class _Rerun:
             self._is_done = True
             raise _Stop
         return plain
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    # The graph of a recomputation is used only by a function that calls backward itself.
-    return tensor

@@ -29,15 +29,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from memscale._torch import Hooks, same_version
+from memscale._torch import Hooks, same_version, version_of
 from memscale._util.snapshots import Attributes, HostRngState, TorchRngState
 from memscale._util.trees import Tree
 from memscale.errors import RecomputeError
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 for inference tensors, which do not count."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def changed_parameter(parameter: torch.Tensor, version: int) -> RecomputeError:

@@ -28,6 +28,7 @@ from torch import nn
 from memscale._torch import (
     BACKWARD,
     BackwardOrder,
+    graph_nodes,
     hooks_are_allowed,
     in_backward,
     leaves_of,
@@ -314,13 +315,4 @@ class _Pass:
 def _are_nested(reached: Sequence[ReachedOutput]) -> bool:
     """Return whether one output is behind another: then its gradient is not from outside alone."""
     nodes = {each.node for each in reached}
-    pending: list[Any] = list(nodes)
-    seen: set[Any] = set()
-    while pending:
-        for node, _ in pending.pop().next_functions:
-            if node in nodes:
-                return True
-            if node is not None and node not in seen:
-                seen.add(node)
-                pending.append(node)
-    return False
+    return any(following in nodes for node in graph_nodes(nodes) for following, _ in node.next_functions)

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale._torch import backward_keeps_graph
-from memscale.checkpointing.state import Conditions, ModuleFlags, version_of
+from memscale._torch import backward_keeps_graph, version_of
+from memscale.checkpointing.state import Conditions, ModuleFlags
 from memscale.errors import RecomputeError
 from memscale.tiling.layers import first_order_only, sum_dtype, tiles_of, without_saved_tensor_hooks
 

@@ -86,11 +86,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def without_saved_tensor_hooks() -> saved_tensors_hooks:
     """Return a block in which saved tensors stay as they are: its graph is used at once, or holds nothing new."""
-    return saved_tensors_hooks(_identity, _identity)
-
-
-def _identity(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def first_order_only(backward: Callable[..., ResultT]) -> Callable[..., ResultT | tuple[None, ...]]:

@@ -32,9 +32,9 @@ from memscale._torch import (
     make_wrapper_subclass,
     tree_leaves,
     tree_map_only,
+    version_of,
     without_torch_function,
 )
-from memscale.checkpointing.state import version_of
 from memscale.errors import RecomputeError
 from memscale.tiling.head import Head, LogitsStep, compute_tiled
 from memscale.tiling.layers import first_order_only, without_saved_tensor_hooks
