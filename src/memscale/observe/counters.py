@@ -16,11 +16,12 @@ plan was attached; if it is lower, since someone has reset it; if it is the same
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -123,6 +124,17 @@ def _read(figure: Callable[[], int]) -> int | None:
         return None
 
 
+@dataclass
+class Totals:
+    """What was counted."""
+
+    forward_passes: int = 0  # in training that were begun
+    backward_passes: int = 0  # that came to the model
+    moved: dict[tuple[What, Below], tuple[int, int]] = field(default_factory=dict)  # bytes from and to tiers
+    recomputed: dict[str, tuple[int, int]] = field(default_factory=dict)  # by layer: times, and FLOPs
+    seconds_lost: dict[str, float | None] = field(default_factory=dict)  # None where it cannot be measured
+
+
 class Meter:
     """Counts of one executor, over all of its plans."""
 
@@ -136,11 +148,7 @@ class Meter:
         self._simulated = False
         self._watch: PeakWatch | None = None
         self._last_peak: ObservedPeak = NOT_WATCHED
-        self._moved: dict[tuple[What, Below], tuple[int, int]] = {}
-        self._recomputed: dict[str, tuple[int, int]] = {}
-        self._seconds: dict[str, float | None] = {}
-        self._forward_passes = 0
-        self._backward_passes = 0
+        self._totals = Totals()
         self._recent_passes: deque[int] = deque(maxlen=MAX_BACKWARD_PASSES)
         self.plans = 0
         self.planning_seconds = 0.0
@@ -225,32 +233,10 @@ class Meter:
 
         return call
 
-    @property
-    def forward_passes(self) -> int:
-        """Return the forward passes in training that were begun."""
+    def totals(self) -> Totals:
+        """Return what was counted so far."""
         self._add_up(wait=True)
-        return self._forward_passes
-
-    @property
-    def backward_passes(self) -> int:
-        """Return the backward passes that came to the model."""
-        self._add_up(wait=True)
-        return self._backward_passes
-
-    def moved(self) -> dict[tuple[What, Below], tuple[int, int]]:
-        """Return the bytes copied from, and to, each tier."""
-        self._add_up(wait=True)
-        return dict(self._moved)
-
-    def recomputations(self) -> dict[str, tuple[int, int]]:
-        """Return for each layer how often it was recomputed, and the floating-point operations of that."""
-        self._add_up(wait=True)
-        return dict(self._recomputed)
-
-    def seconds_lost(self) -> dict[str, float | None]:
-        """Return the time by what it was lost to; None where it cannot be measured."""
-        self._add_up(wait=True)
-        return dict(self._seconds)
+        return copy.deepcopy(self._totals)
 
     def _add(self, *event: Any) -> None:
         if torch.compiler.is_compiling():
@@ -273,25 +259,26 @@ class Meter:
 
     def _count(self, event: tuple[Any, ...], wait: bool) -> bool:
         """Add an event to the sums; return False if it has a time that the device has not reached."""
+        totals = self._totals
         match event:
             case ("forward",):
-                self._forward_passes += 1
+                totals.forward_passes += 1
             case ("backward", task):
                 if task not in self._recent_passes:
                     self._recent_passes.append(task)
-                    self._backward_passes += 1
+                    totals.backward_passes += 1
             case ("moved", key, up, down) if up or down:
-                before = self._moved.get(key, (0, 0))
-                self._moved[key] = (before[0] + up, before[1] + down)
+                before = totals.moved.get(key, (0, 0))
+                totals.moved[key] = (before[0] + up, before[1] + down)
             case ("recomputed", layer, times, flops):
-                so_far = self._recomputed.get(layer, (0, 0))
-                self._recomputed[layer] = (so_far[0] + times, so_far[1] + flops)
+                so_far = totals.recomputed.get(layer, (0, 0))
+                totals.recomputed[layer] = (so_far[0] + times, so_far[1] + flops)
             case ("lost", clock, start, end, cost, outer):
                 if not wait and not clock.is_known(end):
                     return False
                 seconds = clock.elapsed(start, end)
                 for name, sign in ((cost, 1), (outer, -1)):
                     if name is not None:
-                        sum_before = self._seconds.get(name) or 0.0
-                        self._seconds[name] = None if seconds is None else sum_before + sign * seconds
+                        sum_before = totals.seconds_lost.get(name) or 0.0
+                        totals.seconds_lost[name] = None if seconds is None else sum_before + sign * seconds
         return True

@@ -86,13 +86,13 @@ class Report:
         disk_bytes: int = 0,
     ) -> Report:
         """Return the counts so far beside what the plan predicts."""
-        peak = meter.peak()
+        peak, totals = meter.peak(), meter.totals()
         order = {layer.name: place for place, layer in enumerate(plan.layers)}
         return cls(
             model=model,
             device=device,
-            forward_passes=meter.forward_passes if counts_forward else None,
-            backward_passes=meter.backward_passes if counts_backward else None,
+            forward_passes=totals.forward_passes if counts_forward else None,
+            backward_passes=totals.backward_passes if counts_backward else None,
             predicted_peak_bytes=plan.predicted_peak_bytes,
             allowance_bytes=plan.allowance_bytes,
             prediction_source=plan.prediction_source,
@@ -101,15 +101,15 @@ class Report:
             observed_since=peak.since,
             moved=tuple(
                 Moved(what, tier, what if what == "optimizer state" else "offloading", read, written)
-                for (what, tier), (read, written) in sorted(meter.moved().items())
+                for (what, tier), (read, written) in sorted(totals.moved.items())
             ),
             recomputed=tuple(
                 Recomputed(layer, times, flops)
                 for layer, (times, flops) in sorted(
-                    meter.recomputations().items(), key=lambda each: (order.get(each[0], len(order)), each[0])
+                    totals.recomputed.items(), key=lambda each: (order.get(each[0], len(order)), each[0])
                 )
             ),
-            lost=tuple(Lost(to, seconds) for to, seconds in sorted(meter.seconds_lost().items())),
+            lost=tuple(Lost(to, seconds) for to, seconds in sorted(totals.seconds_lost.items())),
             disk_bytes=disk_bytes,
             plans=meter.plans,
             planning_seconds=meter.planning_seconds,
