@@ -208,9 +208,6 @@ def find_batch_size(
         return batch_sizes(model, sample_of(sample_input, model), settings, there)
 
 
-# ---------------------------------------------------------------------- the parts
-
-
 def _uncompiled(model: nn.Module) -> nn.Module:
     """Return the model that `torch.compile(model)` calls: techniques go on that one."""
     is_compiled = type(model).__name__ == "OptimizedModule"  # by name: to import the class takes a second

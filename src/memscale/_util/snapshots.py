@@ -35,8 +35,6 @@ from torch import nn
 from memscale._torch import Generator, same_version, version_of
 from memscale._util.trees import is_lazy
 
-# -- global random generators
-
 
 class TorchRngState:
     """A snapshot of the random state of the CPU and of all devices of some types.
@@ -118,8 +116,6 @@ def _module_with_rng(device_type: str) -> Any:
     is_there = getattr(module, "is_initialized", None) or getattr(module, "is_available", None)
     return module if hasattr(module, "get_rng_state") and (is_there is None or is_there()) else None
 
-
-# -- attributes of modules
 
 _PLAIN = frozenset({int, float, bool, str, complex, type(None)})
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, set, deque})

@@ -364,9 +364,6 @@ class Link:
         return self.region.take_output(task, self).requires_grad_(self._requires_grad)
 
 
-# Saved tensors ---------------------------------------------------------------------------------------
-
-
 class Holder:
     """What autograd saves in place of a tensor: empty, until a recomputation fills it for one backward pass."""
 
@@ -464,9 +461,6 @@ class _Saved:
         if self._version is not None and self.holder() is not None and version_of(tensor) != self._version:
             return changed_parameter(tensor, self._version)
         return None
-
-
-# Recomputation ---------------------------------------------------------------------------------------
 
 
 class _Stop(BaseException):

@@ -72,8 +72,6 @@ class KeptTensor:
         self._tensor = None
 
 
-# Inputs ----------------------------------------------------------------------------------------------
-
 Slot = Callable[[int], torch.Tensor]
 """One input tensor, kept in some way: returns it for a recomputation in a backward pass."""
 
@@ -141,9 +139,6 @@ def _keep(tensor: torch.Tensor, position: int, hooks: Hooks | None) -> Slot:
         return held.detach().requires_grad_() if needs_leaf else held
 
     return fetch
-
-
-# Modules and global state ----------------------------------------------------------------------------
 
 
 def mark_as_copy(copy: torch.Tensor, parameter: torch.Tensor) -> None:
@@ -320,8 +315,6 @@ def _allowed_attention() -> tuple[bool, ...]:
     backends: Any = torch.backends.cuda  # of the CPU's kernels too, in spite of the name
     return tuple(getattr(backends, f"{kind}_sdp_enabled")() for kind in _ATTENTION)
 
-
-# Buffers and attributes ------------------------------------------------------------------------------
 
 SMALL_BYTES = 64 * 1024  # a larger buffer is not always copied: Note [Buffers of a region]
 

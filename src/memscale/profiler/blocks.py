@@ -133,9 +133,6 @@ def find_head(model: nn.Module) -> tuple[str, nn.Linear | None, str]:
     return name, head, ""
 
 
-# The search --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Found:
     """A block before it has its signature and its parameters."""
@@ -324,9 +321,6 @@ def _breaks_pattern(found: list[_Found]) -> bool:
     return found[-1].sliced and len(kinds) == 2 and kinds[0] != kinds[1]
 
 
-# What is known about modules ---------------------------------------------------------------------
-
-
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
@@ -422,9 +416,6 @@ def _are_alike(modules: list[nn.Module]) -> bool:
     """Return whether modules have the same shapes for the most part; one layer in two may be of another kind."""
     counts = Counter(_digest(module, settings=False) for module in modules)
     return 2 * len(counts) <= len(modules) or 2 * max(counts.values()) > len(modules)
-
-
-# Signatures --------------------------------------------------------------------------------------
 
 
 def _hash(lines: Iterable[str]) -> str:

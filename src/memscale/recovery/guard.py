@@ -90,9 +90,6 @@ class StepGuard:
         return executor if executor is not None and executor.attached else None
 
 
-# Forward ---------------------------------------------------------------------------------------------
-
-
 class _RecoverStage(ForwardStage):
     """Repeats a call of a whole model if it runs out of memory; not a compiled one, if nothing inside `is_opaque`."""
 
@@ -153,9 +150,6 @@ def _repeat_forward(executor: Executor, call: ModelCall, failure: Exception) -> 
         objection = str(error)
     explain(failure, executor, "forward", call.sample, tried, objection, origin=origin)
     raise failure
-
-
-# Backward --------------------------------------------------------------------------------------------
 
 
 def _guarded_backward(

@@ -44,9 +44,6 @@ LARGEST_TENSORS = 5  # that an explanation names
 MAX_DUMPS = 3  # of one model: a loop that goes on after such errors must not fill the disk
 
 
-# Errors ----------------------------------------------------------------------------------------------
-
-
 def attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
     """Return a function's result, or the error if memory ran out.
 
@@ -88,9 +85,6 @@ def free_memory(device: torch.device, error: BaseException) -> str:
         if empty_cache is not None:
             empty_cache()
     return "".join(lines).rstrip()
-
-
-# Heavier plans ---------------------------------------------------------------------------------------
 
 
 def heavier_plans(executor: Executor, sample: Sample) -> Iterator[Plan]:
@@ -148,9 +142,6 @@ def _placement(plan: Plan) -> dict[str, Tier]:
 def _numerics(plan: Plan) -> tuple[object, ...]:
     """Return what decides about the numbers of a step. A plan may lack what the Config asks for."""
     return plan.precision and plan.precision.dtype, plan.optimizer is not None and plan.optimizer.eight_bit
-
-
-# What is said ----------------------------------------------------------------------------------------
 
 
 def log_recovery(executor: Executor, where: str, error: BaseException) -> None:

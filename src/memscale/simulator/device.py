@@ -315,9 +315,6 @@ def activate(device: VirtualDevice) -> Iterator[None]:
         _active = before
 
 
-# -- patches of torch inside a block
-
-
 @contextlib.contextmanager
 def operators(key: str) -> Iterator[Callable[[Any, Callable[..., Any]], None]]:
     """Provide a function that implements an aten operator for a dispatch key inside the block."""
@@ -361,9 +358,6 @@ def like_cuda_tensors(kind: type[torch.Tensor]) -> Iterator[None]:
         torch.__future__.set_swap_module_params_on_conversion(swap_before)
         for kinds in foreach_type_lists:
             kinds.remove(kind)
-
-
-# -- its memory
 
 
 def op_name(func: Any) -> str:

@@ -213,9 +213,6 @@ def storage_at(address: int, nbytes: int, free: Callable[[], None]) -> torch.Unt
     return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
-# ---------------------------------------------------------------------- the file
-
-
 @dataclass(eq=False)
 class Extent:
     """A range of the file that belongs to whoever asked for it."""

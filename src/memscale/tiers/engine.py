@@ -186,9 +186,6 @@ def _record_use(value: object, stream: torch.cuda.Stream) -> None:
         value.record_stream(stream)
 
 
-# ---------------------------------------------------------------------- host memory
-
-
 class _Block(NamedTuple):
     memory: torch.Tensor
     free: FreeList
@@ -334,9 +331,6 @@ class HostMemory:
 
     def _release(self, size: int) -> None:
         self.bytes_used -= size
-
-
-# ---------------------------------------------------------------------- settings
 
 
 def async_settings(plan: Plan, config: Config) -> AsyncOffloadConfig | None:

@@ -111,9 +111,6 @@ def first_order_only(backward: Callable[..., ResultT]) -> Callable[..., ResultT 
     return checked
 
 
-# Running ---------------------------------------------------------------------------------------------
-
-
 def run_in_tiles(function: Layer, x: torch.Tensor, rows: int, modules: Sequence[nn.Module]) -> torch.Tensor:
     """Return `function(x)`, computed `rows` positions at a time.
 
@@ -249,8 +246,6 @@ class _TiledLayer(torch.autograd.Function):
         )
         return None, of_input, *of_parameters
 
-
-# Finding ---------------------------------------------------------------------------------------------
 
 # Methods of a block that are an MLP: of Hugging Face's encoders, and of torch's own transformer layers.
 MLP_METHODS = ("feed_forward_chunk", "ff_chunk", "_ff_block")

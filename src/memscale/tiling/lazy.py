@@ -245,9 +245,6 @@ def _changes_in_place(function: Function, kwargs: dict[str, Any]) -> bool:
     return name.endswith("_") or kwargs.get("out") is not None
 
 
-# The table of supported operations -------------------------------------------------------------------
-
-
 def _supports(*functions: Function) -> Callable[[Function], Function]:
     """Register a handler for functions of torch that have lazy logits as their first argument.
 

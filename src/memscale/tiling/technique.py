@@ -47,9 +47,6 @@ LOGITS_BUDGET_SHARE = 1 / 32  # of a memory budget, for one tile of logits
 FEWEST_LOGITS_ROWS = 16
 
 
-# What a plan may have, for the planner -----------------------------------------------------------------
-
-
 def rows_of_layers(positions: int) -> int | None:
     """Return the positions of a tile of a wide layer; None for sequences that are too short for tiles."""
     return LAYER_ROWS if positions >= LONG_SEQUENCE else None
@@ -65,9 +62,6 @@ def tiled_loss(tokens: int, vocabulary: int, memory_budget: int | None) -> LossT
         rows *= 2
     whole, tile = format_bytes(4 * tokens * vocabulary), format_bytes(4 * rows * vocabulary)
     return LossTiling(rows, "logits-in-tiles", f"logits of {whole} are never whole, but {tile} at a time")
-
-
-# Wide layers -----------------------------------------------------------------------------------------
 
 
 class ActivationTiling:
@@ -115,8 +109,6 @@ class TileStage(ForwardStage):
             modules = [module.get_submodule(name) for name in self._tiled.uses]
         return run_in_tiles(call_next, x, self._rows, modules)
 
-
-# Attention -------------------------------------------------------------------------------------------
 
 _ATTENTION_SETTING = "_attn_implementation_internal"
 
@@ -168,9 +160,6 @@ class _EagerOnRequest:
         if kwargs is not None and kwargs.get("output_attentions"):
             for config, eager in self._eager:
                 vars(config)[_ATTENTION_SETTING] = eager
-
-
-# Head and loss ---------------------------------------------------------------------------------------
 
 
 class TiledLoss:
