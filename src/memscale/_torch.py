@@ -65,7 +65,6 @@ def graph_task_id() -> int:
 
 
 def in_backward() -> bool:
-    """Return whether this thread is inside a backward pass."""
     return graph_task_id() != OUTSIDE_BACKWARD
 
 

@@ -57,8 +57,6 @@ class Tree:
 
 
 class _Record(NamedTuple):
-    """A flattened dataclass instance."""
-
     cls: type
     fields: Tree
     rest: dict[str, Any]

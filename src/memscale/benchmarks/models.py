@@ -44,8 +44,6 @@ class Published:
 
 @dataclass(frozen=True)
 class BenchmarkModel:
-    """A model of the suite and the batch it is trained with."""
-
     name: str
     layers: int
     width: int  # the hidden size; the MLP is four times as wide
@@ -190,7 +188,6 @@ def device_name(on: str) -> str:
 
 
 def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> ConfigError:
-    """Return the error for a `name` that is none of the `allowed` ones."""
     names = list(allowed)
     near = get_close_matches(str(name).lower(), names, n=1, cutoff=0.5)
     guess = f"; did you mean {near[0]}?" if near else "."

@@ -27,8 +27,6 @@ Source: TypeAlias = Literal["simulated", "measured"]
 
 @dataclass(frozen=True)
 class Row:
-    """One model trained in one mode on one device."""
-
     model: str
     params: int  # tied ones once
     batch: int  # samples
@@ -45,7 +43,6 @@ class Row:
     note: str | None = None  # why there is no peak; in JSON only where there is one
 
     def to_dict(self) -> dict[str, object]:
-        """Return the row as JSON has it."""
         values = asdict(self)
         if self.note is None:
             del values["note"]
@@ -72,7 +69,6 @@ class Results:
     rows: tuple[Row, ...]
 
     def to_json(self) -> str:
-        """Return the results as indented text."""
         document = {"schema": SCHEMA, **asdict(self), "rows": [row.to_dict() for row in self.rows]}
         return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -103,7 +99,6 @@ class Results:
             ) from None
 
     def write(self, path: Path) -> None:
-        """Write the results to a file, as `to_json` gives them."""
         path.write_text(self.to_json(), encoding="utf-8")
 
     @classmethod

@@ -208,7 +208,6 @@ class ModuleFlags:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Run with parameters and flags as they were."""
         owners = [
             (module, "_parameters", dict(own))
             for module, own in self._owned
@@ -276,7 +275,6 @@ class Conditions:
             self._host_rng = None
 
     def restore_random(self) -> None:
-        """Set the random state as it was at forward."""
         self._rng.restore()
         if self._host_rng is not None:
             self._host_rng.restore()

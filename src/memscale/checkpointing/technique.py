@@ -132,8 +132,6 @@ def _run_block(
 
 
 class RecomputeStage(ForwardStage):
-    """Recomputes a block in backward."""
-
     order = Stage.RECOMPUTE
 
     def __init__(self, run_block: RunBlock) -> None:

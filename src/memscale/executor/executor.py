@@ -91,7 +91,6 @@ class Settings:
     ]  # attributes of objects other than modules, and their values before
 
     def attach_to(self, model: nn.Module) -> None:
-        """Attach the plan to a plain copy of the model."""
         for owner, name, before in self.changed:
             vars(owner)[name] = before
         executor = Executor(
@@ -574,7 +573,6 @@ class _CopiedAsPlain:
                     vars(module)[_DEEPCOPY] = functools.partial(_deepcopy, *around)
 
     def undo(self) -> None:
-        """Remove it again."""
         for reference in self._modules:
             if (module := reference()) is not None:
                 self.undo_in(module, vars(module))

@@ -94,8 +94,6 @@ class Mark:
 
 @dataclass(frozen=True)
 class TopTensor:
-    """One of the largest tensors of a snapshot."""
-
     nbytes: int
     category: Category
     description: str
@@ -114,7 +112,6 @@ class Snapshot:
     top: tuple[TopTensor, ...]
 
     def of(self, category: Category) -> int:
-        """Return the bytes of one category."""
         return dict(self.by_category).get(category, 0)
 
 
@@ -346,7 +343,6 @@ class Ledger:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The devices that memory was seen on."""
         return tuple(memory.name for memory in self._devices.values())
 
     def live_bytes(self, device: str | torch.device = "cpu") -> int:
@@ -503,8 +499,6 @@ class StepLog:
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of replaying a step."""
-
     peak_bytes: int
     above_start: dict[int, int]  # by mark: what was in use above the start
 

@@ -126,8 +126,6 @@ def _read(figure: Callable[[], int]) -> int | None:
 
 @dataclass
 class Totals:
-    """What was counted."""
-
     forward_passes: int = 0  # in training that were begun
     backward_passes: int = 0  # that came to the model
     moved: dict[tuple[What, Below], tuple[int, int]] = field(default_factory=dict)  # bytes from and to tiers
@@ -184,7 +182,6 @@ class Meter:
             self.planning_seconds += time.perf_counter() - began
 
     def forward_pass(self) -> None:
-        """Count a forward pass in training."""
         self._add("forward")
 
     def backward_pass(self, task: int) -> None:
@@ -200,7 +197,6 @@ class Meter:
         self._add("moved", (what, below), 0, nbytes)
 
     def recomputed(self, layer: str, flops: int) -> None:
-        """Count a recomputation of a layer."""
         self._add("recomputed", layer, 1, flops)
 
     @contextlib.contextmanager
@@ -234,7 +230,6 @@ class Meter:
         return call
 
     def totals(self) -> Totals:
-        """Return what was counted so far."""
         self._add_up(wait=True)
         return copy.deepcopy(self._totals)
 

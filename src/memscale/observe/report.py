@@ -159,7 +159,6 @@ class Report:
         return {name: value for name, value in values.items() if value is not None}
 
     def to_json(self) -> str:
-        """Return the report as JSON text."""
         return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
 
     def explain(self, *, terminal: Terminal | None = None) -> str:

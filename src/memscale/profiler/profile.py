@@ -104,7 +104,6 @@ class ModelProfile:
         return not self.blocks or any(block.calls for block in self.blocks)
 
     def block(self, name: str) -> BlockProfile:
-        """Return a block by name."""
         return next(block for block in self.blocks if block.name == name)
 
 
@@ -143,8 +142,6 @@ def build_profile(
     # Names of the parameters that cannot be offloaded, by block; by default those read outside of their blocks.
     resident: Mapping[str, tuple[str, ...]] | None = None,
 ) -> ModelProfile:
-    """Build a profile from the record of a step."""
-
     def size_of(parameters: Iterable[nn.Parameter]) -> int:
         sizes = [parameter.nbytes for parameter in parameters]
         return sum(sizes if exact_bytes else (CachingAllocator().allocate(size).size for size in sizes))

@@ -36,8 +36,6 @@ class OpProfile:
 
 @dataclass
 class Work:
-    """What a forward or backward did."""
-
     peak: int = 0  # all bytes in use, without workspaces
     flops: int = 0
     half_flops: int = 0  # those in 16 bits
@@ -66,8 +64,6 @@ class BlockRecord:
 
 @dataclass
 class StepRecord:
-    """The record of one step."""
-
     blocks: dict[str, BlockRecord]
     resident: int = 0  # bytes in use when forward began
     workspace: int = 0  # bytes that libraries allocated during the step, and keep

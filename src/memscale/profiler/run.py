@@ -50,7 +50,6 @@ class Place:
 
     @classmethod
     def of(cls, device: DeviceSpec) -> Place:
-        """Return the simulated counterpart of a device."""
         if device.kind == "cpu":
             return cls("cpu")
         return cls("vgpu", device.compute_capability or DEFAULT_CAPABILITY)
@@ -61,7 +60,6 @@ class Place:
         return self.kind == "cpu"
 
     def simulate(self) -> AbstractContextManager[Simulation]:
-        """Simulate this device with unlimited memory."""
         gpu = replace(find_gpu("RTX 3090"), memory_bytes=UNLIMITED, compute_capability=self.capability)
         return simulate(gpu, device=self.kind)
 

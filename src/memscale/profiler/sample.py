@@ -47,13 +47,10 @@ class Sample:
         return ", ".join(part for part in parts if part)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors of the call."""
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def on(self, device: torch.device) -> Sample:
-        """Return the batch on a device."""
-
         def moved(leaf: object) -> object:
             return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
@@ -167,7 +164,6 @@ STEPS_OF_A_POWER = 16
 
 
 def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the shapes of a call as a key."""
     return (*kwargs, *(getattr(leaf, "shape", None) for leaf in pytree.tree_leaves((args, kwargs))))
 
 

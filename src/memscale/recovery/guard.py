@@ -67,14 +67,12 @@ class StepGuard:
         return any(call.awaits_backward for call in list(self.calls.values()))
 
     def begin(self, model: nn.Module, log: UndoLog) -> None:
-        """Guard backward passes and optimizer steps."""
         self._model = weakref.ref(model)
         BACKWARD.subscribe(_guarded_backward, self, BackwardOrder.RECOVERY)
         log.add(self)
         log.add(StepRecovery(model))
 
     def undo(self) -> None:
-        """Guard backward passes no more."""
         BACKWARD.unsubscribe(_guarded_backward, self)
 
     def cover(self, model: nn.Module, log: UndoLog) -> None:

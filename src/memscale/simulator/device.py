@@ -290,7 +290,6 @@ def virtual_device() -> torch.device:
 
 
 def is_active() -> bool:
-    """Return whether a virtual device is active."""
     return _active is not None
 
 

@@ -84,7 +84,6 @@ def gru_cell(
 
 
 def gru_cell_backward(gradient: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Tensor | None, ...]:
-    """Compute the backward of `gru_cell` from its workspace."""
     reset, update, new, hidden, new_hidden = workspace.chunk(5, 1)
     update_gate = gradient * (hidden - new) * update * (1 - update)
     new_gate = gradient * (1 - update) * (1 - new * new)

@@ -66,7 +66,6 @@ class Simulation(backend.VirtualDevice):
 
 
 def _resolve(on: str | int | GpuSpec) -> tuple[str, int, tuple[int, int]]:
-    """Return name, capacity and compute capability."""
     if isinstance(on, GpuSpec):
         return on.name, on.memory_bytes, on.compute_capability or DEFAULT_CAPABILITY
     if isinstance(on, str) and not (on.strip()[:1].isdigit() and on.strip().lower().endswith("b")):

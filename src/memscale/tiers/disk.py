@@ -456,7 +456,6 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def round_up(nbytes: int, unit: int = PAGE) -> int:
-    """Return the next multiple of `unit`."""
     return -(-nbytes // unit) * unit
 
 

@@ -207,7 +207,6 @@ class PinnedMemory:
 
     @functools.cached_property
     def limit(self) -> int:
-        """The most bytes to lock."""
         return int(PINNED_SHARE * read_host().total_ram_bytes) if self._limit is None else self._limit
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:

@@ -128,8 +128,6 @@ def compute_tiled(
 
 @dataclass(frozen=True)
 class _TiledCall:
-    """A call of `compute_tiled`."""
-
     head: Head
     of_tile: Callable[[torch.Tensor, slice], torch.Tensor]
     is_total: bool

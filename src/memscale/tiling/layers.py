@@ -313,8 +313,6 @@ class NotPositionWise(Exception):
 
 @dataclass(frozen=True)
 class PositionWise:
-    """A position-wise function of a module."""
-
     uses: tuple[str, ...]  # the module's children whose parameters it uses, and those that have none
     width: int  # elements per position of its input or output, the larger one
     widest: int  # elements per position of the largest tensor in between
