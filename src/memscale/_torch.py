@@ -456,6 +456,13 @@ def foreach_mul_(tensors: Sequence[torch.Tensor], factor: float | Sequence[float
         tensor.mul_(each)
 
 
+def decomposition(operation: Any) -> Callable[..., Any]:
+    """Return a function that computes an operation from elementary ones."""
+    from torch._decomp import decomposition_table
+
+    return decomposition_table[operation]
+
+
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 
 
