@@ -98,10 +98,8 @@ def a_dispatch_mode_is_active() -> bool:
 
 
 def at_end_of_backward(method: Callable[..., None], *args: object) -> None:
-    """Call a method, if its object is alive then, when the running backward pass has ended without an error.
-
-    Needed: what a backward pass has not used would live as long as its graph.
-    """
+    """Call a method, if its object is alive then, when the running backward pass has ended without an error."""
+    # Needed: what a backward pass has not used would live as long as its graph.
     reference = weakref.WeakMethod(method)
 
     def call() -> None:
@@ -140,10 +138,8 @@ def alias_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-    """Return a block in which writing to a tensor does not raise its version counter.
-
-    Without it, a buffer that is restored invalidates an earlier graph that saved it.
-    """
+    """Return a block in which writing to a tensor does not raise its version counter."""
+    # Without it, a buffer that is restored invalidates an earlier graph that saved it.
     name = "_unsafe_preserve_version_counter"
     block: contextlib.AbstractContextManager[None]
     block = _ask(torch.autograd, name, tensor, otherwise=contextlib.nullcontext())
@@ -294,10 +290,7 @@ class PatchedFunction:
     def subscribe(self, around: Callable[..., Any], owner: object, order: int = 0) -> None:
         """Call `around(inner, owners, *args, **kwargs)` in the place of the function while `owner` is alive.
 
-        Args:
-            around: Must not refer to the owner; `inner` is the function with the subscribers that are further in.
-            owner: Any object that can be referred to weakly.
-            order: Its position among subscribers, the same for all owners.
+        `around` must not refer to the owner; `inner` is the function with the subscribers that are further in.
         """
         self._subscribers.setdefault(around, (order, weakref.WeakSet()))[1].add(owner)
         weakref.finalize(owner, self._restore_if_unused).atexit = False

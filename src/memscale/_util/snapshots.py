@@ -37,10 +37,7 @@ from memscale._util.trees import is_lazy
 
 
 class TorchRngState:
-    """A snapshot of the random state of the CPU and of all devices of some types.
-
-    A device that has not been initialised has no state yet, and asking must not initialise it.
-    """
+    """A snapshot of the random state of the CPU and of all devices of some types."""
 
     __slots__ = ("_cpu", "_devices")
 
@@ -113,6 +110,7 @@ def _module_with_rng(device_type: str) -> Any:
         module: Any = torch.get_device_module(device_type)
     except RuntimeError:  # a label without a module, as simulated devices may be
         return None
+    # A device that has not been initialised has no state yet, and asking must not initialise it.
     is_there = getattr(module, "is_initialized", None) or getattr(module, "is_available", None)
     return module if hasattr(module, "get_rng_state") and (is_there is None or is_there()) else None
 
@@ -304,13 +302,13 @@ def _mapped(container: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _attributes(own: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a module that are the user's, not methods that MemScale has put there."""
     users = ((name, value) for name, value in own.items() if name not in _NOT_THE_USERS)
-    return {name: value for name, value in users if not _is_override(value)}
-
-
-def _is_override(value: Any) -> bool:
-    """Return whether an attribute is a method that MemScale has put in the place of the class's."""
-    return callable(value) and type(value).__module__.startswith("memscale.")
+    return {
+        name: value
+        for name, value in users
+        if not (callable(value) and type(value).__module__.startswith("memscale."))
+    }
 
 
 def _set_attributes(own: dict[str, Any], wanted: dict[str, Any]) -> None:

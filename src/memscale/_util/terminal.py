@@ -27,10 +27,8 @@ class Terminal:
 
     @classmethod
     def detect(cls, stream: TextIO | None = None) -> Terminal:
-        """Return the terminal behind `stream` (standard output by default).
-
-        `COLUMNS` overrides the width; `NO_COLOR`, `TERM=dumb` and `FORCE_COLOR` decide on colours.
-        """
+        """Return the terminal behind `stream` (standard output by default)."""
+        # `COLUMNS` overrides the width; `NO_COLOR`, `TERM=dumb` and `FORCE_COLOR` decide on colours.
         width = shutil.get_terminal_size(fallback=(cls.width, 24)).columns
         if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
             return cls(width)

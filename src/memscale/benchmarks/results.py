@@ -168,7 +168,6 @@ def cells(rows: Sequence[Row]) -> Cells:
         _Field("params", lambda row: f"{row.params / 1e6:,.1f} M"),
         _Field("batch × seq", lambda row: f"{row.batch} × {row.seq}"),
         _Field("mode", lambda row: row.mode, "left"),
-        _Field("on", lambda row: row.on, "left", shown=len({row.on for row in rows}) > 1),
         _Field(f"peak ({unit_name})", lambda row: size(row.peak_bytes)),
         _Field("reduction", _reduction, shown=modes),
         _Field("step time", _time, shown=modes),

@@ -67,14 +67,11 @@ def calls_to_keep(ops: tuple[str, ...]) -> Mapping[str, frozenset[int]]:
 
 
 class Kept:
-    """The outputs of the operations `ops` that are kept for one region; see `run_region`.
-
-    The operations may change the random state of devices of `device_types`.
-    """
+    """The outputs of the operations `ops` that are kept for one region; see `run_region`."""
 
     def __init__(self, ops: tuple[str, ...], device_types: Sequence[str]) -> None:
         self.calls = calls_to_keep(ops)
-        self._device_types = device_types
+        self._device_types = device_types  # whose random state the operations may change
         self._outputs: dict[tuple[str, int], _KeptOutput] = {}
         self._calls_by_storage: dict[int | None, list[tuple[str, int]]] = {}
         self.recording = True

@@ -159,10 +159,8 @@ def run_region(
 
 
 def _cannot_run_again(module: nn.Module) -> bool:
-    """Return whether a module's second run may differ from its first.
-
-    A lazy module makes its parameters in its first call. A scripted one is compiled anew, and saves other tensors.
-    """
+    """Return whether a module's second run may differ from its first."""
+    # A lazy module makes its parameters in its first call. A scripted one is compiled anew, and saves other tensors.
     if isinstance(module, LazyModuleMixin):
         return bool(module.has_uninitialized_params())
     return isinstance(module, torch.jit.ScriptModule)

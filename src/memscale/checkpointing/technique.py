@@ -146,10 +146,7 @@ class RecomputeStage(ForwardStage):
 
 
 class SlicesStage(ForwardStage):
-    """Recomputes slices of an `nn.Sequential` in backward.
-
-    Slices are positions, not modules: whatever is there when it is called runs in order, as in `nn.Sequential`.
-    """
+    """Recomputes slices of an `nn.Sequential` in backward: by position, whatever module is there when it runs."""
 
     order = Stage.RECOMPUTE
 
@@ -215,23 +212,18 @@ _CACHE_METHODS = ("update", "update_conv_state", "update_ssm_state", "update_rec
 
 
 def is_cache(value: object) -> bool:
-    """Return whether an argument is an object that a layer writes its keys and values into, as in generation.
-
-    It is known by its structure: it has a method such as `update` and is no container of Python's.
-    """
+    """Return whether an argument is an object that a layer writes its keys and values into, as in generation."""
+    # It is known by its structure: it has a method such as `update` and is no container of Python's.
     if isinstance(value, _NOT_CACHES):
         return False
     return any(hasattr(type(value), name) for name in _CACHE_METHODS)
 
 
 class NoCache:
-    """Turns the cache off in training, as a forward pre-hook; `position` is that of `use_cache` among the arguments.
-
-    See Note [use_cache].
-    """
+    """Turns the cache off in training, as a forward pre-hook. See Note [use_cache]."""
 
     def __init__(self, position: int | None, *, logs: bool) -> None:
-        self._position = position
+        self._position = position  # of `use_cache` among the forward's positional arguments
         self._logs = logs
 
     def __call__(

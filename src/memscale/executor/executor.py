@@ -509,10 +509,7 @@ def _convert(
 
 
 class _Placeholder(ForwardStage):
-    """Gives a model an override, though its plan needs none yet.
-
-    A call looks up `forward` before the hooks run: only through an override does it follow a plan that they change.
-    """
+    """Gives a model an override, though its plan needs none yet: by it, a call follows a plan that hooks change."""
 
     is_opaque = False
 

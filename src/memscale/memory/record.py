@@ -437,10 +437,8 @@ class Ledger:
             self._log = None
 
     def replay(self, log: StepLog, marks: Collection[int] = ()) -> Replay:
-        """Repeat a step's requests, but for what was not released; record what is in use before the events `marks`.
-
-        See Note [Replaying a step].
-        """
+        """Repeat a step's requests, but for what was not released; record what is in use before the events `marks`."""
+        # See Note [Replaying a step].
         allocator = self._find(log.device).allocator
         released = {id(allocation) for allocation, size in log.events if size is None}
         peak = start = allocator.allocated

@@ -83,10 +83,6 @@ class RunningModules:
         self.stack: list[tuple[nn.Module, str]] = []
         self._spans = ForwardSpans()
 
-    def __bool__(self) -> bool:
-        """Return whether any module is running."""
-        return bool(self.stack)
-
     def add_root(self, root: nn.Module) -> None:
         """Read the names of a model's modules."""
         self.roots.add(root)
@@ -358,11 +354,11 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
         if self._in_backward:
             self._in_backward = False
             # A backward inside a module's forward is part of it (a gradient penalty).
-            self._enter_phase(Phase.FORWARD if self._running else Phase.SETUP)
+            self._enter_phase(Phase.FORWARD if self._running.stack else Phase.SETUP)
             self._claim_all()  # the gradients exist now, and zero_grad() may come next
 
     def _before_module(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if not self._running and not in_backward():
+        if not self._running.stack and not in_backward():
             self._end_backward()
             self._running.add_root(module)
             self._claim_module(module)
@@ -372,7 +368,7 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
 
     def _after_module(self, module: nn.Module, inputs: Any, *rest: Any) -> None:
         # A global pre-hook gets no keyword arguments; after an error, neither does this hook.
-        if self._running.leave(module) and not self._running and len(rest) == 2:
+        if self._running.leave(module) and not self._running.stack and len(rest) == 2:
             self._claim_inputs(rest[0])
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

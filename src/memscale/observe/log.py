@@ -90,10 +90,8 @@ _silent = logging.Logger("memscale.silent", logging.CRITICAL + 1)  # no message 
 
 
 def log_plan(log: logging.Logger, plan: Plan | None, hardware: Hardware, occasion: str = "planned") -> None:
-    """Log the hardware, the predicted peak before and after, the step-time ratio, and the plan as a table.
-
-    Without a plan, log that it is made from the first training batch.
-    """
+    """Log the hardware, the predicted peak before and after, the step-time ratio, and the plan as a table."""
+    # Without a plan, log that it is made from the first training batch.
     if not log.isEnabledFor(logging.INFO):
         return
     log.info("hardware: %s", hardware.summary())

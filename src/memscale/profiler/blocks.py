@@ -427,7 +427,12 @@ def _digest(module: nn.Module, *, settings: bool) -> str:
     """Digest the structure of a module, with or without its plain attributes."""
     lines = [_class_name(module)]
     if settings:
-        plain = {name: value for name, value in vars(module).items() if not _is_hidden(name, value)}
+        plain = {
+            name: value
+            for name, value in vars(module).items()
+            if not name.startswith("_") and name not in ("training", "forward")
+            if not (type(value) is int and name.endswith(_PLACE_NAMES))
+        }
         lines += [f"{name} = {_setting(value)}" for name, value in sorted(plain.items())]
     for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
         lines += [f"{kind} {name}: {_tensor(t)}" for name, t in tensors.items() if t is not None]
@@ -441,11 +446,6 @@ def _digest(module: nn.Module, *, settings: bool) -> str:
 def _tensor(tensor: torch.Tensor) -> str:
     shape = "lazy" if is_lazy(tensor) else tuple(tensor.shape)
     return f"{shape} {tensor.dtype} {tensor.requires_grad}"
-
-
-def _is_hidden(name: str, value: object) -> bool:
-    is_place = type(value) is int and name.endswith(_PLACE_NAMES)
-    return name.startswith("_") or name in ("training", "forward") or is_place
 
 
 def _setting(value: object, depth: int = 3) -> str:

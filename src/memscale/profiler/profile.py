@@ -264,11 +264,8 @@ def build_profile(
 
 
 def _peaks(step: StepRecord, gradients: Mapping[str, int]) -> tuple[dict[str, tuple[int, int]], int, int]:
-    """Subtract the held bytes from the peaks of the blocks that ran. See Note [Held bytes].
-
-    Returns:
-        Forward and backward peak of each block, what is saved outside of blocks, and the peak of the loss.
-    """
+    """Return the blocks' peaks above the held bytes, what is saved outside of blocks, and the peak of the loss."""
+    # See Note [Held bytes].
     ran = sorted((item for item in step.blocks.items() if item[1].calls), key=lambda item: item[1].order)
     other_saved = step.saved_total - sum(record.saved + record.output for _, record in ran)
     held = step.resident + other_saved

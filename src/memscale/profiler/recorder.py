@@ -248,10 +248,8 @@ class Recorder(LightDispatchMode):
         return result
 
     def _record_reads(self, args: tuple[Any, ...], kwargs: dict[str, Any], backward: bool) -> None:
-        """Record the parameters that an operation reads while no block that has them is running.
-
-        With gradients off, backward reads what autograd saved; with gradients on, forward code runs again.
-        """
+        """Record the parameters that an operation reads while no block that has them is running."""
+        # With gradients off, backward reads what autograd saved; with gradients on, forward code runs again.
         if backward and not torch.is_grad_enabled():
             return
         for leaf in pytree.tree_leaves((args, kwargs)):
@@ -316,10 +314,8 @@ def _differentiable(targets: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def loss_of(targets: list[torch.Tensor]) -> torch.Tensor:
-    """Return the model's loss, or cross-entropy (tiled, if that is) as a stand-in for one outside of the model.
-
-    `targets` is emptied, as the outputs are released by `loss = criterion(model(x), y)`.
-    """
+    """Return the model's loss, or cross-entropy (tiled, if that is) as a stand-in for one outside of the model."""
+    # `targets` is emptied, as the outputs are released by `loss = criterion(model(x), y)`.
     losses = [target.sum() if target.dim() else target for target in targets if target.numel() == 1]
     losses += [_stand_in(target) for target in targets if target.numel() > 1]
     targets.clear()

@@ -34,7 +34,7 @@ from memscale._torch import (
     leaves_of,
     release_saved_tensors,
 )
-from memscale.checkpointing.model_call import GraphHandle, ModelCall, ReachedOutput, reached_outputs
+from memscale.checkpointing.model_call import GraphHandle, ModelCall, reached_outputs
 from memscale.errors import RecomputeError
 from memscale.execution_plan import Plan
 from memscale.executor import Executor, executor_of
@@ -256,7 +256,8 @@ class _Pass:
             return "the loss was computed outside of the model from its tiled logits, and cannot be computed again"
         if any(index not in each.call.gradients for each in self._reached for index in each.indices):
             return "it failed before it came to the model, in the loss or in what is around the model"
-        if _are_nested(self._reached):
+        nodes = {each.node for each in self._reached}
+        if any(each in nodes for node in graph_nodes(nodes) for each, _ in node.next_functions):
             return "the loss uses several outputs of the model of which one was computed from another"
         if any(call.conditions.flags.any_was_computed for call in self.calls):
             return "the model was called with computed weights (torch.func.functional_call)"
@@ -302,9 +303,3 @@ class _Pass:
             for key, (gradient, version) in self._before.items()
             if now[key][0] is not gradient or now[key][1] != version
         }
-
-
-def _are_nested(reached: Sequence[ReachedOutput]) -> bool:
-    """Return whether one output is behind another: then its gradient is not from outside alone."""
-    nodes = {each.node for each in reached}
-    return any(following in nodes for node in graph_nodes(nodes) for following, _ in node.next_functions)

@@ -45,10 +45,8 @@ MAX_DUMPS = 3  # of one model: a loop that goes on after such errors must not fi
 
 
 def attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """Return a function's result, or the error if memory ran out.
-
-    The caller handles the error outside of an `except`: in one, the frames that failed hold their tensors.
-    """
+    """Return a function's result, or the error if memory ran out."""
+    # The caller handles the error outside of an `except`: in one, the frames that failed hold their tensors.
     try:
         return function(), None
     except Exception as error:
@@ -58,10 +56,8 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def free_memory(device: torch.device, error: BaseException) -> str:
-    """Free what a failed call holds, and the allocator's cache; drop the error's traceback, and return it as text.
-
-    See Note [What an error holds].
-    """
+    """Free what a failed call holds, and the allocator's cache; drop the error's traceback, and return it as text."""
+    # See Note [What an error holds].
     # Without the lines of how torch and MemScale call modules.
     module_calls, package = Path(torch.nn.modules.module.__file__), Path(__file__).parents[1]
     raised = error.__traceback__

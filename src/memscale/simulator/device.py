@@ -165,17 +165,14 @@ def _require_active() -> VirtualDevice:
     return _active
 
 
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    pass
-
-
 class _DeviceModule:
     """The module `torch.vgpu`, with the names of `torch.cuda`."""
 
     _initialized = True
+    _nothing = staticmethod(lambda *args, **kwargs: None)
     Stream = VirtualStream
     Event = VirtualEvent
-    _lazy_init = init = set_device = set_stream = synchronize = ipc_collect = staticmethod(_do_nothing)
+    _lazy_init = init = set_device = set_stream = synchronize = ipc_collect = _nothing
     stream = device = staticmethod(contextlib.nullcontext)
     is_initialized = staticmethod(lambda: True)
     _is_in_bad_fork = staticmethod(lambda: False)
@@ -295,10 +292,8 @@ def is_active() -> bool:
 
 @contextlib.contextmanager
 def activate(device: VirtualDevice) -> Iterator[None]:
-    """Let `device` answer for `vgpu` inside the block.
-
-    One at a time, except for a simulation inside an executing device's block, which predicts what is to run there.
-    """
+    """Let `device` answer for `vgpu` inside the block."""
+    # One at a time, except for a simulation inside an executing device's block, which predicts what is to run there.
     global _active
     before = _active
     if before is not None and not (before.computes and not device.computes):

@@ -210,10 +210,8 @@ class PinnedMemory:
         return int(PINNED_SHARE * read_host().total_ram_bytes) if self._limit is None else self._limit
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
-        """Return so many page-locked bytes; None where the limit, or the system, does not allow it.
-
-        When they are freed, torch's allocator does not reuse them before the copies that read or write them are over.
-        """
+        """Return so many page-locked bytes; None where the limit, or the system, does not allow it."""
+        # When they are freed, torch's allocator does not reuse them before the copies that read or write them are over.
         with self._lock:
             memory = self._lock_pages(nbytes, 1.0)
         if memory is not None:
