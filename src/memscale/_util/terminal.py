@@ -60,14 +60,9 @@ def table(
     caption: str | None = None,
     terminal: Terminal | None = None,
 ) -> str:
-    """Return rows as a table, wrapped to the width of the terminal.
+    """Return rows as a table with a title and a caption, wrapped to the width of the terminal.
 
-    Args:
-        title: The line above the table; empty for none.
-        columns: The headers, or `Column`s where the alignment is to be chosen.
-        rows: A cell for each column: text as it is, integers with thousands separators, `None` as a dash.
-        caption: A note below the table.
-        terminal: What to write for; by default what `Terminal.detect` finds.
+    A cell is text as it is, an integer with thousands separators, or `None` as a dash.
 
     Example:
         >>> rows = [("weights", 1024), ("gradients", 512)]

@@ -94,15 +94,9 @@ def run_suite(
 ) -> Iterator[Row]:
     """Run every model in every mode, one after the other; a row comes as soon as it is there.
 
-    All arguments are checked before anything runs.
-
-    Args:
-        models: Names in `MODELS`.
-        modes: Names in `MODES`.
-        on: The name of a GPU or a size to simulate, or "cpu" to train for real.
-        batch: Samples in a batch; the model's own default if None.
-        seq: Tokens in a sample; the model's own default if None.
-        steps: Training steps of each case.
+    All arguments are checked before anything runs: names in `MODELS` and `MODES`, the name of a GPU or a size to
+    simulate (or "cpu" to train for real), samples in a batch and tokens in a sample (the model's own by default),
+    training steps.
 
     Raises:
         ConfigError: A model, mode or number is not allowed.

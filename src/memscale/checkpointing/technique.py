@@ -35,7 +35,7 @@ from memscale.execution_plan import Checkpointing
 from memscale.profiler.profile import BlockProfile, OpProfile
 from memscale.techniques.base import LayerSite
 from memscale.techniques.cost import HOOK_SECONDS, BlockOption, CostTerms
-from memscale.techniques.forward import ForwardStage, Stage, override_of
+from memscale.techniques.forward import Args, Forward, ForwardStage, Kwargs, Stage, override_of
 from memscale.units import format_bytes
 
 if TYPE_CHECKING:
@@ -137,9 +137,7 @@ class RecomputeStage(ForwardStage):
     def __init__(self, run_block: RunBlock) -> None:
         self._run_block = run_block
 
-    def run(
-        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run(self, module: nn.Module, call_next: Forward, args: Args, kwargs: Kwargs) -> Any:
         if _checkpoints_itself(module) or any(map(is_cache, args)) or any(map(is_cache, kwargs.values())):
             return call_next(*args, **kwargs)
         return self._run_block(call_next, args, kwargs, (module,))
@@ -157,9 +155,7 @@ class SlicesStage(ForwardStage):
         """Add the slice of children from `start` to `stop` (exclusive); none overlaps another."""
         self._slices = sorted((*self._slices, (start, stop, run_block)), key=lambda each: each[0])
 
-    def run(
-        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run(self, module: nn.Module, call_next: Forward, args: Args, kwargs: Kwargs) -> Any:
         if len(args) != 1 or kwargs:
             return call_next(*args, **kwargs)  # `forward(input=x)`, or an error that torch raises
         (value,) = args

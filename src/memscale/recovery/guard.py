@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -40,7 +40,7 @@ from memscale.execution_plan import Plan
 from memscale.executor import Executor, executor_of
 from memscale.recovery.shortage import attempt, explain, free_memory, heavier_plans, log_recovery
 from memscale.recovery.steps import StepRecovery
-from memscale.techniques.forward import ForwardStage, Stage, override_of
+from memscale.techniques.forward import Args, Forward, ForwardStage, Kwargs, Stage, override_of
 from memscale.units import format_bytes
 
 if TYPE_CHECKING:
@@ -97,9 +97,7 @@ class _RecoverStage(ForwardStage):
         self._guard = guard
         self.is_opaque = is_opaque
 
-    def run(
-        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run(self, module: nn.Module, call_next: Forward, args: Args, kwargs: Kwargs) -> Any:
         executor = executor_of(module)
         if executor is None or not hooks_are_allowed() or cast(Any, torch.jit).is_tracing():
             return call_next(*args, **kwargs)

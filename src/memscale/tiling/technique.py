@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +29,7 @@ from memscale.profiler.blocks import find_head
 from memscale.profiler.profile import BlockProfile
 from memscale.techniques.base import LayerSite, ModelSite
 from memscale.techniques.cost import BlockOption, CostTerms
-from memscale.techniques.forward import ForwardOverride, ForwardStage, Stage
+from memscale.techniques.forward import Args, Forward, ForwardOverride, ForwardStage, Kwargs, Stage
 from memscale.tiling.head import Head
 from memscale.tiling.layers import TiledMethod, find_wide_layers, run_in_tiles
 from memscale.tiling.lazy import LazyLogits, lazy_logits
@@ -97,9 +97,7 @@ class TileStage(ForwardStage):
         self._rows = rows
         self._tiled = tiled
 
-    def run(
-        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run(self, module: nn.Module, call_next: Forward, args: Args, kwargs: Kwargs) -> Any:
         x = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(x, torch.Tensor) or x.dim() != 3 or x.shape[0] * x.shape[1] <= self._rows:
             return call_next(*args, **kwargs)
@@ -197,9 +195,7 @@ class TileHeadStage(ForwardStage):
         self._device = device
         self._placement = placement
 
-    def run(
-        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run(self, module: nn.Module, call_next: Forward, args: Args, kwargs: Kwargs) -> Any:
         logits = self._lazy_logits(module, args[0]) if len(args) == 1 and not kwargs else None
         return call_next(*args, **kwargs) if logits is None else logits
 
