@@ -93,7 +93,7 @@ class Kept:
     def _calls_of(self, tensor: torch.Tensor) -> Sequence[tuple[str, int]]:
         return self._calls_by_storage.get(storage_key(tensor), ())
 
-    def put(self, call: tuple[str, int], result: object, is_random: bool) -> None:
+    def store(self, call: tuple[str, int], result: object, is_random: bool) -> None:
         output = _KeptOutput(result, TorchRngState(self._device_types) if is_random else None)
         keys = {storage_key(tensor) for tensor, _ in output.watched}
         if None in keys:
@@ -102,7 +102,7 @@ class Kept:
         for key in keys:
             self._calls_by_storage.setdefault(key, []).append(call)
 
-    def take(self, call: tuple[str, int]) -> _KeptOutput | None:
+    def pop(self, call: tuple[str, int]) -> _KeptOutput | None:
         """Return the kept output of a call, if there is one and nobody has changed it since."""
         output = self._outputs.get(call) if backward_keeps_graph() else self._outputs.pop(call, None)
         return output if output is not None and output.is_intact() else None
@@ -144,14 +144,14 @@ class KeepMode(LightDispatchMode):
         kwargs = kwargs or {}
         if self._replays:
             call = self._call_of(func)
-            output = None if call is None else self._kept.take(call)
+            output = None if call is None else self._kept.pop(call)
             return func(*args, **kwargs) if output is None else output.restore()
         result = func(*args, **kwargs)
         for tensor in written_tensors(func, args, kwargs):
             self._kept.drop_in_memory_of(tensor)
         call = self._call_of(func) if self._kept.recording else None
         if call is not None:
-            self._kept.put(call, result, torch.Tag.nondeterministic_seeded in func.tags)
+            self._kept.store(call, result, torch.Tag.nondeterministic_seeded in func.tags)
         return result
 
     def _call_of(self, func: Any) -> tuple[str, int] | None:

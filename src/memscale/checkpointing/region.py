@@ -315,7 +315,7 @@ class Region:
                 self._outputs[key] = _ChainedOutput(outputs[link.index].detach(), set())
             self._outputs[key].waiting.add(id(link))
 
-    def take_output(self, task: int, link: Link) -> torch.Tensor:
+    def pop_output(self, task: int, link: Link) -> torch.Tensor:
         """Return an output for a region chained to this one; it is dropped when all that wait for it have it."""
         key = (task, link.index)
         if key not in self._outputs:  # taken before: a region asks twice only if it is itself run twice
@@ -359,7 +359,7 @@ class Link:
         region.successors.append(weakref.ref(self))
 
     def __call__(self, task: int) -> torch.Tensor:
-        return self.region.take_output(task, self).requires_grad_(self._requires_grad)
+        return self.region.pop_output(task, self).requires_grad_(self._requires_grad)
 
 
 class Holder:
@@ -372,10 +372,10 @@ class Holder:
         self.index = index
         self._tensors: dict[int, tuple[torch.Tensor, int]] = {}
 
-    def put(self, task: int, tensor: torch.Tensor) -> None:
+    def store(self, task: int, tensor: torch.Tensor) -> None:
         self._tensors[task] = (tensor, version_of(tensor))
 
-    def take(self, task: int) -> torch.Tensor | None:
+    def pop(self, task: int) -> torch.Tensor | None:
         """Return the tensor for a backward pass, once; None if it is not there."""
         tensor, version = self._tensors.pop(task, (None, 0))
         if tensor is not None and version_of(tensor) != version:
@@ -399,13 +399,13 @@ class Holder:
 def _unpack(holder: Holder) -> torch.Tensor:
     # A plain function, not a method: autograd holds it for as long as the graph lives.
     task = graph_task_id()
-    tensor = holder.take(task)
+    tensor = holder.pop(task)
     if tensor is None:
         with _lock:
-            tensor = holder.take(task)  # another thread may have been at it
+            tensor = holder.pop(task)  # another thread may have been at it
             if tensor is None:
                 holder.region.recompute(holder, task)
-                tensor = holder.take(task)
+                tensor = holder.pop(task)
     if tensor is None:
         raise RecomputeError(
             f"Recomputing a checkpointed region did not reach its saved tensor {holder.index}.\n{CAUSES}"
@@ -527,7 +527,7 @@ class _Rerun:
             raise _Stop
         holder = saved.holder()
         if holder is not None and (self._fills_all or holder is self._holder):
-            holder.put(self._task, plain)
+            holder.store(self._task, plain)
         if index >= self._last:
             self._is_done = True
             raise _Stop

@@ -284,7 +284,7 @@ class DiskFile:
             raise TierError("This disk tier is closed: make a new one to offload again.")
         with self._lock:
             fd = -1 if counted_only else self.fd
-            offset = None if counted_only else self._spare.take(length)
+            offset = None if counted_only else self._spare.allocate(length)
             if offset is None:
                 self._punch_spares(self.capacity - self.bytes_used - length)
                 if self.bytes_on_disk + length > self.capacity:
@@ -302,7 +302,7 @@ class DiskFile:
 
     def free(self, extent: Extent) -> None:
         """Unmap and free an extent. Safe in finalizers, see Note [Finalizers]."""
-        self._lock.leave(extent)
+        self._lock.submit(extent)
 
     def close(self) -> None:
         """Allocate nothing more. Extents stay valid until they are freed."""
@@ -339,7 +339,7 @@ class DiskFile:
 
     def _grow(self, fd: int, length: int, nbytes: int) -> int:
         """Allocate a new extent, in a hole or at the end; returns its offset."""
-        hole = self._holes.take(length)
+        hole = self._holes.allocate(length)
         offset = self._end if hole is None else hole
         try:
             try:
@@ -354,7 +354,7 @@ class DiskFile:
                 if hole is None:
                     os.ftruncate(fd, offset)
                 else:
-                    self._holes.add(offset, length)
+                    self._holes.release(offset, length)
                     _punch_hole(fd, offset, length)
             kind = TierFullError if error.errno in _DISK_FULL else TierError
             reason = f"{error.strerror}, with {format_bytes(find_disk(self.directory).free_bytes)} free"
@@ -373,7 +373,7 @@ class DiskFile:
         while self._can_punch and self._spare.total > max(0, limit):
             offset, length = self._spare.pop()
             self._can_punch = _punch_hole(self.fd, offset, length)
-            (self._holes if self._can_punch else self._spare).add(offset, length)
+            (self._holes if self._can_punch else self._spare).release(offset, length)
 
     def _release(self, extent: Extent) -> None:
         if extent.address:
@@ -383,7 +383,7 @@ class DiskFile:
             return  # see Note [Fork]
         self.bytes_used -= extent.nbytes
         if extent.offset >= 0:
-            self._spare.add(extent.offset, extent.nbytes)
+            self._spare.release(extent.offset, extent.nbytes)
 
 
 class FreeList:
@@ -393,7 +393,7 @@ class FreeList:
         self._ranges: list[tuple[int, int]] = []  # (offset, length), in order
         self.total = 0
 
-    def add(self, offset: int, length: int) -> None:
+    def release(self, offset: int, length: int) -> None:
         self.total += length
         index = bisect_left(self._ranges, (offset, 0))
         if index < len(self._ranges) and self._ranges[index][0] == offset + length:
@@ -403,7 +403,7 @@ class FreeList:
             length += before
         insort(self._ranges, (offset, length))
 
-    def take(self, length: int) -> int | None:
+    def allocate(self, length: int) -> int | None:
         """Cut a range of this length off the first that has it; returns its offset, None if there is none."""
         for index, (offset, size) in enumerate(self._ranges):
             if size >= length:

@@ -216,7 +216,7 @@ class PinnedMemory:
             memory = self._lock_pages(nbytes, 1.0)
         if memory is not None:
             size = self.size_of(nbytes)
-            weakref.finalize(memory.untyped_storage(), self._lock.leave, (None, 0, size)).atexit = False
+            weakref.finalize(memory.untyped_storage(), self._lock.submit, (None, 0, size)).atexit = False
         return memory
 
     def empty_like(
@@ -231,12 +231,14 @@ class PinnedMemory:
             return None
         size = round_up(tensor.nbytes, _ALIGNMENT)
         with self._lock:
-            found = self._take(size) or (self._take(size) if self._add_block(size, share) else None)
+            found = self._allocate_in_blocks(size) or (
+                self._allocate_in_blocks(size) if self._add_block(size, share) else None
+            )
         if found is None:
             return None
         block, offset = found
         address = block.memory.data_ptr() + offset
-        storage = storage_at(address, tensor.nbytes, lambda: self._lock.leave((block, offset, size)))
+        storage = storage_at(address, tensor.nbytes, lambda: self._lock.submit((block, offset, size)))
         strides = torch.empty_like(tensor, device="meta").stride()
         empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return empty.set_(storage, 0, tensor.shape, strides)
@@ -254,9 +256,9 @@ class PinnedMemory:
         """Return what torch's allocator takes."""
         return 1 << max(nbytes - 1, 0).bit_length()
 
-    def _take(self, size: int) -> tuple[_Block, int] | None:
+    def _allocate_in_blocks(self, size: int) -> tuple[_Block, int] | None:
         for block in self._blocks:
-            offset = block.free.take(size)
+            offset = block.free.allocate(size)
             if offset is not None:
                 return block, offset
         return None
@@ -266,7 +268,7 @@ class PinnedMemory:
             memory = self._lock_pages(self.size_of(nbytes), share)
             if memory is not None:
                 self._blocks.append(_Block(memory, FreeList()))
-                self._blocks[-1].free.add(0, memory.nbytes)
+                self._blocks[-1].free.release(0, memory.nbytes)
                 return True
         return False
 
@@ -279,12 +281,12 @@ class PinnedMemory:
             self.bytes_locked += self.size_of(nbytes)
         return memory
 
-    def _release(self, note: tuple[_Block | None, int, int]) -> None:
-        block, offset, size = note
+    def _release(self, item: tuple[_Block | None, int, int]) -> None:
+        block, offset, size = item
         if block is None:
             self.bytes_locked -= size
         else:
-            block.free.add(offset, size)
+            block.free.release(offset, size)
 
 
 def _allocate_pinned(nbytes: int) -> torch.Tensor | None:
@@ -323,7 +325,7 @@ class HostMemory:
             self.bytes_used += size
         if memory is None:
             memory = torch.empty(flat.numel(), dtype=flat.dtype, device="cpu")
-        weakref.finalize(memory.untyped_storage(), self._lock.leave, size).atexit = False
+        weakref.finalize(memory.untyped_storage(), self._lock.submit, size).atexit = False
         return memory if memory.dtype == flat.dtype else memory.view(flat.dtype)
 
     def _release(self, size: int) -> None:
