@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypedDict, cast
@@ -146,18 +146,6 @@ def _async_config(field: str, value: object) -> AsyncOffloadConfig:
             _refusal(field, value, "None or an AsyncOffloadConfig, as AsyncOffloadConfig(workers=2)")
         )
     return value
-
-
-def _refuse_unknown(given: Iterable[str], fields: list[str]) -> None:
-    """Raise unless the given names are all fields of Config; name the nearest."""
-    for name in given:
-        if name in fields:
-            continue
-        import difflib  # only for a message: it is not free to import
-
-        nearest = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
-        advice = f"Did you mean {nearest[0]!r}?" if nearest else f"It has: {', '.join(fields)}."
-        raise ConfigTypeError(f"Config has no field {shown(name)}. {advice}")
 
 
 def _gb_to_bytes(gigabytes: float | None) -> int | None:
@@ -349,7 +337,13 @@ class Config:
                 "dataclasses.replace() would set every field, and none would follow the mode: use config.replace(...)."
             )
         fields = {field.name: field for field in dataclasses.fields(self)}
-        _refuse_unknown(settings, list(fields))
+        unknown = next((name for name in settings if name not in fields), None)
+        if unknown is not None:
+            import difflib  # only for a message: it is not free to import
+
+            nearest = difflib.get_close_matches(unknown, fields, n=1, cutoff=0.5)
+            advice = f"Did you mean {nearest[0]!r}?" if nearest else f"It has: {', '.join(fields)}."
+            raise ConfigTypeError(f"Config has no field {shown(unknown)}. {advice}")
         checked = {name: fields[name].metadata["check"](name, value) for name, value in settings.items()}
         mode = checked.get("mode", fields["mode"].default)
         values = {name: field.default for name, field in fields.items()} | _MODE_DEFAULTS[mode] | checked

@@ -304,11 +304,9 @@ def backward_targets(output: Any) -> list[torch.Tensor]:
     targets = list(found.values())
     if isinstance(output, (tuple, list)) and targets and targets[0].dim() == 0:
         return targets[:1]  # (loss, logits, ...)
-    return _differentiable(targets) if len(targets) > 1 else targets
-
-
-def _differentiable(targets: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the targets whose backward does not raise because saved tensors were changed in place; all if none."""
+    if len(targets) < 2:
+        return targets
+    # Not those whose backward raises because saved tensors were changed in place: the loss will not use them.
     changed = functools.cache(changed_since_saved)  # outputs share most of the graph
     return [each for each in targets if not any(map(changed, graph_nodes([each])))] or targets
 
