@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("memscale")
 
-RunBlock = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any], Sequence[nn.Module]], Any]
-"""Runs a function with its arguments as one region; the last argument are the modules that it uses."""
+RunBlock = Callable[[Forward, Args, Kwargs, Sequence[nn.Module]], Any]  # the modules that it uses last
 
 
 def can_recompute(block: BlockProfile) -> bool:
@@ -101,11 +100,15 @@ class GradientCheckpointing:
         return None
 
     def attach(self, site: LayerSite, log: UndoLog) -> None:
-        layer = site.layer
+        layer, meter = site.layer, site.meter
         settings = layer.checkpointing or Checkpointing()
         calls_to_keep(settings.keep)  # raises now if a name is wrong, and not in the first step
-        watched = functools.partial(site.meter.watched, layer=layer.name, flops=layer.recompute_flops)
-        run_block = functools.partial(_run_block, settings, watched)
+
+        def run_block(function: Forward, args: Args, kwargs: Kwargs, modules: Sequence[nn.Module]) -> Any:
+            counted = meter.watched(function, layer.name, layer.recompute_flops)
+            keep, chain = settings.keep, settings.chained
+            return run_region(counted, args, kwargs, modules=modules, keep=keep, chain=chain)
+
         if len(site.modules) == 1:
             log.add_stage(site.modules[0], RecomputeStage(run_block), name=layer.members[0])
             return
@@ -117,18 +120,6 @@ class GradientCheckpointing:
             stage = SlicesStage()
             log.add_stage(container, stage, name=name)
         stage.add(start, start + len(site.modules), run_block)
-
-
-def _run_block(
-    settings: Checkpointing,
-    watched: Callable[[Callable[..., Any]], Callable[..., Any]],
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    modules: Sequence[nn.Module],
-) -> Any:
-    keep, chain = settings.keep, settings.chained
-    return run_region(watched(function), args, kwargs, modules=modules, keep=keep, chain=chain)
 
 
 class RecomputeStage(ForwardStage):
