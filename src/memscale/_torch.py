@@ -25,8 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as current_dispatch_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-OUTSIDE_BACKWARD = -1
-"""What `graph_task_id` says when no backward pass is running."""
+OUTSIDE_BACKWARD = -1  # what `graph_task_id` says when no backward pass is running
 
 # Fake tensors and their mode: the simulator. `torch.compile` stands on them, so they will not go away.
 # pytree: flattening of a user's nested inputs and outputs. Dispatch modes: the tracker and kept products.

@@ -23,8 +23,7 @@ from memscale.units import format_bytes, parse_bytes
 
 Family: TypeAlias = Literal["gpt2", "bert"]  # a causal and a masked language model
 
-PUBLISHED_ON = "NVIDIA GeForce RTX 3090"
-"""The device of every published figure."""
+PUBLISHED_ON = "NVIDIA GeForce RTX 3090"  # the device of every published figure
 
 
 class MissingPackageError(MemScaleError, ImportError):

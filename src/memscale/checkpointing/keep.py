@@ -42,8 +42,7 @@ from memscale._util.snapshots import TorchRngState
 from memscale._util.trees import Tree
 from memscale.errors import ConfigError, shown
 
-EVERY = -1
-"""Among the numbers of an operation's calls: all of them."""
+EVERY = -1  # among the numbers of an operation's calls: all of them
 
 
 @functools.lru_cache

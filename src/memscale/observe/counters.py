@@ -29,14 +29,11 @@ import torch
 from memscale.errors import ProfileError
 from memscale.memory.process import peak_rss_bytes, rss_bytes
 
-What = Literal["parameters", "gradients", "activations", "optimizer state"]
-"""What is moved."""
+What = Literal["parameters", "gradients", "activations", "optimizer state"]  # what is moved
 
-Below = Literal["host", "disk"]
-"""The tier that it is kept on."""
+Below = Literal["host", "disk"]  # the tier that it is kept on
 
-Cost = Literal["recomputing", "offloading", "optimizer state", "8-bit optimizer"]
-"""What time is lost to."""
+Cost = Literal["recomputing", "offloading", "optimizer state", "8-bit optimizer"]  # what time is lost to
 
 MAX_EVENTS = 512  # events that may gather before whoever counts adds them up in passing
 MAX_BACKWARD_PASSES = 64  # that may be under way at once
@@ -150,8 +147,7 @@ class Meter:
         self._recent_passes: deque[int] = deque(maxlen=MAX_BACKWARD_PASSES)
         self.plans = 0
         self.planning_seconds = 0.0
-        self.dumps: list[str] = []
-        """Files that were written when memory ran out."""
+        self.dumps: list[str] = []  # files that were written when memory ran out
 
     def begin(self, device: torch.device, *, simulated: bool = False) -> None:
         """Watch the memory of a device, to which a plan is being attached."""
