@@ -254,8 +254,11 @@ def _predicted_on_cpu(case: Case) -> int:
 
 
 def measured_steps(case: Case, mode: str) -> tuple[list[float], int]:
-    """Train a case for real, in a fresh process; return the seconds of each step, and the most bytes on disk."""
-    # A model that is wrapped is built on the meta device, so that building it is not the peak of the process.
+    """Train a case for real, in a fresh process; return the seconds of each step, and the most bytes on disk.
+
+    A model that is wrapped is built on the meta device, so that the peak is that of the whole process, and not of
+    building the model in memory.
+    """
     config = MODES[mode]
     with torch.device("cpu" if config is None else "meta"):
         torch.manual_seed(0)
