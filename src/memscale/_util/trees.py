@@ -17,10 +17,7 @@ def is_lazy(tensor: torch.Tensor) -> bool:
 
 
 class Tree:
-    """A nested value, flattened so that its tensors can be replaced and the value rebuilt, with new containers.
-
-    Hugging Face's outputs are registered with pytree; a dataclass that is not is flattened here, field by field.
-    """
+    """A nested value, flattened so that its tensors can be replaced and the value rebuilt, with new containers."""
 
     __slots__ = ("_leaves", "_spec")
 
@@ -30,6 +27,7 @@ class Tree:
 
     @classmethod
     def of(cls, value: object) -> Tree:
+        # Hugging Face's outputs are registered with pytree; a dataclass that is not is flattened here, field by field.
         leaves, spec = pytree.tree_flatten(value)
         return cls([_Record.of(leaf) if _is_record(leaf) else leaf for leaf in leaves], spec)
 

@@ -32,10 +32,7 @@ class MissingPackageError(MemScaleError, ImportError):
 
 @dataclass(frozen=True)
 class Published:
-    """Peak device memory of training as others published it, in GiB: theirs, not measured by this suite.
-
-    From the documentation of memscale 1.1, an unrelated proprietary package: RTX 3090, fp32 AdamW.
-    """
+    """Peak device memory in GiB by the documentation of memscale 1.1, another package: RTX 3090, fp32 AdamW."""
 
     baseline_gib: float | None  # without any optimization; None if it does not fit the card
     peak_gib: float  # with theirs

@@ -52,14 +52,12 @@ FREED = (
 
 
 class KeptTensor:
-    """What a saved-tensor hook gives autograd for a tensor that stays as it is; it can be freed before the graph is.
-
-    Without its history: a node that saves its own output would be in a cycle that nothing collects.
-    """
+    """What a saved-tensor hook gives autograd for a tensor that stays as it is; it can be freed before the graph is."""
 
     __slots__ = ("_tensor",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        # Without its history: a node that saves its own output would be in a cycle that nothing collects.
         self._tensor: torch.Tensor | None = tensor if tensor.grad_fn is None else tensor.detach()
 
     def get(self) -> torch.Tensor:
@@ -248,10 +246,7 @@ def _are_same(then: Mapping[str, object], now: Mapping[str, object]) -> bool:
 
 
 class Conditions:
-    """State outside of a call's inputs and buffers: random generators, autocast, flags of modules.
-
-    Also the default device, and the attention kernels that are allowed. A region exists only where gradients are on.
-    """
+    """State outside of a call's inputs and buffers: random generators, autocast, flags of modules, and the like."""
 
     def __init__(self, flags: ModuleFlags, device_types: Iterable[str]) -> None:
         self._device_types = sorted({*device_types, *flags.device_types})
@@ -321,10 +316,9 @@ _changes: weakref.WeakKeyDictionary[nn.Module, dict[bool, bool]] = weakref.WeakK
 
 
 class Buffers:
-    """The buffers and Python attributes of some modules before forward; large ones if they may change or `copy_all`.
+    """The buffers and attributes of some modules before forward; large ones if they may change or `copy_all`."""
 
-    See Note [Buffers of a region] and Note [Attributes of a region].
-    """
+    # See Note [Buffers of a region] and Note [Attributes of a region].
 
     def __init__(self, modules: Sequence[nn.Module], *, copy_all: bool = True) -> None:
         with torch.no_grad():

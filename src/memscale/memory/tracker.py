@@ -397,14 +397,11 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 class ResidentPages:
-    """Bytes of memory-mapped tensors that are in memory until `release` is called.
-
-    All active trackers count them; if they are `simulated`, only that of the simulation.
-    """
+    """Bytes of memory-mapped tensors that are in memory until `release` is called."""
 
     def __init__(self, nbytes: int, *, simulated: bool = False) -> None:
         active = [mode for mode in current_dispatch_modes() if isinstance(mode, MemoryTracker)]
-        counting = active[-1:] if simulated else active
+        counting = active[-1:] if simulated else active  # simulated ones in the simulation only
         self._releases: list[Callable[[], None]] = [
             tracker.hold(nbytes, torch.device("cpu"), "pages of mapped tensors") for tracker in counting
         ]

@@ -40,10 +40,7 @@ MAX_BACKWARD_PASSES = 64  # that may be under way at once
 
 
 class Clock:
-    """Reads the time of a device; on the CPU and on a virtual device all work is the host's.
-
-    Work on a CUDA stream is timed by pairs of events, which no training step waits for; other devices are not timed.
-    """
+    """Reads the time of a device: of CUDA by events that no step waits for, of others than the CPU not at all."""
 
     def __init__(self, device: torch.device | None = None, *, simulated: bool = False) -> None:
         on_host = simulated or device is None or device.type in ("cpu", "vgpu")
