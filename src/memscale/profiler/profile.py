@@ -91,7 +91,7 @@ class ModelProfile:
     other_traffic: int  # bytes read and written outside of the blocks
     peak_bytes: int  # the recorded peak of the step; 0 if the model was shortened
     blocks_left_out: int = 0  # how many blocks did not run, and have the figures of an equal one
-    at_home: bool = False  # parameters were offloaded: peaks of blocks include their working copies
+    offloaded: bool = False  # parameters were offloaded: peaks of blocks include their working copies
     unseen: tuple[Unseen, ...] = ()  # what a step may need beyond that
     # Bytes of temporaries of the optimizer's step, for each byte of all parameters stepped at once, and for each byte
     # of the largest; None for AdamW's.
@@ -138,7 +138,7 @@ def build_profile(
     reason: str,
     batch: str,
     exact_bytes: bool,  # the device counts tensors at their own size, not in the allocator's blocks
-    at_home: bool = False,  # parameters and gradients were offloaded
+    offloaded: bool = False,  # parameters and gradients were offloaded
     # Names of the parameters that cannot be offloaded, by block; by default those read outside of their blocks.
     resident: Mapping[str, tuple[str, ...]] | None = None,
 ) -> ModelProfile:
@@ -184,7 +184,7 @@ def build_profile(
         seen |= created.keys()
         gradients[block.name] = size_of(created.values())
 
-    peaks, other_saved, loss_peak = _peaks(step, {} if at_home else gradients)
+    peaks, other_saved, loss_peak = _peaks(step, {} if offloaded else gradients)
     checkpointed = [
         name
         for name, module in model.named_modules()
@@ -237,7 +237,9 @@ def build_profile(
     # did not run may exist in another: it is counted, on the safe side.
     absent = {name for block in blocks if block.name in stand_ins for name in block.parameter_names}
     present = size_of(
-        each for name, each in parameters.items() if (id(each) in staying if at_home else name not in absent)
+        each
+        for name, each in parameters.items()
+        if (id(each) in staying if offloaded else name not in absent)
     )
     trained = [each for each in parameters.values() if each.requires_grad]
     return ModelProfile(
@@ -258,7 +260,7 @@ def build_profile(
         other_half_flops=step.other.half_flops,
         peak_bytes=0 if stand_ins else step.peak,
         blocks_left_out=len(stand_ins),
-        at_home=at_home,
+        offloaded=offloaded,
         unseen=_unseen(model, step, on_cpu=exact_bytes),
     )
 

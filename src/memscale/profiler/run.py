@@ -98,7 +98,7 @@ def profile_static(
     with_cache: bool = False,  # leave the cache for generation on; it is off while a plan is attached
     prepare: Callable[[nn.Module], object]
     | None = None,  # called with the shortened fake copy before it runs
-    at_home: bool = False,  # `prepare` offloads the parameters
+    offloaded: bool = False,  # `prepare` offloads the parameters
     resident: Mapping[str, tuple[str, ...]] | None = None,
 ) -> ModelProfile:
     """Profile a training step on fake tensors; the model is not changed. Raises what it raises on them."""
@@ -126,7 +126,7 @@ def profile_static(
             reason=f"{f'{len(kept)} of {len(blocks)} blocks ' if short else ''}run on fake tensors",
             batch=sample.describe(),
             exact_bytes=place.counts_exactly,
-            at_home=at_home,
+            offloaded=offloaded,
             resident=resident,
         )
 
