@@ -64,7 +64,7 @@ def test_counts_of_many_threads_are_all_there() -> None:
 
     def count() -> None:
         for task in range(500):
-            meter.up("parameters", "host", 3)
+            meter.count_read("parameters", "host", 3)
             meter.recomputed("layer", 2)
             meter.backward_pass(task)
 
@@ -82,7 +82,7 @@ def test_whoever_counts_never_waits() -> None:
     meter = Meter()
 
     def count() -> None:
-        meter.up("parameters", "host", 3)
+        meter.count_read("parameters", "host", 3)
         meter.recomputed("layer", 2)
         meter.forward_pass()
         meter.backward_pass(1)

@@ -181,13 +181,13 @@ class Meter:
         """Count a backward pass once, however often it comes by with its graph task id."""
         self._add("backward", task)
 
-    def up(self, what: What, below: Below, nbytes: int) -> None:
+    def count_read(self, what: What, tier: Below, nbytes: int) -> None:
         """Count bytes that were copied to the device (or to host memory) from the tier they are kept on."""
-        self._add("moved", (what, below), nbytes, 0)
+        self._add("moved", (what, tier), nbytes, 0)
 
-    def down(self, what: What, below: Below, nbytes: int) -> None:
+    def count_written(self, what: What, tier: Below, nbytes: int) -> None:
         """Count bytes that were copied to the tier they are kept on."""
-        self._add("moved", (what, below), 0, nbytes)
+        self._add("moved", (what, tier), 0, nbytes)
 
     def recomputed(self, layer: str, flops: int) -> None:
         self._add("recomputed", layer, 1, flops)
