@@ -189,13 +189,12 @@ def test_every_way_to_replace_gives_the_same(settings, changes):
 
 
 @given(SETTINGS)
-def test_copies_pickles_and_json_keep_what_was_set(settings):
+def test_copies_and_pickles_keep_what_was_set(settings):
     config = Config(**settings)
     ways = [
         copy.copy,
         copy.deepcopy,
         lambda original: pickle.loads(pickle.dumps(original)),
-        lambda original: Config.from_dict(json.loads(json.dumps(original.to_dict()))),
         lambda original: eval(repr(original), {"Config": Config, "AsyncOffloadConfig": AsyncOffloadConfig}),
     ]
     for way in ways:
@@ -209,16 +208,6 @@ def test_copies_pickles_and_json_keep_what_was_set(settings):
 def test_repr_shows_what_was_set():
     assert repr(Config()) == "Config()"
     assert repr(Config(warmup_steps=2, mode="Aggressive")) == "Config(mode='aggressive', warmup_steps=2)"
-
-
-def test_to_dict_is_plain_and_in_the_order_of_the_fields():
-    config = Config(async_config=AsyncOffloadConfig(workers=4), log_file=Path("a/b"), mode="balanced")
-    assert list(config.to_dict().items()) == [
-        ("mode", "balanced"),
-        ("log_file", "a/b"),
-        ("async_config", {"prefetch_depth": 1, "pinned_pool_gb": None, "workers": 4}),
-    ]
-    assert type(config.to_dict()["mode"]) is str
 
 
 def test_equality_is_of_the_values_that_hold():
@@ -343,8 +332,6 @@ def test_settings_that_are_refused(name, value, error, allowed):
     assert message.startswith(f"{name}=")
     assert repr(value)[:20] in message
     assert allowed in message
-    with pytest.raises(error):
-        Config.from_dict({name: value} if name != "async_config" else {name: [value]})
 
 
 @pytest.mark.parametrize(
@@ -377,9 +364,8 @@ def test_async_settings_that_are_refused(name, value, error, allowed):
     ],
 )
 def test_an_unknown_field_names_the_nearest(written, nearest):
-    for make in (lambda: Config(**{written: True}), lambda: Config.from_dict({written: True})):
-        with pytest.raises(ConfigTypeError, match=rf"has no field '{written}'\. Did you mean '{nearest}'\?"):
-            make()
+    with pytest.raises(ConfigTypeError, match=rf"has no field '{written}'\. Did you mean '{nearest}'\?"):
+        Config(**{written: True})
 
 
 def test_an_unknown_field_near_to_none_lists_them_all():
@@ -396,18 +382,3 @@ def test_the_inside_keyword_is_not_a_way_in():
 def test_positional_arguments_are_refused():
     with pytest.raises(ConfigTypeError, match="keywords only, and got 'aggressive'"):
         Config("aggressive")
-
-
-@pytest.mark.parametrize("data", [None, "mode", 3])
-def test_from_dict_takes_a_dict(data):
-    with pytest.raises(ConfigTypeError, match="made from a dict"):
-        Config.from_dict(data)
-
-
-def test_from_dict_reaches_into_the_async_config():
-    with pytest.raises(
-        ConfigTypeError, match=r"AsyncOffloadConfig has no field 'worker'\. Did you mean 'workers'"
-    ):
-        Config.from_dict({"async_config": {"worker": 2}})
-    with pytest.raises(ConfigError, match=r"async_config\.workers=0"):
-        Config.from_dict({"async_config": {"workers": 0}})

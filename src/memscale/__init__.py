@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from memscale.simulator import simulate
 
 # Where each public name lives. They are imported on first use, so that `import memscale` costs next to nothing.
-_HOMES = {
+_MODULES = {
     "AsyncOffloadConfig": "memscale.config",
     "BatchSizes": "memscale.planner.batch_size",
     "Config": "memscale.config",
@@ -64,10 +64,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(f"module 'memscale' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(home), name)
+    return getattr(importlib.import_module(module), name)
 
 
 def __dir__() -> list[str]:

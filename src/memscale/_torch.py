@@ -25,8 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as current_dispatch_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-OUTSIDE_BACKWARD = -1
-"""What `graph_task_id` says when no backward pass is running."""
+OUTSIDE_BACKWARD = -1  # what `graph_task_id` says when no backward pass is running
 
 # Fake tensors and their mode: the simulator. `torch.compile` stands on them, so they will not go away.
 # pytree: flattening of a user's nested inputs and outputs. Dispatch modes: the tracker and kept products.
@@ -60,23 +59,19 @@ def _ask(owner: Any, name: str, *args: Any, otherwise: Any) -> Any:
 
 
 def graph_task_id() -> int:
-    """Return a number that each backward pass has for itself, or `OUTSIDE_BACKWARD`.
-
-    Without it nothing works: two backward passes could not be told apart.
-    """
+    """Return a number that each backward pass has for itself, or `OUTSIDE_BACKWARD`. Needed to tell passes apart."""
     return cast(int, _C._current_graph_task_id())
 
 
 def in_backward() -> bool:
-    """Return whether this thread is inside a backward pass."""
     return graph_task_id() != OUTSIDE_BACKWARD
 
 
 def changed_since_saved(node: Any) -> bool:
     """Return whether autograd will refuse a node's backward: a tensor that it saved was changed in place since.
 
-    Tensors that go through hooks are skipped, because autograd does not compare their versions. On a torch that does
-    not say whether there are hooks (`SavedTensor.unpack_hook`), all are skipped.
+    Tensors that go through hooks are skipped, as autograd does not compare their versions; all are, on a torch without
+    `SavedTensor.unpack_hook`.
     """
     names = set(dir(node))
     for raw_name in names:
@@ -102,10 +97,8 @@ def a_dispatch_mode_is_active() -> bool:
 
 
 def at_end_of_backward(method: Callable[..., None], *args: object) -> None:
-    """Call a method, if its object is alive then, when the running backward pass has ended without an error.
-
-    Without it nothing works: what a backward pass has not used would live as long as its graph.
-    """
+    """Call a method, if its object is alive then, when the running backward pass has ended without an error."""
+    # Needed: what a backward pass has not used would live as long as its graph.
     reference = weakref.WeakMethod(method)
 
     def call() -> None:
@@ -118,56 +111,50 @@ def at_end_of_backward(method: Callable[..., None], *args: object) -> None:
 
 
 def backward_keeps_graph() -> bool:
-    """Return whether the running backward pass was asked to keep its graph; True where that is not known.
-
-    Without it kept outputs live as long as their region.
-    """
+    """Return whether the running pass was asked to keep its graph; True where that is not known."""
     return not in_backward() or bool(_ask(_autograd, "_get_current_graph_task_keep_graph", otherwise=True))
 
 
 def surrounding_hooks() -> Hooks | None:
-    """Return the saved-tensor hooks that a tensor saved right here would go through.
-
-    Without it a region inside a region holds its inputs itself: right, but dearer.
-    """
+    """Return the saved-tensor hooks around this call. Without it a region inside a region holds its inputs itself."""
     hooks: Hooks | None = _ask(_autograd, "_top_saved_tensors_default_hooks", False, otherwise=None)
     return hooks
 
 
 def hooks_are_allowed() -> bool:
-    """Return False where torch refuses saved-tensor hooks, as it does under `torch.func` transforms.
-
-    Without it a region raises there, instead of running plainly.
-    """
+    """Return False where torch refuses saved-tensor hooks, as under `torch.func`. Without it a region raises there."""
     return bool(_ask(_autograd, "_saved_tensors_hooks_is_enabled", otherwise=True))
 
 
 def alias_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
     """Return a second tensor over the same memory and the same version counter, with no history.
 
-    Inside a dispatch mode the key that passes version counters on to aliases is switched off, so a plain
-    `detach()` there would not see later in-place changes. Without the guard nothing could safely be kept.
+    Inside a dispatch mode the key that passes version counters on to aliases is switched off, so that a plain
+    `detach()` there would not see later in-place changes.
     """
     with _C._SetExcludeDispatchKeyGuard(_C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
 def same_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-    """Return a block in which writing to a tensor does not raise its version counter.
-
-    Without it a buffer that is restored counts as changed, and an earlier graph that saved it as spoilt.
-    """
+    """Return a block in which writing to a tensor does not raise its version counter."""
+    # Without it, a buffer that is restored invalidates an earlier graph that saved it.
     name = "_unsafe_preserve_version_counter"
     block: contextlib.AbstractContextManager[None]
     block = _ask(torch.autograd, name, tensor, otherwise=contextlib.nullcontext())
     return block
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 for inference tensors, which do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def storage_key(tensor: torch.Tensor) -> int | None:
     """Return a number for the memory of a tensor, unique while that is alive; None if it is not one storage.
 
-    Version counters do not tell that memory has changed: the results of `_unsafe_view`, `unsafe_chunk` and
-    `unsafe_split` share memory with their argument and count for themselves.
+    Version counters do not tell: the results of `_unsafe_view`, `unsafe_chunk` and `unsafe_split` share memory with
+    their argument and have counters of their own.
     """
     if not _C._has_storage(tensor) or is_traceable_wrapper_subclass(tensor):
         return None
@@ -188,23 +175,21 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def running_node_name() -> str | None:
-    """Return the name of the backward node that is running, such as `AddmmBackward0`.
-
-    Without it error messages do not name the operation.
-    """
+    """Return the name of the backward node that is running, such as `AddmmBackward0`, for error messages."""
     node = _ask(_C, "_current_autograd_node", otherwise=None)
     return None if node is None else str(node.name())
 
 
-def graph_nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Yield the nodes of the graph behind some tensors, each once."""
-    pending: list[Any] = list({each.grad_fn: None for each in tensors if each.grad_fn is not None})
-    seen = set(pending)
+def graph_nodes(roots: Iterable[Any], goes_on: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
+    """Yield the nodes of the graph behind some tensors (or nodes), each once; not those behind where it ends."""
+    nodes = (each.grad_fn if isinstance(each, torch.Tensor) else each for each in roots)
+    pending: list[Any] = [node for node in dict.fromkeys(nodes) if node is not None]
+    seen = {None, *pending}
     while pending:
         node = pending.pop()
         yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
+        for following, _ in node.next_functions if goes_on(node) else ():
+            if following not in seen:
                 seen.add(following)
                 pending.append(following)
 
@@ -212,11 +197,9 @@ def graph_nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
 def release_saved_tensors(tensors: Sequence[torch.Tensor], error: str) -> None:
     """Free what the graph behind some tensors has saved for backward, as a backward pass does at its end.
 
-    The tensors and the nodes stay; running backward through them raises a `RuntimeError` with the message `error`. An
-    object that saved-tensor hooks keep in the place of a tensor, and a node of a custom function, are asked to release
-    what they hold by `memscale_release()`, if they have it. `SavedTensor` objects under `_raw_saved_...` are documented
-    in torch's notes on hooks for saved tensors; their `data` is not: without it what hooks keep lives as long as the
-    graph.
+    Backward through it raises a `RuntimeError` with the message `error` from then on. An object that saved-tensor hooks
+    keep in the place of a tensor, and a node of a custom function, are asked to release what they hold by
+    `memscale_release()`, if they have it. Without `SavedTensor.data`, what hooks keep lives as long as the graph.
     """
 
     def refuse(_: None) -> torch.Tensor:
@@ -240,10 +223,10 @@ def _saved_tensors(node: Any) -> Iterator[Any]:
 
 
 class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
-    """A dispatch mode that does not pull in the compiler.
+    """A dispatch mode that does not import the compiler.
 
-    Torch hides the body of a mode from the compiler, and for that imports the whole of `torch._dynamo` when
-    the first operation runs: seconds, and a traceback that holds on to the caller's frames.
+    To hide the body of a mode from the compiler, torch imports all of `torch._dynamo` at the first operation: seconds,
+    and a traceback that holds on to the caller's frames.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -258,10 +241,7 @@ class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 
 
 def next_sequence_number() -> int:
-    """Return the number that autograd's next node will get in this thread.
-
-    Without it the tracker could not tell which module a tensor made in backward belongs to.
-    """
+    """Return the number that autograd's next node will get in this thread: by it, backward is assigned to modules."""
     return int(_autograd._get_sequence_nr())
 
 
@@ -295,10 +275,9 @@ def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 class PatchedFunction:
     """A public function of torch that is replaced, while it has subscribers, by one that calls them around it.
 
-    Subscribers are nested by `order`, the lowest outermost. Each acts for one or more owners (a wrapped model's
-    helper), which are referred to weakly: torch's own function is back as soon as the last owner has unsubscribed
-    or was collected. If somebody else has replaced the function in the meantime, theirs stays, and the one
-    below it passes calls on.
+    Subscribers are nested by `order`, the lowest outermost. Owners are referred to weakly: torch's own function is back
+    when the last one has unsubscribed or was collected. If somebody else has replaced the function meanwhile, theirs
+    stays, and the one below it passes calls on.
     """
 
     def __init__(self, holder: Any, name: str) -> None:
@@ -310,11 +289,7 @@ class PatchedFunction:
     def subscribe(self, around: Callable[..., Any], owner: object, order: int = 0) -> None:
         """Call `around(inner, owners, *args, **kwargs)` in the place of the function while `owner` is alive.
 
-        Args:
-            around: A function that does not refer to the owner; `inner` is the function with the subscribers that are
-                further in, `owners` all owners that are alive.
-            owner: Any object that can be referred to weakly.
-            order: Its position among subscribers, the same for all owners.
+        `around` must not refer to the owner; `inner` is the function with the subscribers that are further in.
         """
         self._subscribers.setdefault(around, (order, weakref.WeakSet()))[1].add(owner)
         weakref.finalize(owner, self._restore_if_unused).atexit = False
@@ -371,10 +346,7 @@ GRAD_SCALER_SCALE = PatchedFunction(GradScaler, "scale")
 
 
 def leaves_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors that gradients of these would be accumulated in.
-
-    Without the attribute `variable` of the nodes that accumulate, no leaf is found but the tensors themselves.
-    """
+    """Return the tensors that gradients of these would be accumulated in: without `node.variable`, these alone."""
     tensors = list(tensors)
     leaves = [each for each in tensors if each.grad_fn is None and each.requires_grad]
     leaves += [node.variable for node in graph_nodes(tensors) if hasattr(node, "variable")]
@@ -401,10 +373,9 @@ def largest_magnitudes(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, .
     return tuple(cast(Any, torch)._foreach_norm(tensors, float("inf")))
 
 
-def without_torch_function(*, of_modes: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Return a block in which `__torch_function__` of subclasses (and, if asked for, of modes) is not called."""
-    guard: Any = _C.DisableTorchFunction if of_modes else _C.DisableTorchFunctionSubclass
-    return cast("contextlib.AbstractContextManager[None]", guard())
+def without_torch_function() -> contextlib.AbstractContextManager[None]:
+    """Return a block in which `__torch_function__` of subclasses is not called."""
+    return cast("contextlib.AbstractContextManager[None]", _C.DisableTorchFunctionSubclass())
 
 
 disabled_torch_function = _C._disabled_torch_function_impl  # what a subclass without `__torch_function__` has
@@ -469,12 +440,19 @@ FOREACH_MUL = (torch.ops.aten._foreach_mul_.Scalar, torch.ops.aten._foreach_mul_
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: float | Sequence[float]) -> None:
     """Multiply tensors by numbers in place with CUDA's rounding.
 
-    CUDA's `_foreach_mul_` keeps the number in 32 bits when the tensors have 16, as `mul_` does everywhere. That of the
-    CPU rounds the number first (tried on 2.13): 0.999 is 1 in bfloat16, and a second moment would never decay.
+    CUDA's `_foreach_mul_` keeps the number in 32 bits when the tensors have 16. That of the CPU rounds it first (tried
+    on 2.13): 0.999 is 1 in bfloat16, and a second moment would never decay.
     """
     factors = factor if isinstance(factor, Sequence) else [factor] * len(tensors)
     for tensor, each in zip(tensors, factors, strict=True):
         tensor.mul_(each)
+
+
+def decomposition(operation: Any) -> Callable[..., Any]:
+    """Return a function that computes an operation from elementary ones."""
+    from torch._decomp import decomposition_table
+
+    return decomposition_table[operation]
 
 
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"

@@ -208,9 +208,6 @@ def find_batch_size(
         return batch_sizes(model, sample_of(sample_input, model), settings, there)
 
 
-# ---------------------------------------------------------------------- the parts
-
-
 def _uncompiled(model: nn.Module) -> nn.Module:
     """Return the model that `torch.compile(model)` calls: techniques go on that one."""
     is_compiled = type(model).__name__ == "OptimizedModule"  # by name: to import the class takes a second
@@ -218,7 +215,6 @@ def _uncompiled(model: nn.Module) -> nn.Module:
 
 
 def _checked(model: nn.Module, function: str) -> nn.Module:
-    """Return the model that a function of this module works on."""
     if not isinstance(model, nn.Module):
         raise WrapTypeError(f"memscale.{function} takes an nn.Module, got {_kind(model)}.")
     model = _uncompiled(model)
@@ -256,7 +252,7 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any, optimizer:
         model,
         decided,
         config,
-        device=_new_home(model, hardware),
+        device=_new_device(model, hardware),
         on_training_batch=follow_batch,
         guard=StepGuard(),
         metrics=Metrics(config.observability_port),
@@ -334,11 +330,11 @@ def _device(model: nn.Module) -> torch.device | None:
     """Return where a model trains; None, for the machine's best device, if all of it is on the meta device."""
     executor = executor_of(model)
     if executor is not None:
-        return executor.device  # its parameters may be at home elsewhere
+        return executor.device  # its parameters may be offloaded
     return None if all(each.is_meta for each in model.parameters()) else training_device(model)
 
 
-def _new_home(model: nn.Module, hardware: Hardware) -> torch.device | None:
+def _new_device(model: nn.Module, hardware: Hardware) -> torch.device | None:
     """Return the accelerator on which a model from the meta device will train; None for the CPU or any other model."""
     kind, index = hardware.device.kind, hardware.device.index
     if kind == "cpu" or not all(each.is_meta for each in model.parameters()):

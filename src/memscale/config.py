@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypedDict, cast
@@ -148,23 +148,6 @@ def _async_config(field: str, value: object) -> AsyncOffloadConfig:
     return value
 
 
-def _refuse_unknown(owner: str, given: object, known: Iterable[str]) -> None:
-    """Raise unless the given names are all known ones; name the nearest."""
-    if not isinstance(given, (Mapping, frozenset, list)):
-        raise ConfigTypeError(
-            f"{owner} is made from a dict of its fields, and got {shown(given)}: give a dict."
-        )
-    fields = list(known)
-    for name in given:
-        if name in fields:
-            continue
-        import difflib  # only for a message: it is not free to import
-
-        nearest = difflib.get_close_matches(str(name), fields, n=1, cutoff=0.5)
-        advice = f"Did you mean {nearest[0]!r}?" if nearest else f"It has: {', '.join(fields)}."
-        raise ConfigTypeError(f"{owner} has no field {shown(name)}. {advice}")
-
-
 def _gb_to_bytes(gigabytes: float | None) -> int | None:
     return None if gigabytes is None else round(gigabytes * BYTES_PER_GB)
 
@@ -224,16 +207,6 @@ class AsyncOffloadConfig:
     def pinned_pool_bytes(self) -> int | None:
         """Return `pinned_pool_gb` in bytes."""
         return _gb_to_bytes(self.pinned_pool_gb)
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the settings as plain data, for JSON."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, object]) -> AsyncOffloadConfig:
-        """Make it again from what :meth:`to_dict` returned."""
-        _refuse_unknown("AsyncOffloadConfig", data, cls.__dataclass_fields__)
-        return cls(**data)  # type: ignore[arg-type]  # checked, field by field, by __post_init__
 
 
 _MODE_DEFAULTS: dict[OptimizationMode, dict[str, object]] = {
@@ -364,7 +337,13 @@ class Config:
                 "dataclasses.replace() would set every field, and none would follow the mode: use config.replace(...)."
             )
         fields = {field.name: field for field in dataclasses.fields(self)}
-        _refuse_unknown("Config", settings, fields)
+        unknown = next((name for name in settings if name not in fields), None)
+        if unknown is not None:
+            import difflib  # only for a message: it is not free to import
+
+            nearest = difflib.get_close_matches(unknown, fields, n=1, cutoff=0.5)
+            advice = f"Did you mean {nearest[0]!r}?" if nearest else f"It has: {', '.join(fields)}."
+            raise ConfigTypeError(f"Config has no field {shown(unknown)}. {advice}")
         checked = {name: fields[name].metadata["check"](name, value) for name, value in settings.items()}
         mode = checked.get("mode", fields["mode"].default)
         values = {name: field.default for name, field in fields.items()} | _MODE_DEFAULTS[mode] | checked
@@ -406,39 +385,8 @@ class Config:
 
     __replace__ = replace  # for copy.replace, from Python 3.13 on
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the fields that were set, as plain data for JSON.
-
-        Example:
-            >>> Config(mode="aggressive", force_optimize=True).to_dict()
-            {'mode': 'aggressive', 'force_optimize': True}
-        """
-        data = self._given()
-        if isinstance(data.get("async_config"), AsyncOffloadConfig):
-            data["async_config"] = cast(AsyncOffloadConfig, self.async_config).to_dict()
-        return data
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, object]) -> Config:
-        """Make a Config from what :meth:`to_dict` returned, or from JSON written by hand.
-
-        Example:
-            >>> Config.from_dict({"mode": "aggressive", "async_config": {"workers": 4}}).async_config.workers
-            4
-        """
-        _refuse_unknown("Config", data, (field.name for field in dataclasses.fields(cls)))
-        given = dict(data)
-        inner = given.get("async_config")
-        if isinstance(inner, Mapping):
-            given["async_config"] = AsyncOffloadConfig.from_dict(inner)
-        return cls(**given)  # type: ignore[arg-type]  # checked, field by field, by __init__
-
     def __repr__(self) -> str:
         return f"Config({', '.join(f'{name}={value!r}' for name, value in self._given().items())})"
-
-    def __reduce__(self) -> tuple[Callable[[dict[str, object]], Config], tuple[dict[str, object]]]:
-        # Copies and pickles are built from what was set, and checked again.
-        return type(self).from_dict, (self.to_dict(),)
 
     def _given(self) -> dict[str, object]:
         """Return the fields that were set, with their values, in the order of declaration."""

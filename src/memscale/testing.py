@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memscale._torch import (
     FOREACH_MUL,
+    decomposition,
     disabled_torch_function,
     foreach_mul_,
     make_wrapper_subclass,
@@ -429,30 +430,11 @@ def _lstm_cell_backward(
     return gates, through * forget, gates.sum(0) if has_bias else None
 
 
-def _rms_norm_backward(
-    gradient: Tensor,
-    values: Tensor,
-    normalized_shape: list[int],
-    scale: Tensor,
-    weight: Tensor | None,
-    wanted: list[bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    inner = list(range(-len(normalized_shape), 0))
-    outer = list(range(values.dim() - len(normalized_shape)))
-    normal = values * scale
-    weighted = gradient if weight is None else gradient * weight
-    found = (weighted - normal * (weighted * normal).mean(inner, keepdim=True)) * scale
-    of_weight = (gradient * normal).sum(outer) if outer else gradient * normal
-    return (
-        found.to(values.dtype) if wanted[0] else None,
-        of_weight.to(weight.dtype) if wanted[1] and weight is not None else None,
-    )
-
-
 _EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 _FLASH = aten._scaled_dot_product_flash_attention.default
 _EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
 _FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
+_RMS_NORM_BACKWARD = aten._fused_rms_norm_backward.default
 
 CPU_KERNELS: dict[Any, Callable[..., Any]] = {
     _EFFICIENT: partial(_attention, _EFFICIENT, 2),
@@ -463,6 +445,6 @@ CPU_KERNELS: dict[Any, Callable[..., Any]] = {
     aten._thnn_fused_lstm_cell_backward_impl.default: _lstm_cell_backward,
     aten._thnn_fused_gru_cell.default: gru_cell,
     aten._thnn_fused_gru_cell_backward.default: gru_cell_backward,
-    aten._fused_rms_norm_backward.default: _rms_norm_backward,
+    _RMS_NORM_BACKWARD: decomposition(_RMS_NORM_BACKWARD),
     **dict.fromkeys(FOREACH_MUL, foreach_mul_),
 }

@@ -31,7 +31,7 @@ def test_time_inside_another_is_counted_once(ticks: list[float]) -> None:
     ticks += [0.0, 1.0, 3.0, 10.0]
     with meter.timing("recomputing"), meter.timing("offloading"):
         pass
-    assert meter.seconds_lost() == {"recomputing": 8.0, "offloading": 2.0}
+    assert meter.totals().seconds_lost == {"recomputing": 8.0, "offloading": 2.0}
 
 
 def test_time_is_counted_also_after_an_error(ticks: list[float]) -> None:
@@ -41,7 +41,7 @@ def test_time_is_counted_also_after_an_error(ticks: list[float]) -> None:
         raise ValueError("stop")
     with meter.timing("offloading"):
         pass
-    assert meter.seconds_lost() == {"recomputing": 5.0, "offloading": 1.0}
+    assert meter.totals().seconds_lost == {"recomputing": 5.0, "offloading": 1.0}
 
 
 def test_what_other_threads_do_is_not_inside(ticks: list[float]) -> None:
@@ -56,7 +56,7 @@ def test_what_other_threads_do_is_not_inside(ticks: list[float]) -> None:
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-    assert meter.seconds_lost() == {"recomputing": 4.0, "offloading": 1.0}
+    assert meter.totals().seconds_lost == {"recomputing": 4.0, "offloading": 1.0}
 
 
 def test_counts_of_many_threads_are_all_there() -> None:
@@ -64,7 +64,7 @@ def test_counts_of_many_threads_are_all_there() -> None:
 
     def count() -> None:
         for task in range(500):
-            meter.up("parameters", "host", 3)
+            meter.count_read("parameters", "host", 3)
             meter.recomputed("layer", 2)
             meter.backward_pass(task)
 
@@ -73,8 +73,8 @@ def test_counts_of_many_threads_are_all_there() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert meter.moved() == {("parameters", "host"): (8 * 500 * 3, 0)}
-    assert meter.recomputations() == {"layer": (8 * 500, 8 * 500 * 2)}
+    assert meter.totals().moved == {("parameters", "host"): (8 * 500 * 3, 0)}
+    assert meter.totals().recomputed == {"layer": (8 * 500, 8 * 500 * 2)}
 
 
 def test_whoever_counts_never_waits() -> None:
@@ -82,7 +82,7 @@ def test_whoever_counts_never_waits() -> None:
     meter = Meter()
 
     def count() -> None:
-        meter.up("parameters", "host", 3)
+        meter.count_read("parameters", "host", 3)
         meter.recomputed("layer", 2)
         meter.forward_pass()
         meter.backward_pass(1)
@@ -94,10 +94,10 @@ def test_whoever_counts_never_waits() -> None:
         thread.start()
         thread.join(timeout=60)
         assert not thread.is_alive()
-    assert meter.moved() == {("parameters", "host"): (3, 0)}
-    assert meter.recomputations() == {"layer": (1, 2)}
-    assert (meter.forward_passes, meter.backward_passes) == (1, 1)
-    assert meter.seconds_lost().keys() == {"offloading"}
+    assert meter.totals().moved == {("parameters", "host"): (3, 0)}
+    assert meter.totals().recomputed == {"layer": (1, 2)}
+    assert (meter.totals().forward_passes, meter.totals().backward_passes) == (1, 1)
+    assert meter.totals().seconds_lost.keys() == {"offloading"}
 
 
 class FakeEvent:
@@ -145,8 +145,8 @@ def test_events_of_a_stream_are_read_when_someone_asks(cuda: Clock) -> None:
         with meter.timing("recomputing"), meter.timing("offloading"):
             pass
     assert FakeEvent.waits == 0
-    assert meter.seconds_lost() == {"recomputing": 3 * 2.0, "offloading": 3 * 1.0}
-    assert meter.seconds_lost() == {"recomputing": 3 * 2.0, "offloading": 3 * 1.0}
+    assert meter.totals().seconds_lost == {"recomputing": 3 * 2.0, "offloading": 3 * 1.0}
+    assert meter.totals().seconds_lost == {"recomputing": 3 * 2.0, "offloading": 3 * 1.0}
 
 
 @pytest.mark.parametrize("behind", [0, 100, 10_000])
@@ -159,7 +159,7 @@ def test_events_do_not_pile_up_and_are_not_waited_for(cuda: Clock, behind: int) 
             pass
     assert FakeEvent.waits == 0
     assert len(meter._events) < (600 if behind < 1000 else 2001)
-    assert meter.seconds_lost() == {"recomputing": 2000.0}
+    assert meter.totals().seconds_lost == {"recomputing": 2000.0}
     assert not meter._events
 
 
@@ -173,7 +173,7 @@ def test_the_time_of_a_device_that_is_not_known(ticks: list[float]) -> None:
     meter._clock = Clock(torch.device("mps"))
     with meter.timing("recomputing"):
         pass
-    assert meter.seconds_lost() == {"recomputing": None}
+    assert meter.totals().seconds_lost == {"recomputing": None}
     ticks.append(7.0)
     assert Clock(torch.device("cuda"), simulated=True).now() == 7.0
 

@@ -39,11 +39,11 @@ def run(code: str, *args: object, ok: bool = True) -> str:
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=60))
 def test_free_ranges_never_overlap_and_lose_nothing(steps):
     free = FreeList()
-    free.add(0, 200)
+    free.release(0, 200)
     taken: dict[int, int] = {}
     for take, length in steps:
         if take or not taken:
-            offset = free.take(length)
+            offset = free.allocate(length)
             if offset is not None:
                 assert all(
                     offset + length <= other or other + size <= offset for other, size in taken.items()
@@ -51,11 +51,11 @@ def test_free_ranges_never_overlap_and_lose_nothing(steps):
                 taken[offset] = length
         else:
             offset = sorted(taken)[length % len(taken)]
-            free.add(offset, taken.pop(offset))
+            free.release(offset, taken.pop(offset))
         assert free.total + sum(taken.values()) == 200
     for offset, length in taken.items():
-        free.add(offset, length)
-    assert free.take(200) == 0  # joined again
+        free.release(offset, length)
+    assert free.allocate(200) == 0  # joined again
 
 
 @settings(max_examples=20)

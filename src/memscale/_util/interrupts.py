@@ -1,8 +1,7 @@
 """Defer Ctrl-C while a model is between two states.
 
-Python raises `KeyboardInterrupt` between any two instructions of the main thread. Inside `interrupts_deferred` it is
-deferred to the end of the block, or to a call of `raise_pending_interrupt` where nothing is half done. A second Ctrl-C
-is raised at once, so that a block that hangs can be left.
+Inside `interrupts_deferred`, `KeyboardInterrupt` is deferred to the end of the block, or to a call of
+`raise_pending_interrupt`. A second Ctrl-C is raised at once, so that a block that hangs can be left.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
-
-__all__ = ["interrupts_deferred", "raise_pending_interrupt"]
 
 
 class _Deferral:

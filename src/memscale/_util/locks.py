@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-__all__ = ["LateLock"]
-
 T = TypeVar("T")
 
 
@@ -19,51 +17,50 @@ class LateLock(Generic[T]):
 
     Note [Finalizers]
     ~~~~~~~~~~~~~~~~~
-    A tensor may die at any moment and in any thread: the garbage collector runs in whatever allocates, also in a thread
-    that holds this lock. A finalizer that waited for the lock would then deadlock. So it queues an item, which whoever
-    holds the lock handles on release. A method that handles them is referred to weakly: its object, which mostly owns
-    the lock, would be in a cycle.
+    The garbage collector may run a finalizer in any thread, also in one that holds this lock: to wait for it would be a
+    deadlock. So a finalizer queues an item, which whoever holds the lock handles on release. The method that handles
+    items is referred to weakly: its object mostly owns the lock.
 
     Example:
         >>> done = []
         >>> lock = LateLock(done.append)
         >>> with lock:
-        ...     lock.leave("a note")
+        ...     lock.submit("an item")
         ...     len(done)
         0
         >>> done
-        ['a note']
+        ['an item']
     """
 
     def __init__(self, handle: Callable[[T], None]) -> None:
         is_method = inspect.ismethod(handle)
         self._handle = weakref.WeakMethod(handle) if is_method else lambda: handle
         self._lock = threading.Lock()
-        self._notes: deque[T] = deque()  # its append and popleft are atomic
+        self._items: deque[T] = deque()  # its append and popleft are atomic
 
     def __enter__(self) -> None:
         self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
-        self._deal()
+        self._handle_items()
 
     def renew(self) -> None:
         """Replace the lock, in a child that was forked while a thread of its parent held it."""
         self._lock = threading.Lock()
 
-    def leave(self, note: T) -> None:
-        """Handle `note` under the lock: now if it is free, else by its holder on release."""
-        self._notes.append(note)
-        self._deal()
+    def submit(self, item: T) -> None:
+        """Handle `item` under the lock: now if it is free, else by its holder on release."""
+        self._items.append(item)
+        self._handle_items()
 
-    def _deal(self) -> None:
+    def _handle_items(self) -> None:
         # After each release: what was queued while the lock was held is found here; later items find it free.
-        while self._notes and self._lock.acquire(blocking=False):
+        while self._items and self._lock.acquire(blocking=False):
             try:
-                while self._notes:
-                    note, handle = self._notes.popleft(), self._handle()
+                while self._items:
+                    item, handle = self._items.popleft(), self._handle()
                     if handle is not None:
-                        handle(note)
+                        handle(item)
             finally:
                 self._lock.release()

@@ -3,14 +3,14 @@
 Note [Attributes of a region]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A module may count its calls (`self.steps += 1`), keep its last hidden state, append to a list, draw from a generator of
-its own, or pass a tensor to a later module through a dictionary that both have. A recomputation that finds such state
-as forward left it silently computes something else. So the attributes of modules are read before forward, restored
-while it is recomputed, and set back afterwards:
+its own, or pass a tensor to a later module through a dictionary. A recomputation that finds such state as forward left
+it silently computes something else. So the attributes of modules are read before forward, restored while it is
+recomputed, and set back afterwards:
 
 - Attributes by identity, including those that forward adds or deletes.
 - Lists, dictionaries, sets and deques by their elements, nested ones too.
-- Tensors among them by value: each is copied, and the copy dropped when forward ends unless the tensor was changed in
-  place. One with a history is given to the recomputation as a leaf: its history would keep the graph alive.
+- Tensors by value: each is copied, and the copy dropped when forward ends unless the tensor was changed in place. One
+  with a history is given to the recomputation as a leaf: its history would keep the graph alive.
 - Random generators by their state.
 
 Not restored are objects of other classes that forward changes in place, and modules of `torch.nn`.
@@ -19,7 +19,6 @@ Not restored are objects of other classes that forward changes in place, and mod
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import math
 import operator
@@ -33,19 +32,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from memscale._torch import Generator, same_version
+from memscale._torch import Generator, same_version, version_of
 from memscale._util.trees import is_lazy
-
-__all__ = ["Attributes", "HostRngState", "RngState", "TorchRngState"]
-
-# -- global random generators
 
 
 class TorchRngState:
-    """A snapshot of the random state of the CPU and of all devices of some types.
-
-    A device that has not been initialised has no state yet, and asking must not initialise it.
-    """
+    """A snapshot of the random state of the CPU and of all devices of some types."""
 
     __slots__ = ("_cpu", "_devices")
 
@@ -100,35 +92,15 @@ class RngState:
         self._host.restore()
 
 
-_MT19937_BYTES = 625 * 4  # 624 words and a position
-_latest_numpy: tuple[bytes, dict[str, Any]] | None = None
-
-
 def _numpy_state() -> dict[str, Any] | None:
-    """Return the state of NumPy's global generator; the same object as the last time if it has not changed.
-
-    `get_state` takes 30 us for every recomputed layer, so the memory of the generator is compared first. It is
-    the whole state, except for the second of two normal numbers that are drawn at once: while one is stored
-    (`has_gauss`), the state is always read.
-    """
-    global _latest_numpy
-    module = sys.modules.get("numpy.random")
-    if module is None or not hasattr(module, "get_state"):
-        return None
-    generator: Any = getattr(getattr(module.mtrand, "_rand", None), "_bit_generator", None)
-    memory = b""
-    if type(generator).__name__ == "MT19937":
-        memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
-        if _latest_numpy is not None and _latest_numpy[0] == memory and not _latest_numpy[1]["has_gauss"]:
-            return _latest_numpy[1]
-    state: dict[str, Any] = module.get_state(legacy=False)
-    _latest_numpy = (memory, state) if memory else None
-    return state
+    """Return the state of NumPy's global generator; None if NumPy was not imported."""
+    module: Any = sys.modules.get("numpy.random")
+    return module.get_state(legacy=False) if hasattr(module, "get_state") else None
 
 
 def _equal(state: Any, other: Any) -> bool:
     """Compare states of any kind of generator as bytes; nothing is ever unpickled."""
-    return state is other or pickle.dumps(state) == pickle.dumps(other)
+    return pickle.dumps(state) == pickle.dumps(other)
 
 
 def _module_with_rng(device_type: str) -> Any:
@@ -138,11 +110,10 @@ def _module_with_rng(device_type: str) -> Any:
         module: Any = torch.get_device_module(device_type)
     except RuntimeError:  # a label without a module, as simulated devices may be
         return None
+    # A device that has not been initialised has no state yet, and asking must not initialise it.
     is_there = getattr(module, "is_initialized", None) or getattr(module, "is_available", None)
     return module if hasattr(module, "get_rng_state") and (is_there is None or is_there()) else None
 
-
-# -- attributes of modules
 
 _PLAIN = frozenset({int, float, bool, str, complex, type(None)})
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, set, deque})
@@ -159,9 +130,7 @@ _MISSING = object()
 class Attributes:
     """The attributes of some modules before a forward. See Note [Attributes of a region].
 
-    Args:
-        modules: Whose attributes; those of `torch.nn` are skipped.
-        copy_bytes: A larger tensor is not copied.
+    Modules of `torch.nn` are skipped, and tensors of more than `copy_bytes` are not copied.
     """
 
     __slots__ = ("_contents", "_copy_bytes", "_generators", "_tensors")
@@ -267,12 +236,12 @@ class _HeldTensor:
     def __init__(self, tensor: torch.Tensor, copy_bytes: float) -> None:
         self.tensor = tensor
         self._requires_grad = tensor.requires_grad
-        self._version = _version_of(tensor)
+        self._version = version_of(tensor)
         self._is_large = tensor.layout is torch.strided and tensor.nbytes > copy_bytes
         self._copy = None if self._is_large else tensor.detach().clone()
 
     def end_forward(self) -> None:
-        if _version_of(self.tensor) == self._version:
+        if version_of(self.tensor) == self._version:
             self._copy = None
         if self.tensor.grad_fn is not None and self._is_large:
             # Most likely the last result of a model, which nothing reads again: not worth its memory. Were it read, an
@@ -283,10 +252,10 @@ class _HeldTensor:
             self.tensor = self.tensor.detach()
 
     def is_unknown(self) -> bool:
-        return self._copy is None and _version_of(self.tensor) != self._version
+        return self._copy is None and version_of(self.tensor) != self._version
 
     def is_unchanged(self, now: Any) -> bool:
-        return now is self.tensor and _version_of(self.tensor) == self._version
+        return now is self.tensor and version_of(self.tensor) == self._version
 
     def at_forward(self) -> torch.Tensor:
         """Return the tensor as forward found it, for a recomputation to change."""
@@ -297,10 +266,10 @@ class _HeldTensor:
         return self.tensor.detach().requires_grad_(self._requires_grad)
 
     def write_back(self) -> None:
-        if self._copy is not None and _version_of(self.tensor) != self._version:
+        if self._copy is not None and version_of(self.tensor) != self._version:
             with same_version(self.tensor):
                 self.tensor.copy_(self._copy)
-            self._version = _version_of(self.tensor)
+            self._version = version_of(self.tensor)
 
 
 def _has_elements(container: Any, read: Any) -> bool:
@@ -322,10 +291,6 @@ def _is_value(value: Any, read: Any) -> bool:
     return value is read
 
 
-def _version_of(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _mapped(container: Any, change: Callable[[Any], Any]) -> Any:
     """Return a container's elements, changed, in a dictionary, set or list; a tuple itself if nothing changed."""
     if isinstance(container, tuple):
@@ -337,13 +302,13 @@ def _mapped(container: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _attributes(own: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a module that are the user's, not methods that MemScale has put there."""
     users = ((name, value) for name, value in own.items() if name not in _NOT_THE_USERS)
-    return {name: value for name, value in users if not _is_override(value)}
-
-
-def _is_override(value: Any) -> bool:
-    """Return whether an attribute is a method that MemScale has put in the place of the class's."""
-    return callable(value) and type(value).__module__.startswith("memscale.")
+    return {
+        name: value
+        for name, value in users
+        if not (callable(value) and type(value).__module__.startswith("memscale."))
+    }
 
 
 def _set_attributes(own: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -379,8 +344,7 @@ class _State(NamedTuple):
 def _generator(value: object) -> _State | None:
     """Return the state of a random generator of torch, Python or NumPy; None for anything else.
 
-    The class is asked for by its private name: `torch.Generator` is another class while a GPU is simulated, where this
-    module may be imported first.
+    Not by `torch.Generator`, which is another class while a GPU is simulated, where this module may be imported first.
     """
     if isinstance(value, Generator):
         return _State(value.get_state, value.set_state)

@@ -14,8 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TextIO
 
-__all__ = ["Column", "Terminal", "clean", "table", "wrap"]
-
 _NUMBER = re.compile(r"[-+−~≈<>≤≥]?\s?\d[\d,._]*([eE][-+]?\d+)?\s?[^\d\s]{0,8}")
 _EMPTY = ("", "-", "–", "—", "n/a")
 
@@ -29,10 +27,8 @@ class Terminal:
 
     @classmethod
     def detect(cls, stream: TextIO | None = None) -> Terminal:
-        """Return the terminal behind `stream` (standard output by default).
-
-        The environment decides first: `COLUMNS` on the width, `NO_COLOR`, `TERM=dumb` and `FORCE_COLOR` on colours.
-        """
+        """Return the terminal behind `stream` (standard output by default)."""
+        # `COLUMNS` overrides the width; `NO_COLOR`, `TERM=dumb` and `FORCE_COLOR` decide on colours.
         width = shutil.get_terminal_size(fallback=(cls.width, 24)).columns
         if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
             return cls(width)
@@ -64,14 +60,9 @@ def table(
     caption: str | None = None,
     terminal: Terminal | None = None,
 ) -> str:
-    """Return rows as a table, wrapped to the width of the terminal.
+    """Return rows as a table with a title and a caption, wrapped to the width of the terminal.
 
-    Args:
-        title: The line above the table; empty for none.
-        columns: The headers, or `Column`s where the alignment is to be chosen.
-        rows: A cell for each column: text as it is, integers with thousands separators, `None` as a dash.
-        caption: A note below the table.
-        terminal: What to write for; by default what `Terminal.detect` finds.
+    A cell is text as it is, an integer with thousands separators, or `None` as a dash.
 
     Example:
         >>> rows = [("weights", 1024), ("gradients", 512)]

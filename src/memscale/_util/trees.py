@@ -10,23 +10,14 @@ import torch
 
 from memscale._torch import pytree
 
-__all__ = ["Tree", "is_lazy"]
-
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is computed when it is asked for (lazy logits), and must not be asked by the way.
-
-    Its gradients arrive at the tensor `hidden` that it is computed from.
-    """
+    """Return whether a tensor is computed when it is asked for (lazy logits); gradients arrive at its `hidden`."""
     return bool(getattr(type(tensor), "is_computed_later", False))
 
 
 class Tree:
-    """A nested value, flattened so that its tensors can be replaced and the value rebuilt.
-
-    Rebuilding creates new containers; anything else is passed on as it is. Hugging Face's outputs are registered with
-    pytree; a dataclass that is not is flattened here, field by field.
-    """
+    """A nested value, flattened so that its tensors can be replaced and the value rebuilt, with new containers."""
 
     __slots__ = ("_leaves", "_spec")
 
@@ -36,6 +27,7 @@ class Tree:
 
     @classmethod
     def of(cls, value: object) -> Tree:
+        # Hugging Face's outputs are registered with pytree; a dataclass that is not is flattened here, field by field.
         leaves, spec = pytree.tree_flatten(value)
         return cls([_Record.of(leaf) if _is_record(leaf) else leaf for leaf in leaves], spec)
 
@@ -63,8 +55,6 @@ class Tree:
 
 
 class _Record(NamedTuple):
-    """A flattened dataclass instance."""
-
     cls: type
     fields: Tree
     rest: dict[str, Any]

@@ -18,17 +18,11 @@ from memscale.benchmarks.run import MODES, run_suite
 from memscale.errors import ConfigError, ConfigTypeError, HardwareError, MemScaleError
 from memscale.units import format_bytes
 
-__all__ = ["main"]
-
 _PROGRAM = "python -m memscale.benchmarks"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the suite as the arguments say (those of this process if None), and print its table.
-
-    Returns:
-        The exit code: 0; or 2 for arguments that are not allowed, and 1 for a run that failed.
-    """
+    """Run the suite as the arguments say, and print its table; return 2 for wrong ones, 1 for a run that failed."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(arguments)
     try:

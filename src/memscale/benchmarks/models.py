@@ -21,25 +21,9 @@ from memscale.errors import ConfigError, ConfigTypeError, MemScaleError, shown
 from memscale.hardware import GpuSpec, find_gpu
 from memscale.units import format_bytes, parse_bytes
 
-__all__ = [
-    "DEFAULT_MODELS",
-    "MODELS",
-    "PUBLISHED_ON",
-    "BenchmarkModel",
-    "Device",
-    "MissingPackageError",
-    "Published",
-    "device_name",
-    "find_device",
-    "find_model",
-    "quiet_transformers",
-    "unknown_name",
-]
-
 Family: TypeAlias = Literal["gpt2", "bert"]  # a causal and a masked language model
 
-PUBLISHED_ON = "NVIDIA GeForce RTX 3090"
-"""The device of every published figure."""
+PUBLISHED_ON = "NVIDIA GeForce RTX 3090"  # the device of every published figure
 
 
 class MissingPackageError(MemScaleError, ImportError):
@@ -48,10 +32,7 @@ class MissingPackageError(MemScaleError, ImportError):
 
 @dataclass(frozen=True)
 class Published:
-    """Peak device memory of training as others published it, in GiB: theirs, not measured by this suite.
-
-    From the documentation of memscale 1.1, an unrelated proprietary package: RTX 3090, fp32 AdamW.
-    """
+    """Peak device memory in GiB by the documentation of memscale 1.1, another package: RTX 3090, fp32 AdamW."""
 
     baseline_gib: float | None  # without any optimization; None if it does not fit the card
     peak_gib: float  # with theirs
@@ -59,8 +40,6 @@ class Published:
 
 @dataclass(frozen=True)
 class BenchmarkModel:
-    """A model of the suite and the batch it is trained with."""
-
     name: str
     layers: int
     width: int  # the hidden size; the MLP is four times as wide
@@ -78,11 +57,7 @@ class BenchmarkModel:
         return ("transformers", f"transformers.models.{self.family}.modeling_{self.family}")
 
     def build(self) -> nn.Module:
-        """Return the model with random weights, on the CPU (or what `torch.device` says), in training mode.
-
-        Raises:
-            MissingPackageError: transformers is not installed.
-        """
+        """Return the model with random weights, on the CPU (or what `torch.device` says), in training mode."""
         config, model = (getattr(_transformers(), name) for name in _CLASSES[self.family])
         with quiet_transformers():
             built: nn.Module = model(
@@ -182,12 +157,7 @@ _SIZE = re.compile(r"[-+]?(\d[\d_.]*\s*[a-z]*b|\d{7,})", re.IGNORECASE)
 
 
 def find_device(on: str) -> Device:
-    """Return the device that `on` names: a GPU ("RTX 3090", "a100-80gb"), a size ("24GiB"), or "cpu".
-
-    Raises:
-        HardwareError: No GPU is known by that name.
-        ConfigError: The size is not one.
-    """
+    """Return the device that `on` names: a GPU ("RTX 3090", "a100-80gb"), a size ("24GiB"), or "cpu"."""
     if not isinstance(on, str):
         raise ConfigTypeError(
             f"on={shown(on)} is a {type(on).__name__}: give the name of a GPU, a size as text, or 'cpu'."
@@ -214,7 +184,6 @@ def device_name(on: str) -> str:
 
 
 def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> ConfigError:
-    """Return the error for a `name` that is none of the `allowed` ones."""
     names = list(allowed)
     near = get_close_matches(str(name).lower(), names, n=1, cutoff=0.5)
     guess = f"; did you mean {near[0]}?" if near else "."

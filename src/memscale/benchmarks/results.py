@@ -16,8 +16,6 @@ from memscale.benchmarks.models import MODELS, PUBLISHED_ON, Published, device_n
 from memscale.errors import ConfigError, MemScaleError, shown
 from memscale.hardware import GpuSpec
 
-__all__ = ["SCHEMA", "Cells", "Results", "Row", "Source", "cells", "check_writable", "command_line"]
-
 SCHEMA = 1
 _NOTHING = "–"
 _GIB = 2**30
@@ -29,8 +27,6 @@ Source: TypeAlias = Literal["simulated", "measured"]
 
 @dataclass(frozen=True)
 class Row:
-    """One model trained in one mode on one device."""
-
     model: str
     params: int  # tied ones once
     batch: int  # samples
@@ -39,9 +35,7 @@ class Row:
     on: str  # the device as it was asked for
     source: Source
     baseline_bytes: int | None  # the peak in mode "none"; None if that does not fit
-    peak_bytes: (
-        int | None
-    )  # of device memory, or of the process above what it had after its imports; None: too large
+    peak_bytes: int | None  # of device memory, or of the process above its imports; None: too large
     host_bytes: int  # the most that tensors had while the model trained; 0 where the host is the device
     disk_bytes: int
     reduction: float | None  # 1 - peak / baseline
@@ -49,7 +43,6 @@ class Row:
     note: str | None = None  # why there is no peak; in JSON only where there is one
 
     def to_dict(self) -> dict[str, object]:
-        """Return the row as JSON has it."""
         values = asdict(self)
         if self.note is None:
             del values["note"]
@@ -76,7 +69,6 @@ class Results:
     rows: tuple[Row, ...]
 
     def to_json(self) -> str:
-        """Return the results as indented text."""
         document = {"schema": SCHEMA, **asdict(self), "rows": [row.to_dict() for row in self.rows]}
         return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -107,7 +99,6 @@ class Results:
             ) from None
 
     def write(self, path: Path) -> None:
-        """Write the results to a file, as `to_json` gives them."""
         path.write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
@@ -177,7 +168,6 @@ def cells(rows: Sequence[Row]) -> Cells:
         _Field("params", lambda row: f"{row.params / 1e6:,.1f} M"),
         _Field("batch × seq", lambda row: f"{row.batch} × {row.seq}"),
         _Field("mode", lambda row: row.mode, "left"),
-        _Field("on", lambda row: row.on, "left", shown=len({row.on for row in rows}) > 1),
         _Field(f"peak ({unit_name})", lambda row: size(row.peak_bytes)),
         _Field("reduction", _reduction, shown=modes),
         _Field("step time", _time, shown=modes),

@@ -39,8 +39,6 @@ from memscale.profiler import sample_of
 from memscale.simulator import simulate
 from memscale.units import format_bytes
 
-__all__ = ["MODES", "Case", "run_suite"]
-
 MODES: dict[str, Config | None] = {
     "none": None,
     **{mode.value: Config(mode=mode, enable_logging=False) for mode in OptimizationMode},
@@ -62,11 +60,7 @@ class Case:
 
     @classmethod
     def of(cls, name: str, batch: int | None = None, seq: int | None = None, steps: int = 2) -> Case:
-        """Return the case of a model by its name; the model's own batch where none is given.
-
-        Raises:
-            ConfigError: There is no such model, a number is below 1, or the samples are too long for it.
-        """
+        """Return the case of a model by its name; the model's own batch where none is given."""
         model = find_model(name)
         case = cls(model, model.batch if batch is None else batch, model.seq if seq is None else seq, steps)
         for field in ("batch", "seq", "steps"):
@@ -100,15 +94,9 @@ def run_suite(
 ) -> Iterator[Row]:
     """Run every model in every mode, one after the other; a row comes as soon as it is there.
 
-    All arguments are checked before anything runs.
-
-    Args:
-        models: Names in `MODELS`.
-        modes: Names in `MODES`.
-        on: The name of a GPU or a size to simulate, or "cpu" to train for real.
-        batch: Samples in a batch; the model's own default if None.
-        seq: Tokens in a sample; the model's own default if None.
-        steps: Training steps of each case.
+    All arguments are checked before anything runs: names in `MODELS` and `MODES`, the name of a GPU or a size to
+    simulate (or "cpu" to train for real), samples in a batch and tokens in a sample (the model's own by default),
+    training steps.
 
     Raises:
         ConfigError: A model, mode or number is not allowed.
@@ -237,9 +225,7 @@ def _measured(case: Case, mode: str) -> _Outcome:
     if mode == "none":
         # Not left to the system to find out: it may kill another process than this one.
         available = read_host().available_ram_bytes
-        needed = (
-            _predicted_on_cpu(case) + rss_bytes()
-        )  # the other process holds the same libraries as this one
+        needed = _predicted_on_cpu(case) + rss_bytes()  # the other process has the same libraries
         if needed > available:
             note = f"does not fit: needs {format_bytes(needed)}, {format_bytes(available)} free; not run"
             return _Outcome(None, note=note)

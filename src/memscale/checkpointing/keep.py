@@ -6,11 +6,10 @@ Some outputs are expensive to compute and cheap to keep (a matrix product, an at
 a dispatch mode below autograd keeps a detached alias of what a named operation returns. In the recomputation another
 mode returns the kept output instead of running the operation; the graph, and what it saves, is as in forward.
 
-Operations are identified by their overload and their place in the order of calls, which are the same both times. These
-are computed again, named or not:
+Operations are identified by their overload and their place in the order of calls. These are computed again, named or
+not:
 
-- An operation that changes an argument or returns an alias of one (views, `add_`, `out=`), by its schema: there is
-  nothing of its own to keep.
+- An operation that changes an argument or returns an alias of one (views, `add_`, `out=`), by its schema.
 - An output that is not one storage (sparse, or a wrapper subclass), as writes to it cannot be seen.
 - A cast (`aten._to_copy`): autocast caches casts of weights, so their number may differ from one call to the next.
 - An output whose memory was written to after it was kept (`relu_(linear(x))`). Inside the region the mode sees every
@@ -19,10 +18,7 @@ are computed again, named or not:
   region, the versions of the output and of what the region returned in the same memory are compared.
 
 An operation that draws random numbers may be kept: the random state it left behind is kept with it and set when it is
-skipped, so later operations draw the same numbers.
-
-Kept outputs are never needed for a correct result, only for a fast one. So each is dropped as soon as a backward pass
-that frees the graph has used it; one that retains the graph leaves them for the next.
+skipped. A kept output is dropped as soon as a backward pass that frees the graph has used it.
 """
 
 from __future__ import annotations
@@ -39,17 +35,14 @@ from memscale._torch import (
     alias_below_autograd,
     backward_keeps_graph,
     storage_key,
+    version_of,
     written_tensors,
 )
 from memscale._util.snapshots import TorchRngState
 from memscale._util.trees import Tree
-from memscale.checkpointing.state import version_of
 from memscale.errors import ConfigError, shown
 
-__all__ = ["KeepMode", "Kept", "calls_to_keep"]
-
-EVERY = -1
-"""Among the numbers of an operation's calls: all of them."""
+EVERY = -1  # among the numbers of an operation's calls: all of them
 
 
 @functools.lru_cache
@@ -73,14 +66,11 @@ def calls_to_keep(ops: tuple[str, ...]) -> Mapping[str, frozenset[int]]:
 
 
 class Kept:
-    """The outputs of the operations `ops` that are kept for one region; see `run_region`.
-
-    The operations may change the random state of devices of `device_types`.
-    """
+    """The outputs of the operations `ops` that are kept for one region; see `run_region`."""
 
     def __init__(self, ops: tuple[str, ...], device_types: Sequence[str]) -> None:
         self.calls = calls_to_keep(ops)
-        self._device_types = device_types
+        self._device_types = device_types  # whose random state the operations may change
         self._outputs: dict[tuple[str, int], _KeptOutput] = {}
         self._calls_by_storage: dict[int | None, list[tuple[str, int]]] = {}
         self.recording = True
@@ -102,7 +92,7 @@ class Kept:
     def _calls_of(self, tensor: torch.Tensor) -> Sequence[tuple[str, int]]:
         return self._calls_by_storage.get(storage_key(tensor), ())
 
-    def put(self, call: tuple[str, int], result: object, is_random: bool) -> None:
+    def store(self, call: tuple[str, int], result: object, is_random: bool) -> None:
         output = _KeptOutput(result, TorchRngState(self._device_types) if is_random else None)
         keys = {storage_key(tensor) for tensor, _ in output.watched}
         if None in keys:
@@ -111,7 +101,7 @@ class Kept:
         for key in keys:
             self._calls_by_storage.setdefault(key, []).append(call)
 
-    def take(self, call: tuple[str, int]) -> _KeptOutput | None:
+    def pop(self, call: tuple[str, int]) -> _KeptOutput | None:
         """Return the kept output of a call, if there is one and nobody has changed it since."""
         output = self._outputs.get(call) if backward_keeps_graph() else self._outputs.pop(call, None)
         return output if output is not None and output.is_intact() else None
@@ -153,14 +143,14 @@ class KeepMode(LightDispatchMode):
         kwargs = kwargs or {}
         if self._replays:
             call = self._call_of(func)
-            output = None if call is None else self._kept.take(call)
+            output = None if call is None else self._kept.pop(call)
             return func(*args, **kwargs) if output is None else output.restore()
         result = func(*args, **kwargs)
         for tensor in written_tensors(func, args, kwargs):
             self._kept.drop_in_memory_of(tensor)
         call = self._call_of(func) if self._kept.recording else None
         if call is not None:
-            self._kept.put(call, result, torch.Tag.nondeterministic_seeded in func.tags)
+            self._kept.store(call, result, torch.Tag.nondeterministic_seeded in func.tags)
         return result
 
     def _call_of(self, func: Any) -> tuple[str, int] | None:

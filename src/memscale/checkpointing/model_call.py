@@ -3,10 +3,9 @@
 Note [Gradients of a model's outputs]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 To repeat the backward pass of a call, one needs the gradients that came to its outputs from outside. They are read by
-pre-hooks on the autograd nodes that made the outputs. A pass captures them only at the outputs that it reaches from
-outside (`reached_outputs`): a model may return its loss beside the logits that the loss was computed from, and the
-gradient that goes from one to the other inside is not to be kept. If a pass reaches both from outside, what arrives at
-the logits is a sum of both, and of no use.
+pre-hooks on the autograd nodes that made the outputs, only at the outputs that a pass reaches from outside
+(`reached_outputs`): a model may return its loss beside the logits that the loss was computed from. If a pass reaches
+both from outside, what arrives at the logits is a sum of both, and of no use.
 
 *Who owns whom.* graph → node → pre-hook → `GraphHandle`, which refers to the call weakly: a call knows the model, and
 the model may hold its output; through a node the garbage collector does not see such a cycle. So the call belongs to
@@ -25,12 +24,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from memscale._torch import graph_task_id
+from memscale._torch import graph_nodes, graph_task_id
 from memscale._util.trees import Tree, is_lazy
 from memscale.checkpointing.state import Buffers, Conditions, ModuleFlags, submodules
 from memscale.profiler.sample import Sample
-
-__all__ = ["GraphHandle", "ModelCall", "ReachedOutput", "reached_outputs"]
 
 _OUTPUTS = "memscale_outputs"  # the key in a node's metadata
 
@@ -44,10 +41,7 @@ class GraphHandle:
     def before_node(
         self, outputs: Sequence[tuple[int, int]], gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """Tell the call that a backward pass has come to a node that made outputs of it, with these gradients.
-
-        Each output is given by its index, and by its number among the results of the node.
-        """
+        """Tell the call that backward has come to a node that made some of its outputs (index, number there)."""
         call = self.call()
         if call is None:
             return
@@ -59,25 +53,17 @@ class GraphHandle:
 
 
 class ModelCall:
-    """One call of a model, and the state that it started from.
-
-    Attributes:
-        sample: The arguments.
-        captured: The outputs whose gradients are kept when a backward pass brings them, by their index.
-        gradients: Those that have arrived.
-        awaits_backward: Whether it has a graph that no backward pass has come to.
-        on_backward: Called with the graph task id when a backward pass comes to it.
-    """
+    """One call of a model, and the state that it started from."""
 
     def __init__(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device | None
     ) -> None:
         inside = submodules([model])
         self.sample = Sample(tuple(args), dict(kwargs))
-        self.captured: set[int] = set()
-        self.gradients: dict[int, torch.Tensor | None] = {}
-        self.awaits_backward = False
-        self.on_backward: Callable[[int], None] | None = None
+        self.captured: set[int] = set()  # outputs whose gradients are kept when a backward pass brings them
+        self.gradients: dict[int, torch.Tensor | None] = {}  # those that have arrived
+        self.awaits_backward = False  # it has a graph that no backward pass has come to
+        self.on_backward: Callable[[int], None] | None = None  # called with the graph task id of a pass
         types = {tensor.device.type for tensor in self.sample.tensors()}
         if device is not None:
             types.add(device.type)
@@ -137,32 +123,24 @@ class ReachedOutput(NamedTuple):
     indices: tuple[int, ...]
 
 
-def reached_outputs(
-    roots: Sequence[torch.Tensor],
-) -> tuple[list[ReachedOutput], list[torch.Tensor]]:
+def _made_by(node: Any) -> tuple[ModelCall | None, tuple[int, ...]]:
+    """Return the call that a node made outputs of, and their indices."""
+    handle, outputs = node.metadata.get(_OUTPUTS, (None, ()))
+    return None if handle is None else handle.call(), tuple(index for index, _ in outputs)
+
+
+def reached_outputs(roots: Sequence[torch.Tensor]) -> tuple[list[ReachedOutput], list[torch.Tensor]]:
     """Find where a backward pass enters calls of models, and let these capture the gradients that arrive.
 
-    Returns:
-        The nodes where it does, and the leaves that it reaches without passing one.
+    Returns the nodes where it does, and the leaves that it reaches without passing one.
     """
     reached: list[ReachedOutput] = []
     leaves = {id(each): each for each in roots if each.requires_grad and each.is_leaf}
-    pending: list[Any] = [each.grad_fn for each in roots if each.grad_fn is not None]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        handle, outputs = node.metadata.get(_OUTPUTS, (None, ()))
-        call = None if handle is None else handle.call()
+    for node in graph_nodes(roots, lambda node: _made_by(node)[0] is None):
+        call, indices = _made_by(node)
         if call is not None:
-            indices = tuple(index for index, _ in outputs)
             call.captured.update(indices)
             reached.append(ReachedOutput(node, call, indices))
-            continue
-        leaf = getattr(node, "variable", None)  # of the nodes that accumulate
-        if leaf is not None:
+        elif (leaf := getattr(node, "variable", None)) is not None:  # of the nodes that accumulate
             leaves[id(leaf)] = leaf
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                pending.append(following)
     return reached, list(leaves.values())

@@ -12,9 +12,8 @@ unpacks, so double backward works.
 graph, without the garbage collector.
 
 *Backward passes.* Recomputed tensors belong to one backward pass, by its graph task id; a second pass over a retained
-graph recomputes again. Each tensor is handed out once and then dropped, so memory falls as backward proceeds. If one is
-asked for twice in one pass (a custom function that reads `saved_tensors` twice), the region runs again for it alone.
-What was not asked for is dropped when the pass ends.
+graph recomputes again. Each tensor is handed out once and then dropped. If one is asked for twice in one pass (a custom
+function that reads `saved_tensors` twice), the region runs again for it alone. The rest is dropped when the pass ends.
 
 *Early stop.* A private exception ends the recomputation when the last holder that the graph still has is filled. So a
 function may call `torch.autograd.grad` in the middle: its recomputation stops before that call.
@@ -29,9 +28,9 @@ buffers, flags), so one recomputation runs at a time, under one lock for all reg
 Note [Chained regions]
 ~~~~~~~~~~~~~~~~~~~~~~
 Of two blocks in a row, each a region, the tensor between them is kept as the second one's input. With `chain=True` it
-is not: the second region refers to the first (`Link`), and when it must be recomputed has the first recomputed before
-it, to its end, and takes its output. This fills the first region's holders as well, which its own backward needs next:
-nothing is computed more often, and nothing more is kept, than if both blocks were one checkpointed function.
+is not: the second region refers to the first (`Link`), and has it recomputed first, to its end, and takes its output.
+This fills the first region's holders as well, which its own backward needs next: nothing is computed more often, and
+nothing more is kept, than if both blocks were one checkpointed function.
 
 *Which tensor comes from which region* is in `_origins`, weakly by the tensor. If the region is gone, or the tensor was
 changed in place, the second region keeps its input.
@@ -40,9 +39,8 @@ changed in place, the second region keeps its input.
 the inputs that come from its own segment. A tensor from further back (an encoder's output that each decoder block
 takes, a skip connection of a U-Net) is kept: recomputing it for each of its users would cost a whole encoder each time.
 
-*Inside another region* a region chains only to regions of the same run of the outer one. When that is recomputed, a
-tensor from outside it is no region's output any more; were it one in forward, the outer region would see another
-number of saved tensors the second time.
+*Inside another region* a region chains only to regions of the same run of the outer one: when that is recomputed, a
+tensor from outside it is no region's output any more.
 
 *How long an output lives.* Until the last chained region that will ask for it, in this backward pass, has it, or until
 the pass ends.
@@ -70,6 +68,7 @@ from memscale._torch import (
     hooks_are_allowed,
     running_node_name,
     surrounding_hooks,
+    version_of,
 )
 from memscale._util.trees import Tree
 from memscale.checkpointing.keep import KeepMode, Kept
@@ -81,11 +80,8 @@ from memscale.checkpointing.state import (
     ModuleFlags,
     changed_parameter,
     submodules,
-    version_of,
 )
 from memscale.errors import RecomputeError
-
-__all__ = ["Region", "run_region"]
 
 T = TypeVar("T")
 
@@ -109,13 +105,10 @@ def run_region(
     """Call a function so that backward recomputes what it needs instead of finding it saved.
 
     Loss and gradients are bit for bit those of the plain call, dropout included, as long as the function depends on its
-    arguments, `modules` and the global random generators of torch, Python and NumPy only. Where nothing requires a
-    gradient, and for modules that cannot be run again, this is the plain call.
+    arguments (tensors are found in nested containers too), `modules` and the global random generators of torch, Python
+    and NumPy only. Where nothing requires a gradient, and for modules that cannot be run again, this is the plain call.
 
     Args:
-        function: What to run; it runs once now and once for each backward pass.
-        args: Its positional arguments. Tensors are found in nested containers too.
-        kwargs: Its keyword arguments.
         modules: The modules that the function uses: parameters, flags, buffers and attributes of these and of their
             submodules are restored for the recomputation, which leaves no trace in them.
         keep: Operations whose outputs are kept instead of recomputed, as `"aten.addmm.default"` for every call or
@@ -166,11 +159,8 @@ def run_region(
 
 
 def _cannot_run_again(module: nn.Module) -> bool:
-    """Return whether a module's second run may differ from its first.
-
-    A lazy module makes its parameters in its first call. A scripted one is compiled anew while it learns the shapes,
-    and then saves other tensors; and its buffers cannot be exchanged.
-    """
+    """Return whether a module's second run may differ from its first."""
+    # A lazy module makes its parameters in its first call. A scripted one is compiled anew, and saves other tensors.
     if isinstance(module, LazyModuleMixin):
         return bool(module.has_uninitialized_params())
     return isinstance(module, torch.jit.ScriptModule)
@@ -291,10 +281,8 @@ class Region:
     # Chained regions. See the note.
 
     def _order_to_run(self, task: int) -> list[Region]:
-        """Return the regions to recompute so that this one can be: the head of its chain first, itself last.
-
-        Not by recursion: a chain may be longer than Python's stack is deep.
-        """
+        """Return the regions to recompute so that this one can be: the head of its chain first, itself last."""
+        # Not by recursion: a chain may be longer than Python's stack is deep.
         order: list[Region] = []
         seen: set[int] = set()
         pending: list[tuple[Region, bool]] = [(self, False)]
@@ -327,7 +315,7 @@ class Region:
                 self._outputs[key] = _ChainedOutput(outputs[link.index].detach(), set())
             self._outputs[key].waiting.add(id(link))
 
-    def take_output(self, task: int, link: Link) -> torch.Tensor:
+    def pop_output(self, task: int, link: Link) -> torch.Tensor:
         """Return an output for a region chained to this one; it is dropped when all that wait for it have it."""
         key = (task, link.index)
         if key not in self._outputs:  # taken before: a region asks twice only if it is itself run twice
@@ -360,10 +348,7 @@ _origins: MutableMapping[torch.Tensor, _Origin] = WeakTensorKeyDictionary()
 
 
 class Link:
-    """An input that is an earlier region's output and is not kept. See Note [Chained regions].
-
-    A region refers to earlier ones only; an earlier one knows of its successors weakly.
-    """
+    """An input that is an earlier region's output and is not kept. See Note [Chained regions]."""
 
     __slots__ = ("__weakref__", "_requires_grad", "index", "region")
 
@@ -374,10 +359,7 @@ class Link:
         region.successors.append(weakref.ref(self))
 
     def __call__(self, task: int) -> torch.Tensor:
-        return self.region.take_output(task, self).requires_grad_(self._requires_grad)
-
-
-# Saved tensors ---------------------------------------------------------------------------------------
+        return self.region.pop_output(task, self).requires_grad_(self._requires_grad)
 
 
 class Holder:
@@ -390,10 +372,10 @@ class Holder:
         self.index = index
         self._tensors: dict[int, tuple[torch.Tensor, int]] = {}
 
-    def put(self, task: int, tensor: torch.Tensor) -> None:
+    def store(self, task: int, tensor: torch.Tensor) -> None:
         self._tensors[task] = (tensor, version_of(tensor))
 
-    def take(self, task: int) -> torch.Tensor | None:
+    def pop(self, task: int) -> torch.Tensor | None:
         """Return the tensor for a backward pass, once; None if it is not there."""
         tensor, version = self._tensors.pop(task, (None, 0))
         if tensor is not None and version_of(tensor) != version:
@@ -417,13 +399,13 @@ class Holder:
 def _unpack(holder: Holder) -> torch.Tensor:
     # A plain function, not a method: autograd holds it for as long as the graph lives.
     task = graph_task_id()
-    tensor = holder.take(task)
+    tensor = holder.pop(task)
     if tensor is None:
         with _lock:
-            tensor = holder.take(task)  # another thread may have been at it
+            tensor = holder.pop(task)  # another thread may have been at it
             if tensor is None:
                 holder.region.recompute(holder, task)
-                tensor = holder.take(task)
+                tensor = holder.pop(task)
     if tensor is None:
         raise RecomputeError(
             f"Recomputing a checkpointed region did not reach its saved tensor {holder.index}.\n{CAUSES}"
@@ -479,9 +461,6 @@ class _Saved:
         return None
 
 
-# Recomputation ---------------------------------------------------------------------------------------
-
-
 class _Stop(BaseException):
     """Ends a recomputation early. Not an `Exception`, so that the function does not catch it by mistake."""
 
@@ -515,7 +494,8 @@ class _Rerun:
                 stack.callback(setattr, kept, "recording", kept.recording)
                 kept.recording = False  # forward may still be running: Note [Regions], early stop
                 stack.enter_context(KeepMode(kept, replays=True))
-            stack.enter_context(saved_tensors_hooks(self._pack, _as_it_is))
+            # The graph of a recomputation is used only by a function that calls backward itself.
+            stack.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
             try:
                 output = region.function(*args, **kwargs)
             except (_Stop, Exception) as raised:
@@ -547,13 +527,8 @@ class _Rerun:
             raise _Stop
         holder = saved.holder()
         if holder is not None and (self._fills_all or holder is self._holder):
-            holder.put(self._task, plain)
+            holder.store(self._task, plain)
         if index >= self._last:
             self._is_done = True
             raise _Stop
         return plain
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    # The graph of a recomputation is used only by a function that calls backward itself.
-    return tensor

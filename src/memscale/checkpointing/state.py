@@ -6,13 +6,10 @@ A recomputation must start from the buffers as forward found them, and must not 
 they are copied before forward, and each module's `_buffers` dictionary is exchanged while the recomputation runs: even
 a buffer that the function registers, replaces or deletes leaves no trace.
 
-A region copies every buffer: one that forward leaves alone a thousand times (an average that begins after a warm-up)
-may be changed the next time. When forward ends, copies of unchanged buffers are dropped. Whether a module changes its
-buffers is learned, for training and evaluation apart:
-
-- The first call compares versions and values: batch norm writes its running statistics in a kernel that raises no
-  version. (Batch norm is known by its class too, as the first values could be equal.)
-- Later calls compare versions only: to compare values, the host would wait for the device.
+A region copies every buffer, and drops copies of unchanged ones when forward ends. Whether a module changes its buffers
+is learned, for training and evaluation apart. The first call compares versions and values: batch norm writes its
+running statistics in a kernel that raises no version. (It is known by its class too, as the first values could be
+equal.) Later calls compare versions only: to compare values, the host would wait for the device.
 
 The call of a whole model (`ModelCall`) copies large buffers only of modules that have been seen to change theirs, as it
 is needed when memory is short. If another one changes, that call cannot be repeated.
@@ -32,31 +29,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from memscale._torch import Hooks, same_version
+from memscale._torch import Hooks, same_version, version_of
 from memscale._util.snapshots import Attributes, HostRngState, TorchRngState
 from memscale._util.trees import Tree
 from memscale.errors import RecomputeError
-
-__all__ = [
-    "FREED",
-    "Buffers",
-    "Conditions",
-    "Inputs",
-    "KeptTensor",
-    "ModuleFlags",
-    "Slot",
-    "changed_parameter",
-    "exchanged",
-    "mark_as_copy",
-    "parameter_behind",
-    "submodules",
-    "version_of",
-]
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 for inference tensors, which do not count."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def changed_parameter(parameter: torch.Tensor, version: int) -> RecomputeError:
@@ -76,15 +52,12 @@ FREED = (
 
 
 class KeptTensor:
-    """What a saved-tensor hook gives autograd for a tensor that stays as it is.
-
-    Without its history: a node that saves its own output would be in a cycle that nothing collects. It can be freed
-    before the graph is; see `memscale._torch.release_saved_tensors`.
-    """
+    """What a saved-tensor hook gives autograd for a tensor that stays as it is; it can be freed before the graph is."""
 
     __slots__ = ("_tensor",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        # Without its history: a node that saves its own output would be in a cycle that nothing collects.
         self._tensor: torch.Tensor | None = tensor if tensor.grad_fn is None else tensor.detach()
 
     def get(self) -> torch.Tensor:
@@ -97,8 +70,6 @@ class KeptTensor:
         self._tensor = None
 
 
-# Inputs ----------------------------------------------------------------------------------------------
-
 Slot = Callable[[int], torch.Tensor]
 """One input tensor, kept in some way: returns it for a recomputation in a backward pass."""
 
@@ -106,9 +77,9 @@ Slot = Callable[[int], torch.Tensor]
 class Inputs:
     """The arguments of a call, with each tensor in a slot.
 
-    The function must not be able to tell the second call from the first: a tensor that was given twice is given twice
-    again, as one object (attention modules ask whether the query *is* the key), and parameters and constants are the
-    same objects. Only a tensor with a history is given as a leaf, so that the new graph ends there.
+    The function must not be able to tell the second call from the first: a tensor that was given twice is again one
+    object (attention modules ask whether the query *is* the key), and parameters and constants are the same objects.
+    Only a tensor with a history is given as a leaf, so that the new graph ends there.
 
     Tensors are kept by the saved-tensor hooks around the call; not those in `links`, by their ids, which have slots.
     """
@@ -168,9 +139,6 @@ def _keep(tensor: torch.Tensor, position: int, hooks: Hooks | None) -> Slot:
     return fetch
 
 
-# Modules and global state ----------------------------------------------------------------------------
-
-
 def mark_as_copy(copy: torch.Tensor, parameter: torch.Tensor) -> None:
     """Mark a tensor as the copy of a parameter that a module computes with."""
     copy._memscale_parameter = parameter  # type: ignore[attr-defined]
@@ -190,9 +158,9 @@ def submodules(roots: Iterable[nn.Module]) -> list[nn.Module]:
 class ModuleFlags:
     """`training` of some modules, their parameters, `requires_grad` of these and their versions.
 
-    The parameters are those that the modules have in forward, which `torch.func.functional_call` may have put there.
-    One that was computed (MAML's weights after an inner step) is held without its history, and of a copy on the device
-    the parameter behind it.
+    The parameters are those that the modules have in forward, also by `torch.func.functional_call`. One that was
+    computed (MAML's weights after an inner step) is held without its history, and of a copy on the device the parameter
+    behind it.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -223,8 +191,8 @@ class ModuleFlags:
     def check_parameters(self) -> None:
         """Raise a `RecomputeError` if a parameter was changed in place since forward began.
 
-        An optimizer that steps inside backward (`register_post_accumulate_grad_hook`) changes a parameter when nothing
-        that depends on it is left to recompute, so such parameters are not looked at.
+        Not if an optimizer steps it inside backward (`register_post_accumulate_grad_hook`): nothing is left to
+        recompute then.
         """
         for (parameter, _), version in zip(self._parameters, self._versions, strict=True):
             if parameter._version != version:
@@ -238,7 +206,6 @@ class ModuleFlags:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Run with parameters and flags as they were."""
         owners = [
             (module, "_parameters", dict(own))
             for module, own in self._owned
@@ -279,11 +246,7 @@ def _are_same(then: Mapping[str, object], now: Mapping[str, object]) -> bool:
 
 
 class Conditions:
-    """State outside of a call's inputs and buffers: random generators, autocast, flags of modules.
-
-    Also the default device, and which attention kernels are allowed (`sdpa_kernel`). Grad mode is not in it: a region
-    exists only where gradients are on.
-    """
+    """State outside of a call's inputs and buffers: random generators, autocast, flags of modules, and the like."""
 
     def __init__(self, flags: ModuleFlags, device_types: Iterable[str]) -> None:
         self._device_types = sorted({*device_types, *flags.device_types})
@@ -307,7 +270,6 @@ class Conditions:
             self._host_rng = None
 
     def restore_random(self) -> None:
-        """Set the random state as it was at forward."""
         self._rng.restore()
         if self._host_rng is not None:
             self._host_rng.restore()
@@ -347,8 +309,6 @@ def _allowed_attention() -> tuple[bool, ...]:
     return tuple(getattr(backends, f"{kind}_sdp_enabled")() for kind in _ATTENTION)
 
 
-# Buffers and attributes ------------------------------------------------------------------------------
-
 SMALL_BYTES = 64 * 1024  # a larger buffer is not always copied: Note [Buffers of a region]
 
 # Of each module, and of each value of `training`: does forward change its buffers?
@@ -356,11 +316,9 @@ _changes: weakref.WeakKeyDictionary[nn.Module, dict[bool, bool]] = weakref.WeakK
 
 
 class Buffers:
-    """The buffers and Python attributes of some modules, before a forward pass and after it.
+    """The buffers and attributes of some modules before forward; large ones if they may change or `copy_all`."""
 
-    See Note [Buffers of a region] and Note [Attributes of a region]. Without `copy_all`, large buffers are copied only
-    if they may change.
-    """
+    # See Note [Buffers of a region] and Note [Attributes of a region].
 
     def __init__(self, modules: Sequence[nn.Module], *, copy_all: bool = True) -> None:
         with torch.no_grad():

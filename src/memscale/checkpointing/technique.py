@@ -1,17 +1,16 @@
 """Gradient checkpointing: a block keeps its input and is computed again in backward.
 
-A block that is one module gets a `RecomputeStage`. A block that is a few neighbours in an `nn.Sequential` has no module
-of its own, so the `nn.Sequential` gets a `SlicesStage`, which runs its children in order, each planned slice as one
-region.
+Neighbours in an `nn.Sequential` that are one block have no module of their own: the `nn.Sequential` gets a
+`SlicesStage`, which runs its children in order, each planned slice as one region.
 
 Note [use_cache]
 ~~~~~~~~~~~~~~~~
-A Hugging Face model has `config.use_cache`, mostly on, and a forward that takes `use_cache` and looks into the config
-if it is not given. A cache is of no use in training, holds memory, and breaks recomputation, which would write to it
-twice. So each module with such a config and such a forward gets a hook, which in training passes `use_cache=False` for
-a caller who does not say anything. In `eval()` mode a call with gradients on is training if it has labels; without them
-it may be the first of a loop that generates, so the cache stays. The config itself is never written to, as it could be
-read in the middle of a forward, after an interrupt, or by `save_pretrained`.
+A Hugging Face model has `config.use_cache`, mostly on, and a forward that takes `use_cache`. A cache is of no use in
+training, holds memory, and breaks recomputation, which would write to it twice. So each module with such a config and
+such a forward gets a hook, which in training passes `use_cache=False` for a caller who does not say anything. In
+`eval()` mode a call with gradients on is training if it has labels; without them it may be the first of a loop that
+generates, so the cache stays. The config itself is never written to, as it could be read in the middle of a forward,
+after an interrupt, or by `save_pretrained`.
 
 A caller who passes `use_cache=True` or a cache (as prefix tuning does) gets it. Layers that are given a cache are not
 recomputed in that call (`is_cache`), and it is logged once that this costs memory.
@@ -36,26 +35,15 @@ from memscale.execution_plan import Checkpointing
 from memscale.profiler.profile import BlockProfile, OpProfile
 from memscale.techniques.base import LayerSite
 from memscale.techniques.cost import HOOK_SECONDS, BlockOption, CostTerms
-from memscale.techniques.forward import ForwardStage, Stage, override_of
+from memscale.techniques.forward import Args, Forward, ForwardStage, Kwargs, Stage, override_of
 from memscale.units import format_bytes
 
 if TYPE_CHECKING:
     from memscale.techniques.undo_log import UndoLog
 
-__all__ = [
-    "GradientCheckpointing",
-    "NoCache",
-    "SlicesStage",
-    "can_recompute",
-    "is_cache",
-    "no_cache_hooks",
-    "worth_keeping",
-]
-
 logger = logging.getLogger("memscale")
 
-RunBlock = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any], Sequence[nn.Module]], Any]
-"""Runs a function with its arguments as one region; the last argument are the modules that it uses."""
+RunBlock = Callable[[Forward, Args, Kwargs, Sequence[nn.Module]], Any]  # the modules that it uses last
 
 
 def can_recompute(block: BlockProfile) -> bool:
@@ -112,11 +100,15 @@ class GradientCheckpointing:
         return None
 
     def attach(self, site: LayerSite, log: UndoLog) -> None:
-        layer = site.layer
+        layer, meter = site.layer, site.meter
         settings = layer.checkpointing or Checkpointing()
         calls_to_keep(settings.keep)  # raises now if a name is wrong, and not in the first step
-        watched = functools.partial(site.meter.watched, layer=layer.name, flops=layer.recompute_flops)
-        run_block = functools.partial(_run_block, settings, watched)
+
+        def run_block(function: Forward, args: Args, kwargs: Kwargs, modules: Sequence[nn.Module]) -> Any:
+            counted = meter.watched(function, layer.name, layer.recompute_flops)
+            keep, chain = settings.keep, settings.chained
+            return run_region(counted, args, kwargs, modules=modules, keep=keep, chain=chain)
+
         if len(site.modules) == 1:
             log.add_stage(site.modules[0], RecomputeStage(run_block), name=layer.members[0])
             return
@@ -130,40 +122,20 @@ class GradientCheckpointing:
         stage.add(start, start + len(site.modules), run_block)
 
 
-def _run_block(
-    settings: Checkpointing,
-    watched: Callable[[Callable[..., Any]], Callable[..., Any]],
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    modules: Sequence[nn.Module],
-) -> Any:
-    keep, chain = settings.keep, settings.chained
-    return run_region(watched(function), args, kwargs, modules=modules, keep=keep, chain=chain)
-
-
 class RecomputeStage(ForwardStage):
-    """Recomputes a block in backward."""
-
     order = Stage.RECOMPUTE
 
     def __init__(self, run_block: RunBlock) -> None:
         self._run_block = run_block
 
-    def run(
-        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run(self, module: nn.Module, call_next: Forward, args: Args, kwargs: Kwargs) -> Any:
         if _checkpoints_itself(module) or any(map(is_cache, args)) or any(map(is_cache, kwargs.values())):
             return call_next(*args, **kwargs)
         return self._run_block(call_next, args, kwargs, (module,))
 
 
 class SlicesStage(ForwardStage):
-    """Recomputes slices of an `nn.Sequential` in backward.
-
-    Slices are positions, not modules: whatever is there when it is called runs in order, so that the result is that of
-    `nn.Sequential` also after its user has changed it.
-    """
+    """Recomputes slices of an `nn.Sequential` in backward: by position, whatever module is there when it runs."""
 
     order = Stage.RECOMPUTE
 
@@ -174,9 +146,7 @@ class SlicesStage(ForwardStage):
         """Add the slice of children from `start` to `stop` (exclusive); none overlaps another."""
         self._slices = sorted((*self._slices, (start, stop, run_block)), key=lambda each: each[0])
 
-    def run(
-        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run(self, module: nn.Module, call_next: Forward, args: Args, kwargs: Kwargs) -> Any:
         if len(args) != 1 or kwargs:
             return call_next(*args, **kwargs)  # `forward(input=x)`, or an error that torch raises
         (value,) = args
@@ -229,24 +199,18 @@ _CACHE_METHODS = ("update", "update_conv_state", "update_ssm_state", "update_rec
 
 
 def is_cache(value: object) -> bool:
-    """Return whether an argument is an object that a layer writes its keys and values into, as in generation.
-
-    A layer that runs again would write twice, so a call with a cache is never recomputed. A cache is known by its
-    structure: it has a method such as `update` and is no container of Python's.
-    """
+    """Return whether an argument is an object that a layer writes its keys and values into, as in generation."""
+    # It is known by its structure: it has a method such as `update` and is no container of Python's.
     if isinstance(value, _NOT_CACHES):
         return False
     return any(hasattr(type(value), name) for name in _CACHE_METHODS)
 
 
 class NoCache:
-    """Turns the cache off in training, as a forward pre-hook. See Note [use_cache].
-
-    `position` is the place of `use_cache` among the forward's positional arguments, if it has one.
-    """
+    """Turns the cache off in training, as a forward pre-hook. See Note [use_cache]."""
 
     def __init__(self, position: int | None, *, logs: bool) -> None:
-        self._position = position
+        self._position = position  # of `use_cache` among the forward's positional arguments
         self._logs = logs
 
     def __call__(

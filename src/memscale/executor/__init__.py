@@ -1,7 +1,8 @@
-"""Puts a plan on a model, and takes it off again."""
+"""Attach plans to models, and detach them."""
 
 from __future__ import annotations
 
-from memscale.executor.executor import EXECUTOR, Executor, executor_of, refuse_nested
+from memscale.executor.executor import Executor, executor_of, refuse_nested
+from memscale.techniques.base import EXECUTOR
 
 __all__ = ["EXECUTOR", "Executor", "executor_of", "refuse_nested"]

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from memscale.optimizer.needs import OptimizerNeeds
     from memscale.report.exporters import Metrics
 
-__all__ = ["EXECUTOR", "Executor", "executor_of", "refuse_nested"]
-
 logger = logging.getLogger("memscale")
 
 TrainingBatch = Callable[["Executor", tuple[Any, ...], dict[str, Any]], None]
@@ -77,12 +75,7 @@ class RecoveryGuard(Protocol):
 
 @dataclass
 class Settings:
-    """What the executor of a copy has in common with that of the original.
-
-    Attributes:
-        origins: Where parameters and buffers go on detach, by their names.
-        changed: Attributes of objects other than modules: object, name, and the value before.
-    """
+    """What the executor of a copy has in common with that of the original."""
 
     plan: Plan
     config: Config
@@ -92,11 +85,12 @@ class Settings:
     batches: PlannedBatches
     optimizer: OptimizerNeeds | None
     technique_state: dict[str, Any]
-    origins: dict[str, torch.device]
-    changed: list[tuple[object, str, object]]
+    origins: dict[str, torch.device]  # where parameters and buffers go on detach, by their names
+    changed: list[
+        tuple[object, str, object]
+    ]  # attributes of objects other than modules, and their values before
 
     def attach_to(self, model: nn.Module) -> None:
-        """Attach the plan to a plain copy of the model."""
         for owner, name, before in self.changed:
             vars(owner)[name] = before
         executor = Executor(
@@ -130,17 +124,11 @@ class Executor:
         device: Where the model trains, if that is not where it is: what is not offloaded is moved there, and so are the
             arguments of each call.
         on_training_batch: Called before each forward pass in training that it does not make itself. It may call
-            `replan`: the pass that is about to begin runs by the new plan. A copy of the model keeps it only if it is a
-            module-level function: others may refer to the original model.
+        `replan`,
+            by which that pass runs. A copy of the model keeps it only if it is a module-level function.
         guard: Catches out-of-memory errors in a step.
         metrics: Serves the executor's numbers while it is attached.
         meter: Counts what is done; by default a new one.
-
-    Attributes:
-        placement: Where the model's parameters, gradients and optimizer state are, and the disk tier.
-        technique_state: What techniques keep from one plan of the model to the next.
-        batches: The batches that the model's plans were made for so far.
-        optimizer: What the plans assume of the optimizer's memory; None for AdamW.
 
     Example:
         >>> from memscale.execution_plan import LayerPlan, Plan, Tier
@@ -176,6 +164,7 @@ class Executor:
         self.meter = meter or Meter()
         self.attached = False
         settings = config.async_config
+        # Where the model's parameters, gradients and optimizer state are, and the disk tier.
         self.placement = ModelPlacement(
             DiskStore(config.offload_dir, config.max_disk_offload_bytes),
             self.meter,
@@ -183,9 +172,9 @@ class Executor:
         )
         self.placement.host_capacity = config.max_cpu_offload_bytes
         self.placement.fused_host_step = config.fused_host_step
-        self.technique_state: dict[str, Any] = {}
-        self.batches = PlannedBatches()
-        self.optimizer: OptimizerNeeds | None = None
+        self.technique_state: dict[str, Any] = {}  # what techniques keep from one plan to the next
+        self.batches = PlannedBatches()  # that the model's plans were made for so far
+        self.optimizer: OptimizerNeeds | None = None  # what plans assume of its memory; None for AdamW
         self._guard = guard
         self._is_calling_back = False
         self._logs = config.enable_logging
@@ -276,10 +265,7 @@ class Executor:
 
     @interrupts_deferred()
     def detach(self) -> None:
-        """Undo every change, in reverse; do nothing if the plan is not attached.
-
-        Ctrl-C is deferred until it is done. After any other interrupt it can be called again, and continues.
-        """
+        """Undo every change, in reverse; after an interrupt other than Ctrl-C it can be called again, and continues."""
         if self.metrics is not None:
             self.metrics.end(self)
         if self.attached:
@@ -523,11 +509,7 @@ def _convert(
 
 
 class _Placeholder(ForwardStage):
-    """Gives a model an override, though its plan needs none yet.
-
-    A call looks up `forward` before it runs the hooks. If `_before_forward` changes the plan, the call runs by the
-    new plan only if what was looked up is an override.
-    """
+    """Gives a model an override, though its plan needs none yet: by it, a call follows a plan that hooks change."""
 
     is_opaque = False
 
@@ -588,7 +570,6 @@ class _CopiedAsPlain:
                     vars(module)[_DEEPCOPY] = functools.partial(_deepcopy, *around)
 
     def undo(self) -> None:
-        """Remove it again."""
         for reference in self._modules:
             if (module := reference()) is not None:
                 self.undo_in(module, vars(module))

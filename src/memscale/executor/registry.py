@@ -9,8 +9,6 @@ from memscale.precision.technique import MixedPrecision
 from memscale.techniques.base import LayerTechnique, ModelTechnique
 from memscale.tiling.technique import ActivationTiling, SdpaAttention, TiledLoss
 
-__all__ = ["LAYER_TECHNIQUES", "MODEL_TECHNIQUES"]
-
 LAYER_TECHNIQUES: dict[str, LayerTechnique] = {
     "checkpointing": GradientCheckpointing(),
     "offloading": Offloading(),

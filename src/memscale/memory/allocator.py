@@ -1,8 +1,7 @@
 """Models of allocators: exact bytes, or the blocks of CUDA's caching allocator.
 
-`CachingAllocator` has the sizes and rules of torch's CUDA caching allocator with default settings (512-byte rounding,
-a small and a large pool, best fit, split and merge): `torch.cuda.max_memory_allocated()` counts whole blocks, which
-are a few per cent larger than tensors.
+`CachingAllocator` has the sizes and rules of torch's CUDA caching allocator with default settings:
+`torch.cuda.max_memory_allocated()` counts whole blocks, which are a few per cent larger than tensors.
 """
 
 from __future__ import annotations

@@ -35,10 +35,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
 
 def fix_malloc_threshold(threshold: int = _THRESHOLD) -> bool:
-    """Return every block of `threshold` bytes or more to the system when it is freed, from now on.
-
-    See Note [Malloc threshold]. Returns False where the C library is not glibc, or the threshold is above 32 MiB.
-    """
+    """Return blocks of `threshold` bytes or more (at most 32 MiB) to the system when freed; False without glibc."""
+    # See Note [Malloc threshold].
     mallopt = _mallopt() if sys.platform.startswith("linux") else None
     if mallopt is None:
         return False
@@ -68,10 +66,8 @@ def rss_bytes() -> int:
 
 
 def peak_rss_bytes() -> int:
-    """Return the largest physical memory of this process since it started or since `reset_peak_rss`.
-
-    Accurate to a few hundred KiB: the kernel sums up its counters per core with a delay.
-    """
+    """Return the largest physical memory of this process since it started or since `reset_peak_rss`."""
+    # Accurate to a few hundred KiB: the kernel sums up its counters per core with a delay.
     return _status_bytes("VmHWM")
 
 

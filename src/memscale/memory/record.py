@@ -6,8 +6,8 @@ in another thread. Meanwhile a death is only queued, and processed right after.
 
 Note [Replaying a step]
 A caching allocator returns a block that may be up to a MiB larger than the request, depending on which blocks are free:
-the second step of training, which finds those of the first, may need more than the first, or less, with the same
-tensors. A step need not be run twice to know that: its requests are logged and repeated on the allocator model.
+the second step of training may need more than the first, or less, with the same tensors. A step need not be run twice
+to know that: its requests are logged and repeated on the allocator model.
 """
 
 from __future__ import annotations
@@ -60,8 +60,6 @@ class Phase(_Text):
 
 @dataclass(slots=True, eq=False)
 class Allocation:
-    """One allocation."""
-
     nbytes: int
     device: str
     born: int  # a tick of the ledger's clock
@@ -96,8 +94,6 @@ class Mark:
 
 @dataclass(frozen=True)
 class TopTensor:
-    """One of the largest tensors of a snapshot."""
-
     nbytes: int
     category: Category
     description: str
@@ -116,7 +112,6 @@ class Snapshot:
     top: tuple[TopTensor, ...]
 
     def of(self, category: Category) -> int:
-        """Return the bytes of one category."""
         return dict(self.by_category).get(category, 0)
 
 
@@ -348,7 +343,6 @@ class Ledger:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The devices that memory was seen on."""
         return tuple(memory.name for memory in self._devices.values())
 
     def live_bytes(self, device: str | torch.device = "cpu") -> int:
@@ -443,10 +437,8 @@ class Ledger:
             self._log = None
 
     def replay(self, log: StepLog, marks: Collection[int] = ()) -> Replay:
-        """Repeat a step's requests, but for what was not released; record what is in use before the events `marks`.
-
-        See Note [Replaying a step].
-        """
+        """Repeat a step's requests, but for what was not released; record what is in use before the events `marks`."""
+        # See Note [Replaying a step].
         allocator = self._find(log.device).allocator
         released = {id(allocation) for allocation, size in log.events if size is None}
         peak = start = allocator.allocated
@@ -505,8 +497,6 @@ class StepLog:
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of replaying a step."""
-
     peak_bytes: int
     above_start: dict[int, int]  # by mark: what was in use above the start
 

@@ -4,13 +4,12 @@ Note [Following storages]
 Memory belongs to storages, not tensors: views share one, `.data =` exchanges it. The tracker is a dispatch mode: it
 sees the operands and the result of every operation and holds a weak reference to each storage, whose Python object
 lives exactly as long as the memory. An operand that was not seen before is memory from before the block, and is
-counted from then on. What a kernel allocates and frees internally is not seen. `UntypedStorage.resize_`, the one way to
-change memory without an operation, is patched while a tracker is active.
+counted from then on. `UntypedStorage.resize_`, the one way to change memory without an operation, is patched.
 
 Note [Module names in backward]
 Autograd numbers its nodes in the order of forward, so the number of the node that runs in backward tells which module
 was running in forward. Each thread has its own numbers: what the device's thread creates during backward (a reentrant
-recomputation) can't be ordered with the rest and gets no name.
+recomputation) gets no name.
 """
 
 from __future__ import annotations
@@ -83,10 +82,6 @@ class RunningModules:
         self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.stack: list[tuple[nn.Module, str]] = []
         self._spans = ForwardSpans()
-
-    def __bool__(self) -> bool:
-        """Return whether any module is running."""
-        return bool(self.stack)
 
     def add_root(self, root: nn.Module) -> None:
         """Read the names of a model's modules."""
@@ -359,11 +354,11 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
         if self._in_backward:
             self._in_backward = False
             # A backward inside a module's forward is part of it (a gradient penalty).
-            self._enter_phase(Phase.FORWARD if self._running else Phase.SETUP)
+            self._enter_phase(Phase.FORWARD if self._running.stack else Phase.SETUP)
             self._claim_all()  # the gradients exist now, and zero_grad() may come next
 
     def _before_module(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if not self._running and not in_backward():
+        if not self._running.stack and not in_backward():
             self._end_backward()
             self._running.add_root(module)
             self._claim_module(module)
@@ -373,7 +368,7 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
 
     def _after_module(self, module: nn.Module, inputs: Any, *rest: Any) -> None:
         # A global pre-hook gets no keyword arguments; after an error, neither does this hook.
-        if self._running.leave(module) and not self._running and len(rest) == 2:
+        if self._running.leave(module) and not self._running.stack and len(rest) == 2:
             self._claim_inputs(rest[0])
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -402,14 +397,11 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 class ResidentPages:
-    """Bytes of memory-mapped tensors that are in memory until `release` is called.
-
-    All active trackers count them; if they are `simulated`, only that of the simulation.
-    """
+    """Bytes of memory-mapped tensors that are in memory until `release` is called."""
 
     def __init__(self, nbytes: int, *, simulated: bool = False) -> None:
         active = [mode for mode in current_dispatch_modes() if isinstance(mode, MemoryTracker)]
-        counting = active[-1:] if simulated else active
+        counting = active[-1:] if simulated else active  # simulated ones in the simulation only
         self._releases: list[Callable[[], None]] = [
             tracker.hold(nbytes, torch.device("cpu"), "pages of mapped tensors") for tracker in counting
         ]

@@ -1,31 +1,27 @@
 """Counts of what a plan does while a model trains: bytes moved, layers recomputed, passes, time, and the peak.
 
-The executor owns one `Meter` and hands it to techniques.
-
 Note [Counting never waits]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Backward runs in threads of its own, copies in others, metrics are read from one more, and the garbage collector may
-run a finalizer that counts in any of them, also while that thread holds a lock. So whoever counts only appends to a
-deque, which is atomic; events are added up by whoever reads, or in passing when many have gathered.
+Several threads count, metrics are read from one more, and a finalizer may count in any of them, also while that thread
+holds a lock. So whoever counts only appends to a deque, which is atomic; events are added up by whoever reads, or in
+passing when many have gathered.
 
 Note [Peaks without a reset]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 torch and the kernel keep one peak each for the whole process, and a user may be watching it too. So it is never reset
-here, but read when the plan is attached and again when someone asks:
-
-- it has grown: the peak was reached since the plan was attached;
-- it is lower: someone has reset it, and the peak was reached since then;
-- it is the same: there was a higher one before, and the plan's own peak is not known.
+here, but read when the plan is attached and again when someone asks. If it has grown, the peak was reached since the
+plan was attached; if it is lower, since someone has reset it; if it is the same, the plan's own peak is not known.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -33,27 +29,18 @@ import torch
 from memscale.errors import ProfileError
 from memscale.memory.process import peak_rss_bytes, rss_bytes
 
-__all__ = ["Below", "Clock", "Cost", "Meter", "ObservedPeak", "What"]
+What = Literal["parameters", "gradients", "activations", "optimizer state"]  # what is moved
 
-What = Literal["parameters", "gradients", "activations", "optimizer state"]
-"""What is moved."""
+Below = Literal["host", "disk"]  # the tier that it is kept on
 
-Below = Literal["host", "disk"]
-"""The tier that it is kept on."""
-
-Cost = Literal["recomputing", "offloading", "optimizer state", "8-bit optimizer"]
-"""What time is lost to."""
+Cost = Literal["recomputing", "offloading", "optimizer state", "8-bit optimizer"]  # what time is lost to
 
 MAX_EVENTS = 512  # events that may gather before whoever counts adds them up in passing
 MAX_BACKWARD_PASSES = 64  # that may be under way at once
 
 
 class Clock:
-    """Reads the time of a device; on the CPU and on a virtual device all work is the host's.
-
-    Work on a CUDA stream is timed by pairs of events, which no training step waits for. Of other devices the time is
-    not known.
-    """
+    """Reads the time of a device: of CUDA by events that no step waits for, of others than the CPU not at all."""
 
     def __init__(self, device: torch.device | None = None, *, simulated: bool = False) -> None:
         on_host = simulated or device is None or device.type in ("cpu", "vgpu")
@@ -131,6 +118,15 @@ def _read(figure: Callable[[], int]) -> int | None:
         return None
 
 
+@dataclass
+class Totals:
+    forward_passes: int = 0  # in training that were begun
+    backward_passes: int = 0  # that came to the model
+    moved: dict[tuple[What, Below], tuple[int, int]] = field(default_factory=dict)  # bytes from and to tiers
+    recomputed: dict[str, tuple[int, int]] = field(default_factory=dict)  # by layer: times, and FLOPs
+    seconds_lost: dict[str, float | None] = field(default_factory=dict)  # None where it cannot be measured
+
+
 class Meter:
     """Counts of one executor, over all of its plans."""
 
@@ -144,16 +140,11 @@ class Meter:
         self._simulated = False
         self._watch: PeakWatch | None = None
         self._last_peak: ObservedPeak = NOT_WATCHED
-        self._moved: dict[tuple[What, Below], tuple[int, int]] = {}
-        self._recomputed: dict[str, tuple[int, int]] = {}
-        self._seconds: dict[str, float | None] = {}
-        self._forward_passes = 0
-        self._backward_passes = 0
+        self._totals = Totals()
         self._recent_passes: deque[int] = deque(maxlen=MAX_BACKWARD_PASSES)
         self.plans = 0
         self.planning_seconds = 0.0
-        self.dumps: list[str] = []
-        """Files that were written when memory ran out."""
+        self.dumps: list[str] = []  # files that were written when memory ran out
 
     def begin(self, device: torch.device, *, simulated: bool = False) -> None:
         """Watch the memory of a device, to which a plan is being attached."""
@@ -184,23 +175,21 @@ class Meter:
             self.planning_seconds += time.perf_counter() - began
 
     def forward_pass(self) -> None:
-        """Count a forward pass in training."""
         self._add("forward")
 
     def backward_pass(self, task: int) -> None:
         """Count a backward pass once, however often it comes by with its graph task id."""
         self._add("backward", task)
 
-    def up(self, what: What, below: Below, nbytes: int) -> None:
+    def count_read(self, what: What, tier: Below, nbytes: int) -> None:
         """Count bytes that were copied to the device (or to host memory) from the tier they are kept on."""
-        self._add("moved", (what, below), nbytes, 0)
+        self._add("moved", (what, tier), nbytes, 0)
 
-    def down(self, what: What, below: Below, nbytes: int) -> None:
+    def count_written(self, what: What, tier: Below, nbytes: int) -> None:
         """Count bytes that were copied to the tier they are kept on."""
-        self._add("moved", (what, below), 0, nbytes)
+        self._add("moved", (what, tier), 0, nbytes)
 
     def recomputed(self, layer: str, flops: int) -> None:
-        """Count a recomputation of a layer."""
         self._add("recomputed", layer, 1, flops)
 
     @contextlib.contextmanager
@@ -233,32 +222,9 @@ class Meter:
 
         return call
 
-    @property
-    def forward_passes(self) -> int:
-        """Return the forward passes in training that were begun."""
+    def totals(self) -> Totals:
         self._add_up(wait=True)
-        return self._forward_passes
-
-    @property
-    def backward_passes(self) -> int:
-        """Return the backward passes that came to the model."""
-        self._add_up(wait=True)
-        return self._backward_passes
-
-    def moved(self) -> dict[tuple[What, Below], tuple[int, int]]:
-        """Return the bytes copied from, and to, each tier."""
-        self._add_up(wait=True)
-        return dict(self._moved)
-
-    def recomputations(self) -> dict[str, tuple[int, int]]:
-        """Return for each layer how often it was recomputed, and the floating-point operations of that."""
-        self._add_up(wait=True)
-        return dict(self._recomputed)
-
-    def seconds_lost(self) -> dict[str, float | None]:
-        """Return the time by what it was lost to; None where it cannot be measured."""
-        self._add_up(wait=True)
-        return dict(self._seconds)
+        return copy.deepcopy(self._totals)
 
     def _add(self, *event: Any) -> None:
         if torch.compiler.is_compiling():
@@ -281,25 +247,26 @@ class Meter:
 
     def _count(self, event: tuple[Any, ...], wait: bool) -> bool:
         """Add an event to the sums; return False if it has a time that the device has not reached."""
+        totals = self._totals
         match event:
             case ("forward",):
-                self._forward_passes += 1
+                totals.forward_passes += 1
             case ("backward", task):
                 if task not in self._recent_passes:
                     self._recent_passes.append(task)
-                    self._backward_passes += 1
+                    totals.backward_passes += 1
             case ("moved", key, up, down) if up or down:
-                before = self._moved.get(key, (0, 0))
-                self._moved[key] = (before[0] + up, before[1] + down)
+                before = totals.moved.get(key, (0, 0))
+                totals.moved[key] = (before[0] + up, before[1] + down)
             case ("recomputed", layer, times, flops):
-                so_far = self._recomputed.get(layer, (0, 0))
-                self._recomputed[layer] = (so_far[0] + times, so_far[1] + flops)
+                so_far = totals.recomputed.get(layer, (0, 0))
+                totals.recomputed[layer] = (so_far[0] + times, so_far[1] + flops)
             case ("lost", clock, start, end, cost, outer):
                 if not wait and not clock.is_known(end):
                     return False
                 seconds = clock.elapsed(start, end)
                 for name, sign in ((cost, 1), (outer, -1)):
                     if name is not None:
-                        sum_before = self._seconds.get(name) or 0.0
-                        self._seconds[name] = None if seconds is None else sum_before + sign * seconds
+                        sum_before = totals.seconds_lost.get(name) or 0.0
+                        totals.seconds_lost[name] = None if seconds is None else sum_before + sign * seconds
         return True

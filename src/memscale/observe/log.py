@@ -13,8 +13,6 @@ from memscale.execution_plan import Plan
 from memscale.hardware import Hardware
 from memscale.units import format_bytes
 
-__all__ = ["log_plan", "logger", "open_log"]
-
 logger = logging.getLogger("memscale")
 
 
@@ -54,9 +52,7 @@ def _warn_once(path: str, error: OSError) -> None:
 def open_log(config: Config, *, strict: bool = False) -> Iterator[logging.Logger]:
     """Yield the logger, or a silent one if the Config says so; handlers are added for the block only.
 
-    Args:
-        config: Says whether to log, and to which file.
-        strict: Raise a ConfigError if that file can't be opened; otherwise warn once, as a step must not fail for it.
+    A log file that can't be opened is a ConfigError if `strict`, and else warned of once: a step must not fail for it.
     """
     if not config.enable_logging:
         yield _silent
@@ -94,10 +90,8 @@ _silent = logging.Logger("memscale.silent", logging.CRITICAL + 1)  # no message 
 
 
 def log_plan(log: logging.Logger, plan: Plan | None, hardware: Hardware, occasion: str = "planned") -> None:
-    """Log the hardware, the predicted peak before and after, the step-time ratio, and the plan as a table.
-
-    Without a plan, log that it is made from the first training batch.
-    """
+    """Log the hardware, the predicted peak before and after, the step-time ratio, and the plan as a table."""
+    # Without a plan, log that it is made from the first training batch.
     if not log.isEnabledFor(logging.INFO):
         return
     log.info("hardware: %s", hardware.summary())

@@ -17,8 +17,6 @@ from memscale.units import format_bytes
 if TYPE_CHECKING:
     from memscale._util.terminal import Terminal
 
-__all__ = ["Lost", "Moved", "Recomputed", "Report"]
-
 
 @dataclass(frozen=True)
 class Moved:
@@ -33,11 +31,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """A layer that was recomputed in backward.
-
-    Its FLOPs are counted recomputations times the profiled FLOPs of one: an upper bound, as a recomputation ends when
-    backward has what it needs.
-    """
+    """A layer that was recomputed in backward; its FLOPs are an upper bound, as a recomputation may end early."""
 
     layer: str
     times: int
@@ -56,25 +50,6 @@ class Lost:
 class Report:
     """What an executor's plans have done so far, all of them together; the prediction is the present plan's.
 
-    Attributes:
-        model: the model's class.
-        device: where it trains.
-        forward_passes: forward passes in training that were begun; None if they are not counted.
-        backward_passes: backward passes that reached the model; None if they are not counted.
-        predicted_peak_bytes: peak of a step by the plan.
-        allowance_bytes: what a step may need beyond that.
-        prediction_source: "simulated", "measured" or "estimated".
-        observed_peak_bytes: measured; None if it is not known.
-        observed_peak_kind: of which memory. What the process had when the plan was attached, such as the
-            model's parameters on a CPU, is not in the process's figure, and is in the prediction.
-        observed_since: since when; or why it is not known.
-        moved: bytes read from and written to each tier.
-        recomputed: recomputations, by layer.
-        lost: time, by what it was lost to.
-        disk_bytes: what is on disk now.
-        plans: how many were made: by wrap, for larger batches, and after memory ran out.
-        planning_seconds: the time that took (measured).
-
     Example:
         >>> Report.of(Plan(()), Meter(), model="Net", device="cpu").recomputations
         0
@@ -82,20 +57,21 @@ class Report:
 
     model: str
     device: str
-    forward_passes: int | None
-    backward_passes: int | None
-    predicted_peak_bytes: int
-    allowance_bytes: int
+    forward_passes: int | None  # in training that were begun; None if they are not counted
+    backward_passes: int | None  # that reached the model; None if they are not counted
+    predicted_peak_bytes: int  # of a step by the plan
+    allowance_bytes: int  # what a step may need beyond that
     prediction_source: PredictionSource
-    observed_peak_bytes: int | None
+    observed_peak_bytes: int | None  # measured; None if it is not known
+    # Of which memory. What the process had at attach, such as the parameters on a CPU, is in the prediction alone.
     observed_peak_kind: str
-    observed_since: str
+    observed_since: str  # since when; or why it is not known
     moved: tuple[Moved, ...] = ()
     recomputed: tuple[Recomputed, ...] = ()
     lost: tuple[Lost, ...] = ()
-    disk_bytes: int = 0
-    plans: int = 0
-    planning_seconds: float = 0.0
+    disk_bytes: int = 0  # what is on disk now
+    plans: int = 0  # how many were made: by wrap, for larger batches, and after memory ran out
+    planning_seconds: float = 0.0  # the time that took (measured)
 
     @classmethod
     def of(
@@ -110,13 +86,13 @@ class Report:
         disk_bytes: int = 0,
     ) -> Report:
         """Return the counts so far beside what the plan predicts."""
-        peak = meter.peak()
+        peak, totals = meter.peak(), meter.totals()
         order = {layer.name: place for place, layer in enumerate(plan.layers)}
         return cls(
             model=model,
             device=device,
-            forward_passes=meter.forward_passes if counts_forward else None,
-            backward_passes=meter.backward_passes if counts_backward else None,
+            forward_passes=totals.forward_passes if counts_forward else None,
+            backward_passes=totals.backward_passes if counts_backward else None,
             predicted_peak_bytes=plan.predicted_peak_bytes,
             allowance_bytes=plan.allowance_bytes,
             prediction_source=plan.prediction_source,
@@ -125,15 +101,15 @@ class Report:
             observed_since=peak.since,
             moved=tuple(
                 Moved(what, tier, what if what == "optimizer state" else "offloading", read, written)
-                for (what, tier), (read, written) in sorted(meter.moved().items())
+                for (what, tier), (read, written) in sorted(totals.moved.items())
             ),
             recomputed=tuple(
                 Recomputed(layer, times, flops)
                 for layer, (times, flops) in sorted(
-                    meter.recomputations().items(), key=lambda each: (order.get(each[0], len(order)), each[0])
+                    totals.recomputed.items(), key=lambda each: (order.get(each[0], len(order)), each[0])
                 )
             ),
-            lost=tuple(Lost(to, seconds) for to, seconds in sorted(meter.seconds_lost().items())),
+            lost=tuple(Lost(to, seconds) for to, seconds in sorted(totals.seconds_lost.items())),
             disk_bytes=disk_bytes,
             plans=meter.plans,
             planning_seconds=meter.planning_seconds,
@@ -183,7 +159,6 @@ class Report:
         return {name: value for name, value in values.items() if value is not None}
 
     def to_json(self) -> str:
-        """Return the report as JSON text."""
         return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
 
     def explain(self, *, terminal: Terminal | None = None) -> str:

@@ -268,7 +268,7 @@ class OffloadedStorage:
         self._loaded: torch.Tensor | None = None  # while other views of this backward pass may ask for it
         self._task = OUTSIDE_BACKWARD
         self._waiting: set[int] = set()
-        activations.meter.down("activations", activations.tier, run.nbytes)
+        activations.meter.count_written("activations", activations.tier, run.nbytes)
         work = functools.partial(activations.write, memory, run)
         self._storing = activations.engine.run(work, self._lane, run.device, outward=True)
         if not activations.engine.is_async:
@@ -320,7 +320,7 @@ class OffloadedStorage:
         if source is not None:
             return source  # still there: nothing has to be copied
         fetching, self.prefetched = self.prefetched, None
-        self.activations.meter.up("activations", self.activations.tier, self._memory.nbytes)
+        self.activations.meter.count_read("activations", self.activations.tier, self._memory.nbytes)
         if fetching is None:  # who would wait for a worker can as well do it
             fetching = self._start_fetch(Lane.CALLER if self._lane is Lane.WORKER else self._lane)
         return fetching.wait()

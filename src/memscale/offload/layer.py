@@ -211,7 +211,7 @@ class OffloadedLayer(ForwardStage):
         # See Note [Masters must not change].
         waits = self.device.type == "cuda" and (self.prefetcher is None or not self.prefetcher.in_pass)
         copy = values.to(self.device, dtype, non_blocking=not waits)
-        self.meter.up("parameters", "host", copy.nbytes)
+        self.meter.count_read("parameters", "host", copy.nbytes)
         return copy
 
     def refetch(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
@@ -302,7 +302,7 @@ class GradientTransfer:
         with self._meter.timing("offloading"):
             if gradient.layout is torch.sparse_coo:  # of an embedding with `sparse=True`
                 indices, values = gradient._indices(), gradient._values()
-                self._meter.down("gradients", "host", indices.nbytes + values.nbytes)
+                self._meter.count_written("gradients", "host", indices.nbytes + values.nbytes)
                 return torch.sparse_coo_tensor(
                     indices.to(self.host),
                     values.to(self.host),
@@ -310,7 +310,7 @@ class GradientTransfer:
                     check_invariants=False,
                     is_coalesced=gradient.is_coalesced(),
                 )
-            self._meter.down("gradients", "host", gradient.nbytes)
+            self._meter.count_written("gradients", "host", gradient.nbytes)
             pinned = self._engine.pinned.empty_like(gradient, gradient.device)
             target = torch.empty_like(gradient, device=self.host) if pinned is None else pinned
             beside = pinned is not None and self._engine.is_async

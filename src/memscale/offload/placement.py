@@ -131,7 +131,7 @@ class PlacedParameter:
             self._map_gradient()
             self.release_pages()
         if self.parameter.grad is not None and self.store.holds(self.parameter.grad):
-            self.meter.down("gradients", "disk", self.parameter.grad.nbytes)
+            self.meter.count_written("gradients", "disk", self.parameter.grad.nbytes)
 
     def _map_gradient(self) -> None:
         gradient = self.parameter.grad
@@ -382,7 +382,7 @@ class ModelPlacement:
                     at_end_of_backward(self.release_pages_of_backward)
                 self.release_pages_of_backward()
                 self._used_in_backward += mapped
-        self._meter.up("parameters", "disk", sum(each.parameter.nbytes for each in mapped))
+        self._meter.count_read("parameters", "disk", sum(each.parameter.nbytes for each in mapped))
         for each in mapped:
             each.begin_use()
         return mapped

@@ -208,8 +208,8 @@ class _Held:
     """One model's share in the fixed threshold, until it is undone or dropped."""
 
     def __init__(self) -> None:
-        _counting.leave(1)
-        self.undo = weakref.finalize(self, _counting.leave, -1)
+        _counting.submit(1)
+        self.undo = weakref.finalize(self, _counting.submit, -1)
         self.undo.atexit = False
 
 

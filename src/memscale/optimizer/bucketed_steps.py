@@ -412,10 +412,10 @@ class BucketedSteps(StepSubscriber):
     def _count_step(self, parameter: Tensor) -> None:
         """Count the step of a parameter on disk: it was read and written, and its gradient read."""
         if parameter.grad is not None and self._disk.holds(parameter):
-            self._meter.up("parameters", "disk", parameter.nbytes)
-            self._meter.down("parameters", "disk", parameter.nbytes)
+            self._meter.count_read("parameters", "disk", parameter.nbytes)
+            self._meter.count_written("parameters", "disk", parameter.nbytes)
             if self._disk.holds(parameter.grad):
-                self._meter.up("gradients", "disk", parameter.grad.nbytes)
+                self._meter.count_read("gradients", "disk", parameter.grad.nbytes)
 
     def _release_pages(self, parameter: Tensor) -> None:
         for tensor in (parameter, parameter.grad):

@@ -232,7 +232,7 @@ class StateMover:
         for path, holder, tensor in tensors_in(state):
             if self.is_stored(tensor):
                 each.origins[path] = tensor
-                self._count(tensor, self._meter.up)
+                self._count(tensor, self._meter.count_read)
                 transfer = self._loading.pop(id(tensor), None)
                 holder[path[-1]] = transfer.wait() if transfer else self.store.load(tensor, each.parameter)
 
@@ -255,7 +255,7 @@ class StateMover:
                 continue
             holder[path[-1]] = stored
             if self.is_stored(stored):
-                self._count(stored, self._meter.down)
+                self._count(stored, self._meter.count_written)
                 self.store.release_pages(stored)
 
     def _write(self, stored: Tensor, values: Tensor) -> None:

@@ -416,7 +416,7 @@ class CostModel:
         elif parts[0].reruns:  # from its input, which the block before may not hold
             held = self._passed_input(start)
         for index, part in enumerate(parts):
-            working = self._working(part.block) if part.offloaded and not self._profile.at_home else 0
+            working = self._working(part.block) if part.offloaded and not self._profile.offloaded else 0
             # The first block's own input is in its peak, or in what the block before it holds.
             forward = max(forward, (held if index else 0) + part.block.forward_peak_bytes + working)
             held += part.held
@@ -465,7 +465,7 @@ class CostModel:
         activations, offloaded = options[0], options[1] is not None
         # A resident layer's 16-bit copy, there until backward; a profile with all parameters offloaded has not seen it.
         # Embeddings are read as they are.
-        has_copy = self._profile.at_home and self.terms.working_share < 1 and block.role == "repeated"
+        has_copy = self._profile.offloaded and self.terms.working_share < 1 and block.role == "repeated"
         reruns = activations is not None and activations.reruns_forward
         held = block.saved_bytes if activations is None else activations.held_bytes
         if has_copy and not offloaded and not reruns:
@@ -503,17 +503,17 @@ class CostModel:
 
     def _backward(self, start: int, parts: Sequence[_Part], held: int) -> int:
         """Return the peak in the backward of a block or segment, above what is live before its forward."""
-        at_home = self._profile.at_home
+        is_offloaded = self._profile.offloaded
         # A segment is recomputed as a whole: what its blocks save, the tensors between them, their working copies.
         returned = sum(part.returned for part in parts)
         # Where the profile has working copies, they are in the peaks of blocks; recomputing has them all at once.
-        working = sum(part.working for part in parts if part.reruns or not at_home)
+        working = sum(part.working for part in parts if part.reruns or not is_offloaded)
         peak, last = 0, parts[-1]
         if last.reruns:
             # In 16 bits running forward again may need more than backward: copies that are not saved. In that peak is
             # a working copy, where the profile has it, and the input, unless the block before holds it.
             own = self._passed_input(start) if len(parts) == 1 else 0
-            own += min(working, self._working(last.block)) if at_home else 0
+            own += min(working, self._working(last.block)) if is_offloaded else 0
             peak = held + returned - last.returned + last.block.forward_peak_bytes - own + working
         for part in reversed(parts):
             peak = max(peak, held + returned + part.block.backward_peak_bytes + working)

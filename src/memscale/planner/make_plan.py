@@ -284,7 +284,7 @@ def profile_settings(
                 sample,
                 place,
                 prepare=functools.partial(_attach, alone, quiet),
-                at_home=offload_to is not None,
+                offloaded=offload_to is not None,
                 resident=resident,
             )
             needs = with_optimizer(needs, model, optimizer, place)

@@ -20,7 +20,6 @@ has a precision of its own, and MemScale's has no effect in that call.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +28,7 @@ from torch import nn
 from memscale._util.trees import Tree
 from memscale.precision.loss_scaling import LossScale, LossScaling
 from memscale.techniques.base import ModelSite
-from memscale.techniques.forward import ForwardStage, Stage
+from memscale.techniques.forward import Args, Forward, ForwardStage, Kwargs, Stage
 
 if TYPE_CHECKING:
     from memscale.techniques.undo_log import UndoLog
@@ -85,9 +84,7 @@ class AutocastStage(ForwardStage):
         self._device_type = device_type
         self._scaling = scaling
 
-    def run(
-        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run(self, module: nn.Module, call_next: Forward, args: Args, kwargs: Kwargs) -> Any:
         has_its_own = torch.is_autocast_enabled(self._device_type)
         if self._scaling is not None and torch.is_grad_enabled():
             self._scaling.is_wanted = not has_its_own

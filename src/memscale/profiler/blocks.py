@@ -4,13 +4,11 @@ A block is what a technique is attached to: one module that is called as a whole
 `nn.Sequential`. No class of any model library is known here; only the nesting of modules counts.
 
 Note [Which level is the block]
-    Runs of like modules nest: experts in a layer, layers in a stage, stages in a network. A block should be
-    the level at which the model repeats itself.
+    Runs of like modules nest: experts in a layer, layers in a stage, stages in a network.
     - Members that are alike are blocks, whatever repeats inside them (Mixtral: the layer, not the expert).
-    - Members that differ and hold stacks of their own are stages; their inner layers are the blocks
-      (ResNet, U-Net).
-    - The inside of a layer may look like a run (two convolutions, three linears). A stack is two members with
-      two or more weight matrices each, or four members of any kind.
+    - Members that differ and hold stacks of their own are stages; their inner layers are the blocks (ResNet, U-Net).
+    - The inside of a layer may look like a run (two convolutions, three linears). A stack is two members with two or
+      more weight matrices each, or four members of any kind.
     - A module without a forward (ModuleList) is never called, so it is never a block; its children may be.
     - A scripted module (torch.jit) takes neither hooks nor another forward, so it is never a block.
 """
@@ -50,9 +48,7 @@ class Block:
     container: str  # path of the list that holds it, or of the parent module
     members: tuple[str, ...]  # dotted paths of its modules, in call order: one, or several for a slice
     role: Role
-    signature: (
-        str  # equal for blocks equal in classes, shapes, dtypes, training and settings; in every process
-    )
+    signature: str  # equal for blocks equal in classes, shapes, dtypes, training and settings
     parameter_names: tuple[str, ...]  # of the model; a tied parameter belongs to the first block that has it
 
 
@@ -135,9 +131,6 @@ def find_head(model: nn.Module) -> tuple[str, nn.Linear | None, str]:
     if forward is not None and forward is not vars(head).get(_OVERRIDE):
         return name, None, f"{name} has a forward of its own ({type(forward).__name__}), put there by others"
     return name, head, ""
-
-
-# The search --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -328,9 +321,6 @@ def _breaks_pattern(found: list[_Found]) -> bool:
     return found[-1].sliced and len(kinds) == 2 and kinds[0] != kinds[1]
 
 
-# What is known about modules ---------------------------------------------------------------------
-
-
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
@@ -428,9 +418,6 @@ def _are_alike(modules: list[nn.Module]) -> bool:
     return 2 * len(counts) <= len(modules) or 2 * max(counts.values()) > len(modules)
 
 
-# Signatures --------------------------------------------------------------------------------------
-
-
 def _hash(lines: Iterable[str]) -> str:
     # Not hash(): that differs from process to process.
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
@@ -440,7 +427,12 @@ def _digest(module: nn.Module, *, settings: bool) -> str:
     """Digest the structure of a module, with or without its plain attributes."""
     lines = [_class_name(module)]
     if settings:
-        plain = {name: value for name, value in vars(module).items() if not _is_hidden(name, value)}
+        plain = {
+            name: value
+            for name, value in vars(module).items()
+            if not name.startswith("_") and name not in ("training", "forward")
+            if not (type(value) is int and name.endswith(_PLACE_NAMES))
+        }
         lines += [f"{name} = {_setting(value)}" for name, value in sorted(plain.items())]
     for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
         lines += [f"{kind} {name}: {_tensor(t)}" for name, t in tensors.items() if t is not None]
@@ -454,11 +446,6 @@ def _digest(module: nn.Module, *, settings: bool) -> str:
 def _tensor(tensor: torch.Tensor) -> str:
     shape = "lazy" if is_lazy(tensor) else tuple(tensor.shape)
     return f"{shape} {tensor.dtype} {tensor.requires_grad}"
-
-
-def _is_hidden(name: str, value: object) -> bool:
-    is_place = type(value) is int and name.endswith(_PLACE_NAMES)
-    return name.startswith("_") or name in ("training", "forward") or is_place
 
 
 def _setting(value: object, depth: int = 3) -> str:

@@ -38,9 +38,7 @@ class BlockProfile:
     gradient_bytes: int  # that its backward creates; of a tied parameter in the block that is called last
     optimizer_bytes: int  # the optimizer state of its parameters; AdamW's if the optimizer is not known
     used_bytes: int  # all parameters that it computes with, including those of another block (ties)
-    saved_bytes: (
-        int  # what its forward saves for backward, all calls together, without its inputs and outputs
-    )
+    saved_bytes: int  # what its forward saves for backward, in all calls, without its inputs and outputs
     boundary_bytes: int  # its inputs that nothing else holds: the output of the block before it
     output_bytes: int  # its outputs that are saved for backward
     forward_peak_bytes: int  # the most in use in its forward, above the held bytes: Note [Held bytes]
@@ -51,9 +49,7 @@ class BlockProfile:
     backward_traffic: int
     has_own_checkpointing: bool  # the model itself recomputes this block
     ops: tuple[OpProfile, ...]  # the operations whose results may be kept if the block is recomputed
-    dropped_bytes: int = (
-        0  # what its forward allocates that lives until the model returns, and no longer (a cache)
-    )
+    dropped_bytes: int = 0  # what its forward allocates that lives until the model returns (a cache)
     # Its forward writes into its inputs (an in-place activation first), so that it can't be run again from them.
     changes_input: bool = False
     passed_bytes: int = 0  # its outputs that are not saved for backward
@@ -95,7 +91,7 @@ class ModelProfile:
     other_traffic: int  # bytes read and written outside of the blocks
     peak_bytes: int  # the recorded peak of the step; 0 if the model was shortened
     blocks_left_out: int = 0  # how many blocks did not run, and have the figures of an equal one
-    at_home: bool = False  # parameters were offloaded: peaks of blocks include their working copies
+    offloaded: bool = False  # parameters were offloaded: peaks of blocks include their working copies
     unseen: tuple[Unseen, ...] = ()  # what a step may need beyond that
     # Bytes of temporaries of the optimizer's step, for each byte of all parameters stepped at once, and for each byte
     # of the largest; None for AdamW's.
@@ -108,7 +104,6 @@ class ModelProfile:
         return not self.blocks or any(block.calls for block in self.blocks)
 
     def block(self, name: str) -> BlockProfile:
-        """Return a block by name."""
         return next(block for block in self.blocks if block.name == name)
 
 
@@ -138,24 +133,15 @@ def build_profile(
     blocks: Sequence[Block],
     step: StepRecord,
     *,
-    stand_ins: Mapping[str, str],
+    stand_ins: Mapping[str, str],  # the blocks that did not run, each with the block whose figures it gets
     source: ProfileSource,
     reason: str,
     batch: str,
-    exact_bytes: bool,
-    at_home: bool = False,
+    exact_bytes: bool,  # the device counts tensors at their own size, not in the allocator's blocks
+    offloaded: bool = False,  # parameters and gradients were offloaded
+    # Names of the parameters that cannot be offloaded, by block; by default those read outside of their blocks.
     resident: Mapping[str, tuple[str, ...]] | None = None,
 ) -> ModelProfile:
-    """Build a profile from the record of a step.
-
-    Args:
-        stand_ins: The blocks that did not run, each with the block whose figures it gets.
-        exact_bytes: Whether the device counts tensors at their own size, not in the allocator's blocks.
-        at_home: Whether parameters and gradients were offloaded.
-        resident: Names of the parameters that cannot be offloaded, by block; by default those that were read outside of
-            their blocks.
-    """
-
     def size_of(parameters: Iterable[nn.Parameter]) -> int:
         sizes = [parameter.nbytes for parameter in parameters]
         return sum(sizes if exact_bytes else (CachingAllocator().allocate(size).size for size in sizes))
@@ -198,7 +184,7 @@ def build_profile(
         seen |= created.keys()
         gradients[block.name] = size_of(created.values())
 
-    peaks, other_saved, loss_peak = _peaks(step, {} if at_home else gradients)
+    peaks, other_saved, loss_peak = _peaks(step, {} if offloaded else gradients)
     checkpointed = [
         name
         for name, module in model.named_modules()
@@ -251,7 +237,9 @@ def build_profile(
     # did not run may exist in another: it is counted, on the safe side.
     absent = {name for block in blocks if block.name in stand_ins for name in block.parameter_names}
     present = size_of(
-        each for name, each in parameters.items() if (id(each) in staying if at_home else name not in absent)
+        each
+        for name, each in parameters.items()
+        if (id(each) in staying if offloaded else name not in absent)
     )
     trained = [each for each in parameters.values() if each.requires_grad]
     return ModelProfile(
@@ -272,17 +260,14 @@ def build_profile(
         other_half_flops=step.other.half_flops,
         peak_bytes=0 if stand_ins else step.peak,
         blocks_left_out=len(stand_ins),
-        at_home=at_home,
+        offloaded=offloaded,
         unseen=_unseen(model, step, on_cpu=exact_bytes),
     )
 
 
 def _peaks(step: StepRecord, gradients: Mapping[str, int]) -> tuple[dict[str, tuple[int, int]], int, int]:
-    """Subtract the held bytes from the peaks of the blocks that ran. See Note [Held bytes].
-
-    Returns:
-        Forward and backward peak of each block, what is saved outside of blocks, and the peak of the loss.
-    """
+    """Return the blocks' peaks above the held bytes, what is saved outside of blocks, and the peak of the loss."""
+    # See Note [Held bytes].
     ran = sorted((item for item in step.blocks.items() if item[1].calls), key=lambda item: item[1].order)
     other_saved = step.saved_total - sum(record.saved + record.output for _, record in ran)
     held = step.resident + other_saved

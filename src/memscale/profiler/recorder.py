@@ -36,8 +36,6 @@ class OpProfile:
 
 @dataclass
 class Work:
-    """What a forward or backward did."""
-
     peak: int = 0  # all bytes in use, without workspaces
     flops: int = 0
     half_flops: int = 0  # those in 16 bits
@@ -66,8 +64,6 @@ class BlockRecord:
 
 @dataclass
 class StepRecord:
-    """The record of one step."""
-
     blocks: dict[str, BlockRecord]
     resident: int = 0  # bytes in use when forward began
     workspace: int = 0  # bytes that libraries allocated during the step, and keep
@@ -252,10 +248,8 @@ class Recorder(LightDispatchMode):
         return result
 
     def _record_reads(self, args: tuple[Any, ...], kwargs: dict[str, Any], backward: bool) -> None:
-        """Record the parameters that an operation reads while no block that has them is running.
-
-        With gradients off, backward reads what autograd saved; with gradients on, forward code runs again.
-        """
+        """Record the parameters that an operation reads while no block that has them is running."""
+        # With gradients off, backward reads what autograd saved; with gradients on, forward code runs again.
         if backward and not torch.is_grad_enabled():
             return
         for leaf in pytree.tree_leaves((args, kwargs)):
@@ -310,24 +304,16 @@ def backward_targets(output: Any) -> list[torch.Tensor]:
     targets = list(found.values())
     if isinstance(output, (tuple, list)) and targets and targets[0].dim() == 0:
         return targets[:1]  # (loss, logits, ...)
-    return _differentiable(targets) if len(targets) > 1 else targets
-
-
-def _differentiable(targets: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the targets whose backward does not raise because saved tensors were changed in place; all if none.
-
-    A model with such outputs trains if its loss does not use them.
-    """
+    if len(targets) < 2:
+        return targets
+    # Not those whose backward raises because saved tensors were changed in place: the loss will not use them.
     changed = functools.cache(changed_since_saved)  # outputs share most of the graph
     return [each for each in targets if not any(map(changed, graph_nodes([each])))] or targets
 
 
 def loss_of(targets: list[torch.Tensor]) -> torch.Tensor:
-    """Return the model's loss, or a stand-in for an unknown loss outside of the model.
-
-    The stand-in is cross-entropy (tiled, if that is): it saves one tensor of the output's size for backward and creates
-    two more there. `targets` is emptied, as the outputs are released by `loss = criterion(model(x), y)`.
-    """
+    """Return the model's loss, or cross-entropy (tiled, if that is) as a stand-in for one outside of the model."""
+    # `targets` is emptied, as the outputs are released by `loss = criterion(model(x), y)`.
     losses = [target.sum() if target.dim() else target for target in targets if target.numel() == 1]
     losses += [_stand_in(target) for target in targets if target.numel() > 1]
     targets.clear()

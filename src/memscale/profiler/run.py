@@ -50,7 +50,6 @@ class Place:
 
     @classmethod
     def of(cls, device: DeviceSpec) -> Place:
-        """Return the simulated counterpart of a device."""
         if device.kind == "cpu":
             return cls("cpu")
         return cls("vgpu", device.compute_capability or DEFAULT_CAPABILITY)
@@ -61,7 +60,6 @@ class Place:
         return self.kind == "cpu"
 
     def simulate(self) -> AbstractContextManager[Simulation]:
-        """Simulate this device with unlimited memory."""
         gpu = replace(find_gpu("RTX 3090"), memory_bytes=UNLIMITED, compute_capability=self.capability)
         return simulate(gpu, device=self.kind)
 
@@ -97,22 +95,13 @@ def profile_static(
     sample: Sample,
     place: Place,
     *,
-    with_cache: bool = False,
-    prepare: Callable[[nn.Module], object] | None = None,
-    at_home: bool = False,
+    with_cache: bool = False,  # leave the cache for generation on; it is off while a plan is attached
+    prepare: Callable[[nn.Module], object]
+    | None = None,  # called with the shortened fake copy before it runs
+    offloaded: bool = False,  # `prepare` offloads the parameters
     resident: Mapping[str, tuple[str, ...]] | None = None,
 ) -> ModelProfile:
-    """Profile a training step on fake tensors; the model is not changed.
-
-    Args:
-        with_cache: leave the cache for generation on if the model has it on; it is off while a plan is attached.
-        prepare: called with the shortened fake copy before it runs, to attach techniques.
-        at_home: whether `prepare` offloads the parameters to the tier below.
-        resident: names of the parameters that stay on the device, by block; found by the profile if not given.
-
-    Raises:
-        Exception: whatever the model raises on fake tensors.
-    """
+    """Profile a training step on fake tensors; the model is not changed. Raises what it raises on them."""
     blocks = find_blocks(model)
 
     def profile(short: dict[str, str]) -> ModelProfile:
@@ -137,7 +126,7 @@ def profile_static(
             reason=f"{f'{len(kept)} of {len(blocks)} blocks ' if short else ''}run on fake tensors",
             batch=sample.describe(),
             exact_bytes=place.counts_exactly,
-            at_home=at_home,
+            offloaded=offloaded,
             resident=resident,
         )
 

@@ -6,9 +6,8 @@ elements nor, since attention grows with the square of the length, in that numbe
 first. Before each forward in training this is looked up by the shapes of the call.
 
 A batch that is not covered is planned for once, rounded up, so that the next few that grow are covered too: each
-dimension in which it differs from what was planned for is rounded up to the next power of two. Where that does not run
-(a limit on positions) or does not fit, it is rounded up to the next sixteenth of that power, and then not at all. After
-`MOST_PLANS` plans no more are made: the one for the largest batch stays attached.
+dimension in which it differs from what was planned for is rounded up to the next power of two, where that does not run
+or does not fit to the next sixteenth of that power, and then not at all. After `MOST_PLANS` plans no more are made.
 """
 
 from __future__ import annotations
@@ -48,13 +47,10 @@ class Sample:
         return ", ".join(part for part in parts if part)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors of the call."""
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def on(self, device: torch.device) -> Sample:
-        """Return the batch on a device."""
-
         def moved(leaf: object) -> object:
             return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
@@ -168,7 +164,6 @@ STEPS_OF_A_POWER = 16
 
 
 def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the shapes of a call as a key."""
     return (*kwargs, *(getattr(leaf, "shape", None) for leaf in pytree.tree_leaves((args, kwargs))))
 
 
@@ -200,9 +195,7 @@ class PlannedBatches:
     """
 
     def __init__(self) -> None:
-        self.ceiling: int | None = (
-            None  # bytes that plans may need from now on: one of more ran out of memory
-        )
+        self.ceiling: int | None = None  # bytes that plans may need: one of more ran out of memory
         self.said_full = False  # the user was told that no more plans are made
         self._planned: list[Shapes] = []
         self._given_up: set[frozenset[tuple[str, int]]] = set()

@@ -4,17 +4,14 @@ A forward pass is repeated with the random state and buffers that it found.
 
 Note [Backward again]
 ~~~~~~~~~~~~~~~~~~~~~
-If memory runs out in a call of `torch.autograd.backward` that reaches calls of a wrapped model,
+If memory runs out in a call of `torch.autograd.backward` that reaches calls of a wrapped model, the gradients of the
+model's outputs are known (Note [Gradients of a model's outputs]), unless the pass failed before it got there. A
+parameter's gradient has been accumulated completely or not at all: autograd adds it in one operation when all of its
+parts have arrived. So nothing has to be undone: the repetition leaves out the parameters that have theirs.
 
-- the gradients of the model's outputs are known (Note [Gradients of a model's outputs]), unless the pass failed before
-  it got there;
-- a parameter's gradient has been accumulated completely or not at all: autograd adds it in one operation when all of
-  its parts have arrived. So nothing has to be undone: the repetition leaves out the parameters that have theirs.
-
-Then what the failed graph has saved is freed. The loop may still hold its loss and logits, with a graph that cannot be
-used any more. The calls are repeated under a heavier plan, and one backward pass brings the missing gradients. A pass
-is not repeated if that could give other numbers, or if something would be lost (`_Pass._objection`); then the error
-says that the next step has the heavier plan.
+Then what the failed graph has saved is freed; the loop may still hold its loss and logits. The calls are repeated
+under a heavier plan, and one backward pass brings the missing gradients. A pass is not repeated if that could give
+other numbers, or if something would be lost (`_Pass._objection`); then the next step has the heavier plan.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -31,24 +28,23 @@ from torch import nn
 from memscale._torch import (
     BACKWARD,
     BackwardOrder,
+    graph_nodes,
     hooks_are_allowed,
     in_backward,
     leaves_of,
     release_saved_tensors,
 )
-from memscale.checkpointing.model_call import GraphHandle, ModelCall, ReachedOutput, reached_outputs
+from memscale.checkpointing.model_call import GraphHandle, ModelCall, reached_outputs
 from memscale.errors import RecomputeError
 from memscale.execution_plan import Plan
 from memscale.executor import Executor, executor_of
 from memscale.recovery.shortage import attempt, explain, free_memory, heavier_plans, log_recovery
 from memscale.recovery.steps import StepRecovery
-from memscale.techniques.forward import ForwardStage, Stage, override_of
+from memscale.techniques.forward import Args, Forward, ForwardStage, Kwargs, Stage, override_of
 from memscale.units import format_bytes
 
 if TYPE_CHECKING:
     from memscale.techniques.undo_log import UndoLog
-
-__all__ = ["StepGuard"]
 
 _BACKWARD = inspect.signature(torch.autograd.backward)
 _FREED = (
@@ -71,14 +67,12 @@ class StepGuard:
         return any(call.awaits_backward for call in list(self.calls.values()))
 
     def begin(self, model: nn.Module, log: UndoLog) -> None:
-        """Guard backward passes and optimizer steps."""
         self._model = weakref.ref(model)
         BACKWARD.subscribe(_guarded_backward, self, BackwardOrder.RECOVERY)
         log.add(self)
         log.add(StepRecovery(model))
 
     def undo(self) -> None:
-        """Guard backward passes no more."""
         BACKWARD.unsubscribe(_guarded_backward, self)
 
     def cover(self, model: nn.Module, log: UndoLog) -> None:
@@ -94,14 +88,8 @@ class StepGuard:
         return executor if executor is not None and executor.attached else None
 
 
-# Forward ---------------------------------------------------------------------------------------------
-
-
 class _RecoverStage(ForwardStage):
-    """Repeats a call of a whole model if it runs out of memory.
-
-    If nothing inside `is_opaque` to a compiler, a compiled model is compiled as ever, and the error in it is raised.
-    """
+    """Repeats a call of a whole model if it runs out of memory; not a compiled one, if nothing inside `is_opaque`."""
 
     order = Stage.RECOVER
 
@@ -109,9 +97,7 @@ class _RecoverStage(ForwardStage):
         self._guard = guard
         self.is_opaque = is_opaque
 
-    def run(
-        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run(self, module: nn.Module, call_next: Forward, args: Args, kwargs: Kwargs) -> Any:
         executor = executor_of(module)
         if executor is None or not hooks_are_allowed() or cast(Any, torch.jit).is_tracing():
             return call_next(*args, **kwargs)
@@ -160,9 +146,6 @@ def _repeat_forward(executor: Executor, call: ModelCall, failure: Exception) -> 
         objection = str(error)
     explain(failure, executor, "forward", call.sample, tried, objection, origin=origin)
     raise failure
-
-
-# Backward --------------------------------------------------------------------------------------------
 
 
 def _guarded_backward(
@@ -271,7 +254,8 @@ class _Pass:
             return "the loss was computed outside of the model from its tiled logits, and cannot be computed again"
         if any(index not in each.call.gradients for each in self._reached for index in each.indices):
             return "it failed before it came to the model, in the loss or in what is around the model"
-        if _are_nested(self._reached):
+        nodes = {each.node for each in self._reached}
+        if any(each in nodes for node in graph_nodes(nodes) for each, _ in node.next_functions):
             return "the loss uses several outputs of the model of which one was computed from another"
         if any(call.conditions.flags.any_was_computed for call in self.calls):
             return "the model was called with computed weights (torch.func.functional_call)"
@@ -317,18 +301,3 @@ class _Pass:
             for key, (gradient, version) in self._before.items()
             if now[key][0] is not gradient or now[key][1] != version
         }
-
-
-def _are_nested(reached: Sequence[ReachedOutput]) -> bool:
-    """Return whether one output is behind another: then its gradient is not from outside alone."""
-    nodes = {each.node for each in reached}
-    pending: list[Any] = list(nodes)
-    seen: set[Any] = set()
-    while pending:
-        for node, _ in pending.pop().next_functions:
-            if node in nodes:
-                return True
-            if node is not None and node not in seen:
-                seen.add(node)
-                pending.append(node)
-    return False

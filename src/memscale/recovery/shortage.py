@@ -2,11 +2,10 @@
 
 Note [What an error holds]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-An error has a traceback, and a traceback has the frames of the calls that failed, with the tensors in them. Clearing
-the frames is not enough: a function that was made inside another shares variables with it in a closure.
-`nn.Module.__call__` is such a pair: as long as the traceback is there, the input of every module that was running is
-too, and with it the graph and all activations of the pass that failed. So the traceback is dropped before a heavier
-plan is tried. Its lines are kept as text, in case the error is raised in the end.
+The traceback of an error holds the frames of the calls that failed, with the tensors in them. Clearing the frames is
+not enough: functions made inside others (as in `nn.Module.__call__`) share variables with them in closures, and with
+the input of every module that was running live the graph and all activations. So the traceback is dropped before a
+heavier plan is tried. Its lines are kept as text, in case the error is raised in the end.
 """
 
 from __future__ import annotations
@@ -40,21 +39,14 @@ from memscale.profiler.recorder import backward_targets, loss_of
 from memscale.units import format_bytes
 from memscale.version import __version__
 
-__all__ = ["attempt", "explain", "free_memory", "heavier_plans", "log_recovery"]
-
 HEAVIER_SHARE = 0.75  # of the predicted peak of the plan that failed
 LARGEST_TENSORS = 5  # that an explanation names
 MAX_DUMPS = 3  # of one model: a loop that goes on after such errors must not fill the disk
 
 
-# Errors ----------------------------------------------------------------------------------------------
-
-
 def attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """Return a function's result, or the error if memory ran out.
-
-    The caller handles the error outside of an `except`: in one, the frames that failed hold their tensors.
-    """
+    """Return a function's result, or the error if memory ran out."""
+    # The caller handles the error outside of an `except`: in one, the frames that failed hold their tensors.
     try:
         return function(), None
     except Exception as error:
@@ -64,11 +56,8 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def free_memory(device: torch.device, error: BaseException) -> str:
-    """Free what a failed call holds: the tensors in its frames, cycles, and the allocator's cache.
-
-    Returns:
-        The traceback of the error as text: it has none any more. See Note [What an error holds].
-    """
+    """Free what a failed call holds, and the allocator's cache; drop the error's traceback, and return it as text."""
+    # See Note [What an error holds].
     # Without the lines of how torch and MemScale call modules.
     module_calls, package = Path(torch.nn.modules.module.__file__), Path(__file__).parents[1]
     raised = error.__traceback__
@@ -94,19 +83,14 @@ def free_memory(device: torch.device, error: BaseException) -> str:
     return "".join(lines).rstrip()
 
 
-# Heavier plans ---------------------------------------------------------------------------------------
-
-
 def heavier_plans(executor: Executor, sample: Sample) -> Iterator[Plan]:
     """Yield plans that need less memory than the attached one: three quarters of it, then the least possible.
 
-    Precision, tiling and the optimizer's bits stay as they are: a repeated step must give the same numbers. If the
-    attached plan is the heaviest already, yield it once more: what was in the way may have been freed.
-
-    While the graph of an earlier call waits for its backward, parameters stay where they are: that graph refers to
-    them, and brings their gradients there.
+    Precision, tiling and the optimizer's bits stay as they are: a repeated step must give the same numbers. While the
+    graph of an earlier call waits for its backward, so do the parameters it refers to. If the attached plan is the
+    heaviest already, yield it once more: what was in the way may have been freed.
     """
-    config = executor.config or Config()
+    config = executor.config
     placement = _placement(executor.plan) if executor.awaits_backward else None
     if placement == {}:
         config = config.replace(enable_offloading=False)
@@ -156,14 +140,11 @@ def _numerics(plan: Plan) -> tuple[object, ...]:
     return plan.precision and plan.precision.dtype, plan.optimizer is not None and plan.optimizer.eight_bit
 
 
-# What is said ----------------------------------------------------------------------------------------
-
-
 def log_recovery(executor: Executor, where: str, error: BaseException) -> None:
     """Log by which plan a step was repeated, whose peak is the limit for the plans of later batches."""
     plan = executor.plan
     executor.batches.ceiling = plan.predicted_peak_bytes or None
-    with open_log(executor.config or Config()) as log:
+    with open_log(executor.config) as log:
         log.warning(
             "out of memory in %s (%s): the step was repeated with a heavier plan, peak %s, step time × %.2f (%s)",
             where,
@@ -177,25 +158,14 @@ def log_recovery(executor: Executor, where: str, error: BaseException) -> None:
 def explain(
     error: BaseException,
     executor: Executor,
-    where: str,
+    where: str,  # the part of the step
     sample: Sample | None,
-    tried: Sequence[Plan],
-    objection: str = "",
-    consequence: str = "",
-    origin: str = "",
+    tried: Sequence[Plan],  # the plans that the step was repeated with
+    objection: str = "",  # why it was not repeated
+    consequence: str = "",  # what was done about it
+    origin: str = "",  # the text of the error's traceback
 ) -> None:
-    """Add to an out-of-memory error, which is raised in the end, what to know of it; write the same to a JSON file.
-
-    Args:
-        error: The error.
-        executor: The executor of the model.
-        where: The part of the step.
-        sample: What the model was called with.
-        tried: The plans that the step was repeated with.
-        objection: Why it was not repeated.
-        consequence: What was done about it.
-        origin: The text of the error's traceback.
-    """
+    """Add to an out-of-memory error, which is raised in the end, what to know of it; write the same to a JSON file."""
     plan = executor.plan
     lines = [
         f"MemScale: out of memory in {where}" + (f"; it was not repeated: {objection}" if objection else ""),
@@ -228,7 +198,7 @@ def explain(
 
 
 def _simulated_peak(executor: Executor, sample: Sample) -> Snapshot | None:
-    config = (executor.config or Config()).replace(enable_logging=False)
+    config = executor.config.replace(enable_logging=False)
     try:
         hardware = detect(executor.device, offload_dir=config.offload_dir)
         with (
@@ -255,7 +225,7 @@ def _dump(
     written = executor.meter.dumps
     if len(written) >= MAX_DUMPS:
         return f"dumps of earlier such errors: {', '.join(written)}"
-    directory = None if executor.config is None else executor.config.offload_dir
+    directory = executor.config.offload_dir
     contents = {
         "schema": 1,
         "what": "out of memory",

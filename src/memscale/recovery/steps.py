@@ -2,20 +2,18 @@
 
 Note [Repeated steps]
 ~~~~~~~~~~~~~~~~~~~~~
-``foreach`` arithmetic allocates temporaries as large as all parameters together, in the middle of a step: when they do
-not fit, moments and parameters have been changed already. A step can therefore be repeated only from copies, which at
-every step would cost more than they are worth. Hence:
+``foreach`` arithmetic allocates temporaries as large as all parameters together, in the middle of a step, when
+parameters have been changed already. A step can be repeated only from copies, which are too expensive at every step:
 
 - Where the device has less free memory than a step may need, the step is run in buckets, each with copies of its
   operands on the host, which are kept until the step is done. A bucket that runs out of memory is restored and halved.
-- Elsewhere a step runs as it is, and version counters tell what it changed. If memory runs out all the same before
-  anything was changed (state is allocated first), the step is run again in buckets.
-- If something was changed, the error says so: there is nothing to restore it from. This is also what happens on a
-  CPU, whose free memory says little; after the first time its steps are run in buckets.
+- Elsewhere a step runs as it is, and version counters tell what it changed. If memory runs out before anything was
+  changed (state is allocated first), the step is run again in buckets.
+- If something was changed, the error says so: there is nothing to restore it from. So it is on a CPU, whose free
+  memory says little; after the first time its steps are run in buckets.
 
-If one parameter alone does not fit, everything is restored and the error is raised. The same holds in a first step
-without room for the state of all parameters: the plan is not changed in the middle of a step. A step that is not one
-of torch.optim's (``optimizer/kinds.py``) is not repeated.
+If one parameter alone does not fit, or in a first step the state of all parameters, everything is restored and the
+error is raised. A step that is not one of torch.optim's (``optimizer/kinds.py``) is not repeated.
 """
 
 from __future__ import annotations
@@ -37,8 +35,6 @@ from memscale.observe.log import open_log
 from memscale.optimizer.interceptor import Member, SplitStep, StepOrder, StepSubscriber, members_of
 from memscale.optimizer.kinds import why_whole
 from memscale.recovery.shortage import attempt, explain, free_memory
-
-__all__ = ["StepRecovery"]
 
 BUCKET_BYTES = 64 * 2**20
 _TEMPORARIES = 2  # bytes of temporaries that a step may need, for each byte of parameters
@@ -239,7 +235,7 @@ def _free_memory(optimizer: Optimizer, failure: Exception) -> str:
 
 
 def _free_bytes(device: torch.device, wanted: int) -> int:
-    """Return the memory a device can still allocate, its allocator's cache included; `wanted` if that is unknown."""
+    """Return what a device can still allocate, with its allocator's cache; `wanted` if that is unknown."""
     module: Any = torch.get_device_module(device)
     if not all(hasattr(module, name) for name in ("mem_get_info", "memory_reserved", "memory_allocated")):
         return wanted

@@ -19,8 +19,6 @@ from memscale.observe.report import Report
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-__all__ = ["Metrics", "log_scalars"]
-
 HOST = "127.0.0.1"
 PREFIX = "memscale/"
 
@@ -28,11 +26,7 @@ logger = logging.getLogger("memscale")
 
 
 class Metrics:
-    """Serve a model's report to Prometheus while its plan is attached: `Config.observability_port`.
-
-    Args:
-        port: The port; 0 for any free one, None for no server.
-    """
+    """Serve a model's report to Prometheus while its plan is attached, on a port; 0 for any free one, None for none."""
 
     def __init__(self, port: int | None) -> None:
         self._port = port

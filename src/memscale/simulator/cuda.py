@@ -6,11 +6,10 @@ operations with shape rules and gradients: calling them on fake tensors shows wh
 Autocast. torch has autocast rules for the devices it ships; for a device registered from Python autocast would silently
 do nothing. The lists of operations are those of CUDA in torch 2.13 (`aten/src/ATen/autocast_mode.h`).
 
-Fused kernels. torch decomposes some operations on a device it has no kernel for, which needs temporaries that CUDA does
-not; a decomposed RMS norm also saves more for backward.
+Fused kernels. torch decomposes some operations on a device it has no kernel for, which needs other memory.
 
-Names. A training script says `model.to("cuda")` and `torch.autocast("cuda")`. On a build of torch without CUDA those
-names mean the virtual device, which also answers `torch.cuda`. Tensors report `vgpu` as their device.
+Names. On a build of torch without CUDA, `model.to("cuda")` and `torch.autocast("cuda")` mean the virtual device, which
+also answers `torch.cuda`. Tensors report `vgpu` as their device.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ outside a `simulate` or `executing` block the device reports that it is not avai
 
 Note [Errors in backward]
 While autograd unwinds from an error it asks the device's guard for its device type. A guard written in Python fails
-when it runs with an error set, in a place where C++ allows no exceptions: the process ends (torch 2.13). So the guard
-stores the error before it answers (`ctypes` raises an error that is set: a detail of CPython), and it is raised again
-where the user called `backward`.
+when it runs with an error set, where C++ allows no exceptions: the process ends (torch 2.13). So the guard stores the
+error before it answers (`ctypes` raises an error that is set), and it is raised again where `backward` was called.
 """
 
 from __future__ import annotations
@@ -166,17 +165,14 @@ def _require_active() -> VirtualDevice:
     return _active
 
 
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    pass
-
-
 class _DeviceModule:
     """The module `torch.vgpu`, with the names of `torch.cuda`."""
 
     _initialized = True
+    _nothing = staticmethod(lambda *args, **kwargs: None)
     Stream = VirtualStream
     Event = VirtualEvent
-    _lazy_init = init = set_device = set_stream = synchronize = ipc_collect = staticmethod(_do_nothing)
+    _lazy_init = init = set_device = set_stream = synchronize = ipc_collect = _nothing
     stream = device = staticmethod(contextlib.nullcontext)
     is_initialized = staticmethod(lambda: True)
     _is_in_bad_fork = staticmethod(lambda: False)
@@ -281,8 +277,8 @@ def register() -> None:
 def virtual_device() -> torch.device:
     """Return the device of simulated tensors: `vgpu`, or `cuda` on a machine that has one.
 
-    Fake CUDA tensors work there as they are, and a device in the PrivateUse1 slot would replace the real one wherever
-    torch asks for "the accelerator". (That case has not been run: the project has no such machine.)
+    Fake CUDA tensors work there, and a device in the PrivateUse1 slot would replace the real one as "the accelerator".
+    (That case has not been run: the project has no such machine.)
     """
     if torch.cuda.is_available() and not is_active():
         return torch.device("cuda", 0)
@@ -291,16 +287,13 @@ def virtual_device() -> torch.device:
 
 
 def is_active() -> bool:
-    """Return whether a virtual device is active."""
     return _active is not None
 
 
 @contextlib.contextmanager
 def activate(device: VirtualDevice) -> Iterator[None]:
-    """Let `device` answer for `vgpu` inside the block.
-
-    One at a time, except for a simulation inside an executing device's block, which predicts what is to run there.
-    """
+    """Let `device` answer for `vgpu` inside the block."""
+    # One at a time, except for a simulation inside an executing device's block, which predicts what is to run there.
     global _active
     before = _active
     if before is not None and not (before.computes and not device.computes):
@@ -314,9 +307,6 @@ def activate(device: VirtualDevice) -> Iterator[None]:
         yield
     finally:
         _active = before
-
-
-# -- patches of torch inside a block
 
 
 @contextlib.contextmanager
@@ -362,9 +352,6 @@ def like_cuda_tensors(kind: type[torch.Tensor]) -> Iterator[None]:
         torch.__future__.set_swap_module_params_on_conversion(swap_before)
         for kinds in foreach_type_lists:
             kinds.remove(kind)
-
-
-# -- its memory
 
 
 def op_name(func: Any) -> str:

@@ -15,13 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memscale._torch import (
-    FakeTensor,
-    FakeTensorMode,
-    attribute,
-    disable_current_modes,
-    tree_leaves,
-)
+from memscale._torch import FakeTensor, FakeTensorMode, attribute, disable_current_modes, tree_leaves
 from memscale.errors import SimulationError
 from memscale.simulator.device import DeviceTracker, op_name
 
@@ -42,10 +36,7 @@ def _group_norm_backward(gradient: Tensor, values: Tensor, *args: Any) -> tuple[
 
 
 def lstm_workspace_bytes(steps: int, samples: int, inputs: int, hidden: int) -> int:
-    """Return the bytes that oneDNN's LSTM layer saves for backward on the CPU: gates, states and their gradients.
-
-    As measured with torch 2.13 in 32 bits; each part is rounded up to whole pages.
-    """
+    """Return the bytes that oneDNN's LSTM layer saves for backward on the CPU in 32 bits (measured, torch 2.13)."""
     states = 2 * (steps + 1) * samples
     parts = [steps * samples * _padded(4 * hidden), steps * samples * _padded(hidden)]
     parts += [states * _padded(max(inputs, hidden))] * 3 + [states * hidden] * 2
@@ -93,7 +84,6 @@ def gru_cell(
 
 
 def gru_cell_backward(gradient: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Tensor | None, ...]:
-    """Compute the backward of `gru_cell` from its workspace."""
     reset, update, new, hidden, new_hidden = workspace.chunk(5, 1)
     update_gate = gradient * (hidden - new) * update * (1 - update)
     new_gate = gradient * (1 - update) * (1 - new * new)
@@ -206,8 +196,8 @@ class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__ini
 def _changes_values_only(name: str, args: tuple[Any, ...]) -> bool:
     """Return whether an operation only writes to tensors in place and is certain to be valid.
 
-    Optimizers consist of such `foreach` operations, and having the fake mode check them takes as long as the rest of
-    a step. Where shapes, dtypes or devices differ, the fake mode decides.
+    Optimizers consist of such `foreach` operations, and having the fake mode check them takes as long as the rest of a
+    step.
     """
     if not name.endswith("_"):
         return False

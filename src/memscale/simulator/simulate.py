@@ -38,10 +38,7 @@ class Simulation(backend.VirtualDevice):
     """A simulated device, and its memory during and after the block."""
 
     def copy_of(self, model: ModuleT, without: Iterable[nn.Module] = ()) -> ModuleT:
-        """Return a copy of a real model on this device, without data; the modules in `without` are left empty.
-
-        Storage shared by several tensors (views, ties by `.data`) stays shared.
-        """
+        """Return a copy of a real model on this device, without data, and empty in the place of `without`."""
         storages: dict[int, Tensor] = {}
         left_out = set(without)
         memo: dict[int, Any] = {id(module): nn.Module() for module in left_out}
@@ -69,7 +66,6 @@ class Simulation(backend.VirtualDevice):
 
 
 def _resolve(on: str | int | GpuSpec) -> tuple[str, int, tuple[int, int]]:
-    """Return name, capacity and compute capability."""
     if isinstance(on, GpuSpec):
         return on.name, on.memory_bytes, on.compute_capability or DEFAULT_CAPABILITY
     if isinstance(on, str) and not (on.strip()[:1].isdigit() and on.strip().lower().endswith("b")):

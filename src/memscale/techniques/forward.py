@@ -47,6 +47,9 @@ _IS_DISPATCH = "_memscale_dispatch"
 logger = logging.getLogger("memscale")
 
 S = TypeVar("S", bound="ForwardStage")
+Forward = Callable[..., Any]
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
 
 
 class Stage(enum.IntEnum):
@@ -69,9 +72,7 @@ class ForwardStage:
     in_evaluation: ClassVar[bool] = False  # whether it runs with gradients off as well
     is_opaque: bool = True  # whether a compiler must not trace through it
 
-    def run(
-        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run(self, module: nn.Module, call_next: Forward, args: Args, kwargs: Kwargs) -> Any:
         """Compute `module`'s forward; `call_next` runs the stages inside of this one."""
         return call_next(*args, **kwargs)
 

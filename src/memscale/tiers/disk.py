@@ -3,17 +3,16 @@
 Note [Mapped tensors]
 ~~~~~~~~~~~~~~~~~~~~~
 A mapped tensor is a CPU tensor with a storage of its own: the optimizer steps on it, `state_dict` saves it, `deepcopy`
-copies it to ordinary memory. The system reads its pages when they are touched; `release_pages` takes them out of the
-process (RSS) without losing a bit. The mapping is shared and of a file, so it counts neither as private memory
-(RLIMIT_DATA) nor towards overcommit. It is unmapped when the last tensor over it dies, by a finalizer on the buffer
-that the storage holds: `share_memory_()` exchanges the memory of a storage that lives on.
+copies it to ordinary memory. `release_pages` takes its pages out of the process (RSS) without losing a bit. The
+mapping is shared and of a file, so it counts neither as private memory (RLIMIT_DATA) nor towards overcommit. It is
+unmapped by a finalizer on the buffer that the storage holds: `share_memory_()` exchanges the memory of a storage.
 
 Note [Space on disk]
 ~~~~~~~~~~~~~~~~~~~~
-All tensors of a model are in one `tempfile.TemporaryFile`. It has no name, so its space returns to the disk when the
-process ends, however it ends. Space is allocated (`posix_fallocate`) before a byte is written, so a full disk is an
-error in the thread that asks, and never a SIGBUS. Freed extents stay allocated for the next step, which is faster than
-new pages; they count against the cap, and are punched out of the file when the cap or the disk needs their space.
+All tensors of a model are in one `tempfile.TemporaryFile`, whose space returns to the disk however the process ends.
+Space is allocated (`posix_fallocate`) before a byte is written, so a full disk is an error in the thread that asks, and
+never a SIGBUS. Freed extents stay allocated for the next step, which is faster than new pages; they count against the
+cap, and are punched out of the file when the cap or the disk needs their space.
 
 Note [Fork]
 ~~~~~~~~~~~
@@ -48,8 +47,6 @@ from memscale.hardware.host import find_disk
 from memscale.memory.record import is_mapped, mark_mapped, new_storages_are_mapped
 from memscale.units import format_bytes
 
-__all__ = ["PAGE", "DiskFile", "DiskStore", "Extent", "FreeList", "round_up", "storage_at"]
-
 PAGE = mmap.PAGESIZE
 
 _CPU = torch.device("cpu")
@@ -63,9 +60,7 @@ WRITE_BYTES = 2**18
 class DiskStore:
     """A model's share of the disk: parameters, gradients, optimizer state and activations under one cap.
 
-    Args:
-        directory: Where (`offload_dir`); None for what `find_disk` chooses.
-        capacity: The most bytes to take, a hard cap (`max_disk_offload_gb`); None for what is free at first use.
+    By default, `find_disk` chooses the directory, and the cap is what is free at first use.
 
     Example:
         >>> store = DiskStore(capacity=2**20)
@@ -95,8 +90,7 @@ class DiskStore:
     def empty(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a new contiguous mapped tensor without values; in a simulation one that only counts.
 
-        Raises:
-            TierError: The cap would be exceeded or the disk is full (TierFullError), or it can't be used.
+        Raises a TierFullError if the cap would be exceeded or the disk is full, a TierError if it can't be used.
         """
         dtype = dtype or torch.get_default_dtype()
         nbytes = math.prod(shape) * dtype.itemsize
@@ -168,10 +162,7 @@ class DiskStore:
             _advise(start, round_up(stop) - start, _MADV_WILLNEED)
 
     def release_pages(self, tensor: torch.Tensor) -> int:
-        """Take a tensor's pages out of this process until they are touched again, if it is mapped here.
-
-        Returns the bytes that were released: of a view, the whole pages of what it spans.
-        """
+        """Take a mapped tensor's pages out of this process until they are touched again; return the bytes released."""
         extent = self._extent_of(tensor) if tensor.numel() else None
         if extent is None or self.file.is_forked:
             return 0  # in a fork, what was written would be lost with the pages: see Note [Fork]
@@ -222,9 +213,6 @@ def storage_at(address: int, nbytes: int, free: Callable[[], None]) -> torch.Unt
     return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
-# ---------------------------------------------------------------------- the file
-
-
 @dataclass(eq=False)
 class Extent:
     """A range of the file that belongs to whoever asked for it."""
@@ -235,11 +223,7 @@ class Extent:
 
 
 class DiskFile:
-    """The file of one `DiskStore`, made when the first byte is stored. See Note [Space on disk].
-
-    Raises:
-        HardwareError: The directory is a file, or no parent of it exists.
-    """
+    """The file of one `DiskStore`, made when the first byte is stored. See Note [Space on disk]."""
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, capacity: int | None = None) -> None:
         disk = find_disk(directory)
@@ -287,9 +271,8 @@ class DiskFile:
     def allocate(self, nbytes: int, *, counted_only: bool = False) -> Extent:
         """Return an extent of so many bytes, in whole pages, mapped; if `counted_only`, only taken off the capacity.
 
-        Raises:
-            TierError: The cap would be exceeded or the disk is full (TierFullError), the directory can't be used, the
-                file is closed, or this process is a fork. Nothing was taken.
+        Raises a TierError, and takes nothing, if the cap would be exceeded or the disk is full (TierFullError), if the
+        directory can't be used or the file is closed, or in a fork.
         """
         length = round_up(nbytes)
         if self.is_forked:
@@ -301,7 +284,7 @@ class DiskFile:
             raise TierError("This disk tier is closed: make a new one to offload again.")
         with self._lock:
             fd = -1 if counted_only else self.fd
-            offset = None if counted_only else self._spare.take(length)
+            offset = None if counted_only else self._spare.allocate(length)
             if offset is None:
                 self._punch_spares(self.capacity - self.bytes_used - length)
                 if self.bytes_on_disk + length > self.capacity:
@@ -319,7 +302,7 @@ class DiskFile:
 
     def free(self, extent: Extent) -> None:
         """Unmap and free an extent. Safe in finalizers, see Note [Finalizers]."""
-        self._lock.leave(extent)
+        self._lock.submit(extent)
 
     def close(self) -> None:
         """Allocate nothing more. Extents stay valid until they are freed."""
@@ -356,7 +339,7 @@ class DiskFile:
 
     def _grow(self, fd: int, length: int, nbytes: int) -> int:
         """Allocate a new extent, in a hole or at the end; returns its offset."""
-        hole = self._holes.take(length)
+        hole = self._holes.allocate(length)
         offset = self._end if hole is None else hole
         try:
             try:
@@ -371,7 +354,7 @@ class DiskFile:
                 if hole is None:
                     os.ftruncate(fd, offset)
                 else:
-                    self._holes.add(offset, length)
+                    self._holes.release(offset, length)
                     _punch_hole(fd, offset, length)
             kind = TierFullError if error.errno in _DISK_FULL else TierError
             reason = f"{error.strerror}, with {format_bytes(find_disk(self.directory).free_bytes)} free"
@@ -390,7 +373,7 @@ class DiskFile:
         while self._can_punch and self._spare.total > max(0, limit):
             offset, length = self._spare.pop()
             self._can_punch = _punch_hole(self.fd, offset, length)
-            (self._holes if self._can_punch else self._spare).add(offset, length)
+            (self._holes if self._can_punch else self._spare).release(offset, length)
 
     def _release(self, extent: Extent) -> None:
         if extent.address:
@@ -400,7 +383,7 @@ class DiskFile:
             return  # see Note [Fork]
         self.bytes_used -= extent.nbytes
         if extent.offset >= 0:
-            self._spare.add(extent.offset, extent.nbytes)
+            self._spare.release(extent.offset, extent.nbytes)
 
 
 class FreeList:
@@ -410,7 +393,7 @@ class FreeList:
         self._ranges: list[tuple[int, int]] = []  # (offset, length), in order
         self.total = 0
 
-    def add(self, offset: int, length: int) -> None:
+    def release(self, offset: int, length: int) -> None:
         self.total += length
         index = bisect_left(self._ranges, (offset, 0))
         if index < len(self._ranges) and self._ranges[index][0] == offset + length:
@@ -420,7 +403,7 @@ class FreeList:
             length += before
         insort(self._ranges, (offset, length))
 
-    def take(self, length: int) -> int | None:
+    def allocate(self, length: int) -> int | None:
         """Cut a range of this length off the first that has it; returns its offset, None if there is none."""
         for index, (offset, size) in enumerate(self._ranges):
             if size >= length:
@@ -473,7 +456,6 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def round_up(nbytes: int, unit: int = PAGE) -> int:
-    """Return the next multiple of `unit`."""
     return -(-nbytes // unit) * unit
 
 

@@ -38,17 +38,13 @@ from memscale.hardware.host import read_host
 from memscale.tiers.disk import FreeList, round_up, storage_at
 from memscale.units import format_bytes
 
-__all__ = ["Engine", "HostMemory", "Lane", "PinnedMemory", "Transfer", "async_settings"]
-
 T = TypeVar("T")
 
 _ALIGNMENT = 512  # as CUDA's own allocations have it
 _BLOCK_BYTES = 64 * 2**20  # of page-locked memory that masters and gradients are cut from
 
 PINNED_SHARE = 0.5  # of the host's RAM, what may be page-locked for one model where the Config does not say
-MASTERS_SHARE = (
-    7 / 8
-)  # of that, what masters may take: the rest is for gradients and activations on their way
+MASTERS_SHARE = 7 / 8  # of that, what masters may take: the rest is for gradients and activations
 
 
 class Lane(enum.Enum):
@@ -117,12 +113,7 @@ class WorkerTransfer(Transfer[T]):
 
 
 class Engine:
-    """Runs transfers; threads and streams are made when the first transfer needs them, and end with it.
-
-    Args:
-        config: How transfers overlap with the computation; None if they do not.
-        pinned: The model's page-locked memory; by default of its own.
-    """
+    """Runs transfers, asynchronously if there is a `config`; threads and streams are made at their first use."""
 
     def __init__(self, config: AsyncOffloadConfig | None = None, pinned: PinnedMemory | None = None) -> None:
         self._config = config
@@ -145,18 +136,10 @@ class Engine:
         lane: Lane,
         device: torch.device,
         *,
-        outward: bool = False,
-        after: Transfer[None] | None = None,
+        outward: bool = False,  # away from the device: it must wait for what is computed there
+        after: Transfer[None] | None = None,  # must be over first
     ) -> Transfer[T]:
-        """Run `work`, now or soon. An error in it is raised here if it runs here, and else by `wait()`.
-
-        Args:
-            work: What to do.
-            lane: Where it runs, if the engine is asynchronous.
-            device: The device that the tensors come from or go to.
-            outward: Whether it copies away from the device, and so must wait for what is computed there.
-            after: A transfer that must be over first; one in another thread is.
-        """
+        """Run `work`, now or soon. An error in it is raised here if it runs here, and else by `wait()`."""
         forked = os.getpid() != self._pid  # threads do not follow into a fork
         if self._config is None or lane is Lane.CALLER or (forked and lane is Lane.WORKER):
             return Transfer(work())
@@ -203,22 +186,16 @@ def _record_use(value: object, stream: torch.cuda.Stream) -> None:
         value.record_stream(stream)
 
 
-# ---------------------------------------------------------------------- host memory
-
-
 class _Block(NamedTuple):
     memory: torch.Tensor
     free: FreeList
 
 
 class PinnedMemory:
-    """Page-locked memory of torch's own allocator, up to a limit. See Note [Page-locked memory].
+    """Page-locked memory of torch's own allocator, up to a limit in bytes. See Note [Page-locked memory].
 
     That allocator rounds sizes up to powers of two, and so they are counted here. Masters and gradients are many, and
     live long: they are cut from large blocks, without rounding.
-
-    Args:
-        limit: The most bytes to lock; None for `PINNED_SHARE` of the host's RAM.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -230,19 +207,16 @@ class PinnedMemory:
 
     @functools.cached_property
     def limit(self) -> int:
-        """The most bytes to lock."""
         return int(PINNED_SHARE * read_host().total_ram_bytes) if self._limit is None else self._limit
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
-        """Return so many page-locked bytes; None where the limit, or the system, does not allow it.
-
-        When they are freed, torch's allocator does not reuse them before the copies that read or write them are over.
-        """
+        """Return so many page-locked bytes; None where the limit, or the system, does not allow it."""
+        # When they are freed, torch's allocator does not reuse them before the copies that read or write them are over.
         with self._lock:
             memory = self._lock_pages(nbytes, 1.0)
         if memory is not None:
             size = self.size_of(nbytes)
-            weakref.finalize(memory.untyped_storage(), self._lock.leave, (None, 0, size)).atexit = False
+            weakref.finalize(memory.untyped_storage(), self._lock.submit, (None, 0, size)).atexit = False
         return memory
 
     def empty_like(
@@ -250,23 +224,21 @@ class PinnedMemory:
     ) -> torch.Tensor | None:
         """Return page-locked memory, with a storage of its own, for a tensor in its order of dimensions.
 
-        When it is freed it may be reused at once: no copy may be reading or writing it then.
-
-        Args:
-            tensor: The tensor.
-            device: The device that it is copied from or to; for others than CUDA's, None is returned.
-            share: Of the limit, what may be locked for it; None is returned where there is no more.
+        None for another device than CUDA's, or where `share` of the limit is locked. When the memory is freed it may be
+        reused at once: no copy may be reading or writing it then.
         """
         if device.type != "cuda" or is_fake(tensor) or not tensor.numel():
             return None
         size = round_up(tensor.nbytes, _ALIGNMENT)
         with self._lock:
-            found = self._take(size) or (self._take(size) if self._add_block(size, share) else None)
+            found = self._allocate_in_blocks(size) or (
+                self._allocate_in_blocks(size) if self._add_block(size, share) else None
+            )
         if found is None:
             return None
         block, offset = found
         address = block.memory.data_ptr() + offset
-        storage = storage_at(address, tensor.nbytes, lambda: self._lock.leave((block, offset, size)))
+        storage = storage_at(address, tensor.nbytes, lambda: self._lock.submit((block, offset, size)))
         strides = torch.empty_like(tensor, device="meta").stride()
         empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return empty.set_(storage, 0, tensor.shape, strides)
@@ -284,9 +256,9 @@ class PinnedMemory:
         """Return what torch's allocator takes."""
         return 1 << max(nbytes - 1, 0).bit_length()
 
-    def _take(self, size: int) -> tuple[_Block, int] | None:
+    def _allocate_in_blocks(self, size: int) -> tuple[_Block, int] | None:
         for block in self._blocks:
-            offset = block.free.take(size)
+            offset = block.free.allocate(size)
             if offset is not None:
                 return block, offset
         return None
@@ -296,7 +268,7 @@ class PinnedMemory:
             memory = self._lock_pages(self.size_of(nbytes), share)
             if memory is not None:
                 self._blocks.append(_Block(memory, FreeList()))
-                self._blocks[-1].free.add(0, memory.nbytes)
+                self._blocks[-1].free.release(0, memory.nbytes)
                 return True
         return False
 
@@ -309,12 +281,12 @@ class PinnedMemory:
             self.bytes_locked += self.size_of(nbytes)
         return memory
 
-    def _release(self, note: tuple[_Block | None, int, int]) -> None:
-        block, offset, size = note
+    def _release(self, item: tuple[_Block | None, int, int]) -> None:
+        block, offset, size = item
         if block is None:
             self.bytes_locked -= size
         else:
-            block.free.add(offset, size)
+            block.free.release(offset, size)
 
 
 def _allocate_pinned(nbytes: int) -> torch.Tensor | None:
@@ -325,12 +297,7 @@ def _allocate_pinned(nbytes: int) -> torch.Tensor | None:
 
 
 class HostMemory:
-    """Host memory for what leaves the device, under a hard cap.
-
-    Args:
-        capacity: The most bytes to take (`max_cpu_offload_gb`); None for what the host has free now.
-        pinned: Where its page-locked memory comes from.
-    """
+    """Host memory for what leaves the device, under a hard cap in bytes; None for what the host has free now."""
 
     def __init__(self, capacity: int | None = None, pinned: PinnedMemory | None = None) -> None:
         self.capacity = read_host().available_ram_bytes if capacity is None else capacity
@@ -339,9 +306,9 @@ class HostMemory:
         self._lock: LateLock[int] = LateLock(self._release)
 
     def empty_like(self, flat: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
-        """Return host memory as large as a flat tensor, page-locked where CUDA copies to it and pages can be locked.
+        """Return host memory for a flat tensor, page-locked where CUDA copies from `source` (by default `flat`) to it.
 
-        `source` is the tensor on the device that is copied from, by default `flat`. Raises a TierFullError at the cap.
+        Raises a TierFullError at the cap.
         """
         memory, size = None, PinnedMemory.size_of(flat.nbytes)
         source = flat if source is None else source
@@ -358,19 +325,15 @@ class HostMemory:
             self.bytes_used += size
         if memory is None:
             memory = torch.empty(flat.numel(), dtype=flat.dtype, device="cpu")
-        weakref.finalize(memory.untyped_storage(), self._lock.leave, size).atexit = False
+        weakref.finalize(memory.untyped_storage(), self._lock.submit, size).atexit = False
         return memory if memory.dtype == flat.dtype else memory.view(flat.dtype)
 
     def _release(self, size: int) -> None:
         self.bytes_used -= size
 
 
-# ---------------------------------------------------------------------- settings
-
-
-def async_settings(plan: Plan, config: Config | None) -> AsyncOffloadConfig | None:
-    """Return how transfers overlap with the computation, None if they do not: as the user has set it, else the plan."""
-    config = config or Config()
+def async_settings(plan: Plan, config: Config) -> AsyncOffloadConfig | None:
+    """Return how transfers overlap with the computation, as the user or else the plan says; None if they do not."""
     explicit = "async_offload" in config.explicit_fields
     wanted = config.async_offload if explicit else plan.async_offload
     return (config.async_config or AsyncOffloadConfig()) if wanted else None

@@ -1,9 +1,4 @@
-"""Compute in tiles, so that the largest tensors of a step never exist whole.
-
-`lazy_logits` stand in for the output of a head until a loss asks for it, and that loss is computed some tokens at a
-time; `run_in_tiles` calls a position-wise layer some positions at a time. The plan says which head, which layers and
-how many rows a tile has.
-"""
+"""Compute in tiles, so that the largest tensors of a step never exist whole: logits, and those of wide layers."""
 
 from __future__ import annotations
 

@@ -20,49 +20,35 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale._torch import backward_keeps_graph
-from memscale.checkpointing.state import Conditions, ModuleFlags, version_of
+from memscale._torch import backward_keeps_graph, version_of
+from memscale.checkpointing.state import Conditions, ModuleFlags
 from memscale.errors import RecomputeError
 from memscale.tiling.layers import first_order_only, sum_dtype, tiles_of, without_saved_tensor_hooks
-
-__all__ = ["Head", "LogitsStep", "compute_tiled"]
 
 Borrow = Callable[[Sequence[torch.Tensor]], contextlib.AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
 class LogitsStep:
-    """An operation on logits, its first argument, that treats every token by itself.
-
-    Attributes:
-        dtype: The type of its result when it was recorded; autocast may be another when it runs.
-    """
+    """An operation on logits, its first argument, that treats every token by itself."""
 
     function: Callable[..., torch.Tensor]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    dtype: torch.dtype
+    dtype: torch.dtype  # of its result when it was recorded; autocast may be another when it runs
 
 
 @dataclass(frozen=True)
 class Head:
-    """The parameters of a linear layer at the time of a call, on whichever device they are, and what follows it.
-
-    Attributes:
-        dtype: The type that it computes in: that of its weight, or autocast's.
-        rows: Tokens per tile.
-        borrow: A context around every use of the parameters.
-        steps: The operations on its output that are recorded so far.
-        vocabulary_dim: The vocabulary's dimension after these.
-    """
+    """The parameters of a linear layer at the time of a call, on whichever device they are, and what follows it."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    dtype: torch.dtype
-    rows: int
-    borrow: Borrow = contextlib.nullcontext
-    steps: tuple[LogitsStep, ...] = ()
-    vocabulary_dim: int = -1
+    dtype: torch.dtype  # that it computes in: that of its weight, or autocast's
+    rows: int  # tokens per tile
+    borrow: Borrow = contextlib.nullcontext  # a context around every use of the parameters
+    steps: tuple[LogitsStep, ...] = ()  # recorded operations on its output
+    vocabulary_dim: int = -1  # after these
     _versions: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -128,13 +114,8 @@ def compute_tiled(
 ) -> torch.Tensor:
     """Reduce the logits of flat hidden states (tokens × width), one tile at a time.
 
-    Args:
-        head: The head.
-        hidden: The hidden states.
-        of_tile: Maps a tile of logits (tokens × vocabulary) and the slice of tokens that it covers to a scalar, or
-            to one result per token.
-        is_total: Whether tiles give scalars, which are added up.
-        divisor: What a total is divided by, if it is a mean.
+    `of_tile` maps a tile of logits (tokens × vocabulary) and the slice of tokens that it covers to one result per
+    token, or, if `is_total`, to a scalar: these are added up, and the sum is divided by `divisor`.
     """
     tensors = (hidden, *head.parameters)
     needs_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
@@ -147,8 +128,6 @@ def compute_tiled(
 
 @dataclass(frozen=True)
 class _TiledCall:
-    """A call of `compute_tiled`."""
-
     head: Head
     of_tile: Callable[[torch.Tensor, slice], torch.Tensor]
     is_total: bool

@@ -59,19 +59,6 @@ from memscale._util.trees import Tree
 from memscale.checkpointing.state import FREED, Conditions, Inputs, ModuleFlags, exchanged, submodules
 from memscale.errors import RecomputeError
 
-__all__ = [
-    "NotPositionWise",
-    "PositionWise",
-    "TiledMethod",
-    "find_wide_layers",
-    "first_order_only",
-    "run_in_tiles",
-    "show_position_wise",
-    "sum_dtype",
-    "tiles_of",
-    "without_saved_tensor_hooks",
-]
-
 ResultT = TypeVar("ResultT")
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
@@ -79,7 +66,7 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 def tiles_of(tensor: torch.Tensor, dim: int, rows: int) -> Iterator[slice]:
     """Yield the tiles of a tensor along one dimension: `rows` each, the last one the remainder.
 
-    Of a fake tensor, yield only the first two and the last: to a simulation of memory the others are like the second.
+    Of a fake tensor, only the first two and the last: to a simulation of memory the others are like the second.
 
     Example:
         >>> [(tile.start, tile.stop) for tile in tiles_of(torch.ones(7), 0, 3)]
@@ -99,21 +86,14 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def without_saved_tensor_hooks() -> saved_tensors_hooks:
     """Return a block in which saved tensors stay as they are: its graph is used at once, or holds nothing new."""
-    return saved_tensors_hooks(_identity, _identity)
-
-
-def _identity(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def first_order_only(backward: Callable[..., ResultT]) -> Callable[..., ResultT | tuple[None, ...]]:
     """Decorate a `Function.backward` to refuse a pass whose result is to be differentiated again.
 
-    Torch's `once_differentiable` refuses only if the incoming gradient has a history. That of `output.sum()` has
-    none, and the second derivatives of a gradient penalty would be silently missing.
-
-    An undefined gradient, of an output that the loss does not use, stays undefined: the function's forward calls
-    `ctx.set_materialize_grads(False)`.
+    Torch's `once_differentiable` refuses only if the incoming gradient has a history. That of `output.sum()` has none,
+    and the second derivatives of a gradient penalty would be silently missing. Undefined gradients stay undefined.
     """
 
     @functools.wraps(backward)
@@ -131,17 +111,10 @@ def first_order_only(backward: Callable[..., ResultT]) -> Callable[..., ResultT 
     return checked
 
 
-# Running ---------------------------------------------------------------------------------------------
-
-
 def run_in_tiles(function: Layer, x: torch.Tensor, rows: int, modules: Sequence[nn.Module]) -> torch.Tensor:
-    """Return `function(x)`, computed some positions at a time.
+    """Return `function(x)`, computed `rows` positions at a time.
 
-    Args:
-        function: A position-wise function. It is called with one sequence, of shape (1, positions, width).
-        x: Its input, of shape (batch, positions, width).
-        rows: Positions per tile.
-        modules: The modules that it uses, with their submodules.
+    `x` is of shape (batch, positions, width); the function, which uses `modules`, gets tiles of (1, rows, width).
 
     Example:
         >>> layer = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -274,8 +247,6 @@ class _TiledLayer(torch.autograd.Function):
         return None, of_input, *of_parameters
 
 
-# Finding ---------------------------------------------------------------------------------------------
-
 # Methods of a block that are an MLP: of Hugging Face's encoders, and of torch's own transformer layers.
 MLP_METHODS = ("feed_forward_chunk", "ff_chunk", "_ff_block")
 MAX_WIDTHS_TRIED = 4
@@ -342,25 +313,17 @@ class NotPositionWise(Exception):
 
 @dataclass(frozen=True)
 class PositionWise:
-    """A position-wise function of a module.
-
-    Attributes:
-        uses: The names of the module's children whose parameters it uses, and of those that have none.
-        width: Elements per position of its input or output, the larger one.
-        widest: Elements per position of the largest tensor in between.
-    """
-
-    uses: tuple[str, ...]
-    width: int
-    widest: int
+    uses: tuple[str, ...]  # the module's children whose parameters it uses, and those that have none
+    width: int  # elements per position of its input or output, the larger one
+    widest: int  # elements per position of the largest tensor in between
 
 
 def show_position_wise(
     function: Callable[[torch.Tensor], Any], module: nn.Module, width: int, dtype: torch.dtype
 ) -> PositionWise:
-    """Trace a method of a module, to show that it is position-wise. See Note [Position-wise].
+    """Trace a method of a module on `width` elements per position; raise `NotPositionWise` if it is not known to be.
 
-    The input has `width` elements per position. Raises `NotPositionWise` if it is not, or cannot be traced.
+    See Note [Position-wise].
 
     Example:
         >>> layer = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))

@@ -32,14 +32,12 @@ from memscale._torch import (
     make_wrapper_subclass,
     tree_leaves,
     tree_map_only,
+    version_of,
     without_torch_function,
 )
-from memscale.checkpointing.state import version_of
 from memscale.errors import RecomputeError
 from memscale.tiling.head import Head, LogitsStep, compute_tiled
 from memscale.tiling.layers import first_order_only, without_saved_tensor_hooks
-
-__all__ = ["LazyLogits", "lazy_logits"]
 
 Function = Callable[..., Any]
 F = nn.functional
@@ -74,17 +72,12 @@ class _Derivation(NamedTuple):
 
 
 class LazyLogits(Tensor):
-    """Stands in for logits. See Note [Lazy logits]; `lazy_logits` makes one.
-
-    Attributes:
-        hidden: The hidden states, tokens in the order of the logits' other dimensions.
-        head: The head, with the operations on its output.
-    """
+    """Stands in for logits. See Note [Lazy logits]; `lazy_logits` makes one."""
 
     is_computed_later: ClassVar[bool] = True  # for code that looks at tensors, and must not ask for this one
 
-    hidden: Tensor
-    head: Head
+    hidden: Tensor  # tokens in the order of the logits' other dimensions
+    head: Head  # with the operations on its output
     _hidden_version: int
     _origin: _Derivation | None
     _derived: list[weakref.ref[LazyLogits]]  # of the head's own output: all that comes from it
@@ -250,9 +243,6 @@ def _changes_in_place(function: Function, kwargs: dict[str, Any]) -> bool:
     if name.startswith("__"):
         return name.startswith("__i") or name in ("__setitem__", "__set__")
     return name.endswith("_") or kwargs.get("out") is not None
-
-
-# The table of supported operations -------------------------------------------------------------------
 
 
 def _supports(*functions: Function) -> Callable[[Function], Function]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +29,7 @@ from memscale.profiler.blocks import find_head
 from memscale.profiler.profile import BlockProfile
 from memscale.techniques.base import LayerSite, ModelSite
 from memscale.techniques.cost import BlockOption, CostTerms
-from memscale.techniques.forward import ForwardOverride, ForwardStage, Stage
+from memscale.techniques.forward import Args, Forward, ForwardOverride, ForwardStage, Kwargs, Stage
 from memscale.tiling.head import Head
 from memscale.tiling.layers import TiledMethod, find_wide_layers, run_in_tiles
 from memscale.tiling.lazy import LazyLogits, lazy_logits
@@ -38,8 +38,6 @@ from memscale.units import format_bytes
 if TYPE_CHECKING:
     from memscale.techniques.undo_log import UndoLog
 
-__all__ = ["ActivationTiling", "SdpaAttention", "TiledLoss", "rows_of_layers", "tiled_loss"]
-
 logger = logging.getLogger("memscale")
 
 LAYER_ROWS = 1024  # positions of a tile of a wide layer
@@ -47,9 +45,6 @@ LONG_SEQUENCE = 4096  # positions from which on wide layers are computed in tile
 LOGITS_TILE_BYTES = 32 * 2**20  # 128 tokens of GPT-2. Smaller tiles are slower, larger ones hardly faster
 LOGITS_BUDGET_SHARE = 1 / 32  # of a memory budget, for one tile of logits
 FEWEST_LOGITS_ROWS = 16
-
-
-# What a plan may have, for the planner -----------------------------------------------------------------
 
 
 def rows_of_layers(positions: int) -> int | None:
@@ -67,9 +62,6 @@ def tiled_loss(tokens: int, vocabulary: int, memory_budget: int | None) -> LossT
         rows *= 2
     whole, tile = format_bytes(4 * tokens * vocabulary), format_bytes(4 * rows * vocabulary)
     return LossTiling(rows, "logits-in-tiles", f"logits of {whole} are never whole, but {tile} at a time")
-
-
-# Wide layers -----------------------------------------------------------------------------------------
 
 
 class ActivationTiling:
@@ -105,9 +97,7 @@ class TileStage(ForwardStage):
         self._rows = rows
         self._tiled = tiled
 
-    def run(
-        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run(self, module: nn.Module, call_next: Forward, args: Args, kwargs: Kwargs) -> Any:
         x = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(x, torch.Tensor) or x.dim() != 3 or x.shape[0] * x.shape[1] <= self._rows:
             return call_next(*args, **kwargs)
@@ -117,8 +107,6 @@ class TileStage(ForwardStage):
             modules = [module.get_submodule(name) for name in self._tiled.uses]
         return run_in_tiles(call_next, x, self._rows, modules)
 
-
-# Attention -------------------------------------------------------------------------------------------
 
 _ATTENTION_SETTING = "_attn_implementation_internal"
 
@@ -142,10 +130,7 @@ class SdpaAttention:
 
 
 def _eager_configs(model: nn.Module) -> tuple[list[Any], list[str]]:
-    """Return the configurations inside a model that may go from eager attention to SDPA, and why others may not.
-
-    By structure: no class of Hugging Face's library is imported.
-    """
+    """Return the configurations in a model that may go from eager attention to SDPA, and why others may not."""
     found: dict[int, Any] = {}
     reasons: dict[int, str] = {}
     for module in model.modules():
@@ -175,9 +160,6 @@ class _EagerOnRequest:
                 vars(config)[_ATTENTION_SETTING] = eager
 
 
-# Head and loss ---------------------------------------------------------------------------------------
-
-
 class TiledLoss:
     """Tiles head and loss as `Plan.loss` says."""
 
@@ -201,10 +183,7 @@ class TiledLoss:
 
 
 class TileHeadStage(ForwardStage):
-    """Makes a head's logits lazy, `rows` tokens per tile. See Note [Lazy logits].
-
-    If the head's parameters may be elsewhere, it computes on `device`.
-    """
+    """Makes a head's logits lazy, `rows` tokens per tile, on `device`. See Note [Lazy logits]."""
 
     order = Stage.TILE_HEAD
 
@@ -216,9 +195,7 @@ class TileHeadStage(ForwardStage):
         self._device = device
         self._placement = placement
 
-    def run(
-        self, module: nn.Module, call_next: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run(self, module: nn.Module, call_next: Forward, args: Args, kwargs: Kwargs) -> Any:
         logits = self._lazy_logits(module, args[0]) if len(args) == 1 and not kwargs else None
         return call_next(*args, **kwargs) if logits is None else logits
 
