@@ -72,9 +72,9 @@ def pareto_frontier(points: Sequence[Point]) -> tuple[Point, ...]:
     return tuple(best)
 
 
-def plain_point(profile: ModelProfile, hardware: Hardware) -> Point:
+def plain_point(profile: ModelProfile, hardware: Hardware, config: Config) -> Point:
     """Return what the model costs as it is."""
-    model = CostModel(profile, hardware, Config())
+    model = CostModel(profile, hardware, config)
     return model.point((PLAIN,) * len(model.blocks))
 
 
@@ -88,8 +88,8 @@ def plan_of(
     points: Sequence[Point] = (),
 ) -> Plan:
     """Return the plan of the point taken, of `points` under the settings `under`; `profile` is the plain model's."""
-    plain = plain_point(profile, hardware)
-    chosen, unseen = verdict.point, unseen_bytes(profile, hardware)
+    plain = plain_point(profile, hardware, config)
+    chosen, unseen = verdict.point, unseen_bytes(profile, hardware, config)
     needs = next((needs for setting, needs in under if setting is chosen.setting), profile)
     model = CostModel(needs, hardware, config, chosen.setting, chosen.prefetch)
     return Plan(
@@ -120,11 +120,11 @@ def plan_of(
     )
 
 
-def unseen_bytes(profile: ModelProfile, hardware: Hardware) -> int:
+def unseen_bytes(profile: ModelProfile, hardware: Hardware, config: Config) -> int:
     """Return what a step may need that no prediction sees."""
     if not profile.unseen:
         return 0
-    plain = plain_point(profile, hardware).peak_bytes
+    plain = plain_point(profile, hardware, config).peak_bytes
     return sum(each.nbytes + int(each.share * plain) for each in profile.unseen)
 
 

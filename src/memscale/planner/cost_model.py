@@ -230,7 +230,7 @@ class CostModel:
         seconds = sum(each.optimizer_bytes for each in moved) / min(self.terms.link)
         seconds += 2 * self.terms.rates.latency * sum(each.parameter_count for each in moved)
         resident = option.resident - sum(each.optimizer_bytes for each in moved)
-        return replace(option, seconds=option.seconds + seconds, resident=resident)
+        return replace(option, seconds=option.seconds + seconds / self.terms.accumulated, resident=resident)
 
     def point(self, choices: Choices, state_below: int = 0) -> Point:
         """Return what choices for all blocks cost, with the optimizer state of the first ones on the host."""
@@ -285,7 +285,7 @@ class CostModel:
             options=[()] * len(blocks),
             dropped=[block.dropped_bytes for block in blocks],
             constant=constant,
-            seconds=self.terms.rates.step(profile),
+            seconds=self.terms.rates.step(profile, self.terms.accumulated),
             loss=profile.loss_peak_bytes,
             tail=profile.tail_peak_bytes + prefetched,
             # What forward saves outside of the blocks is released before the optimizer steps.
@@ -431,7 +431,7 @@ class CostModel:
         if self.setting.bucketed:  # the device computes one bucket while the calls for the next are launched
             parameters = self.bucket_bytes / 2
             exposed = max(0.0, BUCKET_SECONDS - self.terms.rates.optimizer(int(parameters)))
-            seconds += exposed * gradient / parameters
+            seconds += exposed * gradient / parameters / self.terms.accumulated
         else:
             stepping += int(self._temporaries[0] * gradient)
         if choices[0].input_offloaded:

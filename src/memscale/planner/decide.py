@@ -68,7 +68,7 @@ def decide(
         ways.append((replace(hardware, past_host=True), False))
     plans = []
     for tiers, prefetch in ways:
-        plain = plain_point(profile, tiers)
+        plain = plain_point(profile, tiers, config)
         points = [plain, *frontier_points(under, tiers, config, prefetch=prefetch)]
         verdict = _choose(points, plain, tiers, config, margin)
         if refine and verdict.within is not None:

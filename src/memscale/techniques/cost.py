@@ -78,11 +78,11 @@ class Rates:
     def backward(self, block: BlockProfile) -> float:
         return self.seconds(block.backward_flops, block.backward_half_flops, block.backward_traffic)
 
-    def step(self, profile: ModelProfile) -> float:
-        """Return the time of a whole plain step."""
+    def step(self, profile: ModelProfile, accumulated: int = 1) -> float:
+        """Return the time of a whole plain step for one batch of those that are `accumulated` for the optimizer's."""
         blocks = sum(self.forward(block) + self.backward(block) for block in profile.blocks)
         other = self.seconds(profile.other_flops, profile.other_half_flops, profile.other_traffic)
-        return blocks + other + self.optimizer(profile.gradient_bytes)
+        return blocks + other + self.optimizer(profile.gradient_bytes) / accumulated
 
     def optimizer(self, gradient_bytes: int) -> float:
         """Return the time of Adam on the device, by torch's foreach implementation."""
@@ -105,6 +105,11 @@ class CostTerms:
     working_share: float = 1.0  # the size of a working copy over that of the parameters: one half in 16 bits
     prefetch: bool = False  # whether transfers overlap with computation
     page_locked: bool = True  # whether what is offloaded fits page-locked memory
+
+    @property
+    def accumulated(self) -> int:
+        """Return for how many batches the optimizer steps once: each has that share of the time of its step."""
+        return self.config.gradient_accumulation_steps
 
     @property
     def link(self) -> tuple[float, float]:
