@@ -94,7 +94,7 @@ def plan_of(
     model = CostModel(needs, hardware, config, chosen.setting, chosen.prefetch)
     return Plan(
         layers=_LayerPlans(verdict, model, config).of(needs),
-        device=hardware.device.describe(),
+        device=hardware.describe(),
         mode=config.mode.value,
         batch=profile.batch,
         baseline_peak_bytes=plain.peak_bytes,
@@ -342,7 +342,7 @@ def plan_by_structure(model: nn.Module, hardware: Hardware, config: Config, note
     ]
     return Plan(
         layers=tuple(layers),
-        device=hardware.device.describe(),
+        device=hardware.describe(),
         mode=config.mode.value,
         batch="not seen yet",
         baseline_peak_bytes=peak,
