@@ -182,7 +182,7 @@ def measure(hardware: Hardware, nbytes: int, side: int | None = None) -> Measure
 
     def wait() -> None:
         if not is_cpu:
-            torch.get_device_module(device).synchronize()
+            torch.get_device_module(device).synchronize(device)
 
     def product_rate(dtype: torch.dtype, precision: str = "highest") -> float:
         matrix, before = numbers.reshape(side, side).to(dtype), torch.get_float32_matmul_precision()
