@@ -1,25 +1,31 @@
-"""With gradient accumulation each batch has its share of the time of the optimizer's step, and of nothing else."""
+"""With gradient accumulation each batch has its share of the time of the optimizer's step, and gradients stay."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import memscale
 from memscale import Config
 from memscale.execution_plan import Plan
+from memscale.executor import Executor
 from memscale.hardware import virtual_hardware
 from memscale.planner.cache import plan_key
 from memscale.planner.cost_model import PLAIN, CostModel
 from memscale.planner.decide import decide
+from memscale.planner.make_plan import profile_settings
+from memscale.planner.predict import rehearsal
 from memscale.planner.settings import Setting
 from memscale.profiler import Sample
 from memscale.profiler.profile import ModelProfile
+from memscale.simulator import simulate
 from support.profiles import LARGE, MIB, stack
 
 OFFLOADING = Config(enable_logging=False)
 STEPS = 8
+TOKENS = torch.zeros(4, 256, dtype=torch.long)
 
 
 def heavy() -> ModelProfile:
@@ -106,4 +112,49 @@ def test_a_plan_of_a_model_is_made_for_it() -> None:
     )
     assert one.host_bytes > 0
     assert many.baseline_seconds < one.baseline_seconds
-    assert many.predicted_time_ratio < one.predicted_time_ratio
+    assert many.predicted_seconds < one.predicted_seconds
+
+
+def gpt2() -> nn.Module:
+    return GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=512, n_head=8, vocab_size=8192)).train()
+
+
+def trained(plan: Plan | None) -> int:
+    """Return the peak of two steps of two batches each, with a plan or without."""
+    with simulate("2GiB") as simulation:
+        model = gpt2()
+        if plan is None:
+            model.to(simulation.device)
+        else:
+            Executor(model, plan, OFFLOADING, device=simulation.device).attach()
+        tokens = TOKENS.to(simulation.device)
+        simulation.tracker.reset_peak()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            for _ in range(2):
+                model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return simulation.peak_bytes
+
+
+@pytest.mark.parametrize("offloading", [False, True])
+def test_gradients_of_the_batches_before_are_in_the_predicted_peak(offloading: bool) -> None:
+    """Forward and backward of all batches but the first find them on the device."""
+    config = OFFLOADING.replace(enable_offloading=offloading, gradient_accumulation_steps=2)
+    sample, hardware = Sample((), {"input_ids": TOKENS, "labels": TOKENS}), virtual_hardware("2GiB")
+    with torch.device("meta"):
+        model = gpt2()
+    plan = memscale.plan(model, sample.kwargs, config, hardware=hardware)
+    assert any(layer.techniques for layer in plan.layers)
+    if not offloading:
+        assert plan.baseline_peak_bytes == trained(None)
+    peak = trained(plan)
+    assert peak <= plan.predicted_peak_bytes + plan.allowance_bytes
+    assert plan.predicted_peak_bytes == pytest.approx(peak, rel=0.01)
+    with rehearsal(model):
+        known = profile_settings(model, sample, config, hardware)
+    estimated = decide(known.profile, hardware, config, under=known.under)
+    assert estimated.actions == plan.actions
+    assert estimated.baseline_peak_bytes == pytest.approx(plan.baseline_peak_bytes, rel=0.05)
+    assert estimated.predicted_peak_bytes == pytest.approx(peak, rel=0.05)

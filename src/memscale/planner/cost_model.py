@@ -151,6 +151,7 @@ class CostModel:
         called = (block for block in profile.blocks if block.order >= 0)
         self.blocks = tuple(sorted(called, key=lambda block: block.order))
         self._on_cpu = hardware.device.kind == "cpu"
+        self._accumulates = config.gradient_accumulation_steps > 1
         self._room_below = room_below(hardware, config) if config.enable_offloading else 0
         self._stacks = Counter(block.container for block in self.blocks)
         # How much of parameters, gradients and loaded state is stepped at once, where that is done in buckets.
@@ -281,6 +282,8 @@ class CostModel:
         # that is left to the simulation.
         prefetched = self._prefetched(len(blocks), -1, prefetch, True) if odd_offloaded else 0
         other_gradients = profile.gradient_bytes - sum(block.gradient_bytes for block in blocks)
+        if self._accumulates:  # they are there from the first batch on
+            constant, other_gradients = constant + other_gradients, 0
         return Row(
             options=[()] * len(blocks),
             dropped=[block.dropped_bytes for block in blocks],
@@ -434,6 +437,8 @@ class CostModel:
             seconds += exposed * gradient / parameters / self.terms.accumulated
         else:
             stepping += int(self._temporaries[0] * gradient)
+        if self._accumulates:  # gradients are there from the first batch on
+            live, stepping, gradient = live + gradient, stepping - gradient, 0
         if choices[0].input_offloaded:
             backward += self.input_bytes(start)
             seconds += self.input_seconds(start)
@@ -511,7 +516,7 @@ class CostModel:
             returned -= part.returned
             held -= part.held
             working = max(0, working - part.working)
-            if not part.offloaded:
+            if not part.offloaded and not self._accumulates:
                 held += part.block.gradient_bytes
         return peak
 
