@@ -9,6 +9,7 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["MEMSCALE_CALIBRATION"] = "none"  # plans must not depend on what was measured of this machine
 # Virtual machines that announce AMX and do not let a process use it end it at its first 16-bit product.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 

@@ -33,6 +33,7 @@ VALUES = {
     "memory_budget": st.none() | st.sampled_from(["auto", "6GB", "512 MiB"]) | st.integers(1024, 2**40),
     "offload_dir": st.none() | st.just("/scratch"),
     "max_disk_offload_gb": st.none() | st.integers(0, 4000),
+    "gradient_accumulation_steps": st.integers(1, 64),
 }
 SETTINGS = st.fixed_dictionaries({}, optional={name: VALUES.get(name, st.booleans()) for name in FIELD_NAMES})
 
@@ -66,6 +67,7 @@ def test_defaults():
         "offload_dir": None,
         "max_disk_offload_gb": None,
         "fused_host_step": True,
+        "gradient_accumulation_steps": 1,
     }
     assert config.explicit_fields == frozenset()
 
@@ -312,6 +314,8 @@ BAD_SETTINGS = [
     ("observability_port", "9090", ConfigTypeError, "from 0 (any that is free) to 65535"),
     ("async_config", {"workers": 2}, ConfigTypeError, "AsyncOffloadConfig(workers=2)"),
     ("async_config", True, ConfigTypeError, "AsyncOffloadConfig(workers=2)"),
+    ("gradient_accumulation_steps", 0, ConfigError, "a whole number of batches, 1 or more"),
+    ("gradient_accumulation_steps", True, ConfigTypeError, "a whole number of batches, 1 or more"),
     ("memory_budget", 0, ConfigError, '"6GB"'),
     ("memory_budget", -(6 * 10**9), ConfigError, '"6GB"'),
     ("memory_budget", 6, ConfigError, "add the unit"),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from memscale.config import AsyncOffloadConfig, Config, OptimizationMode
     from memscale.errors import MemScaleError
     from memscale.execution_plan import Plan
+    from memscale.hardware.calibrate import calibrate
     from memscale.memory.tracker import MemoryTracker
     from memscale.offload.loading import load_safetensors
     from memscale.planner.batch_size import BatchSizes
@@ -33,6 +34,7 @@ _MODULES = {
     "MemoryTracker": "memscale.memory.tracker",
     "OptimizationMode": "memscale.config",
     "Plan": "memscale.execution_plan",
+    "calibrate": "memscale.hardware.calibrate",
     "detach": "memscale.api",
     "find_batch_size": "memscale.api",
     "load_safetensors": "memscale.offload.loading",
@@ -52,6 +54,7 @@ __all__ = [
     "OptimizationMode",
     "Plan",
     "__version__",
+    "calibrate",
     "detach",
     "find_batch_size",
     "load_safetensors",

@@ -79,9 +79,11 @@ def wrap(
         _wrap_module(_uncompiled(target), settings, sample_input, optimizer)
         return target
     if _is_trainer(target):
-        from memscale.integrations.huggingface import wrap_trainer
+        from memscale.integrations.huggingface import with_accumulation_of, wrap_trainer
 
-        wrap_trainer(cast(Any, target), lambda model: _wrap_module(model, settings, sample_input, optimizer))
+        trainer = cast(Any, target)
+        settings = with_accumulation_of(trainer, settings)
+        wrap_trainer(trainer, lambda model: _wrap_module(model, settings, sample_input, optimizer))
         return target
     raise WrapTypeError(
         f"memscale.wrap takes an nn.Module or a Hugging Face Trainer, got {_kind(target)}. "

@@ -169,6 +169,7 @@ _pool = _number(
     float, "a number of GB (10⁹ bytes) above 0, or None to size it from the plan", lambda gb: gb > 0
 )
 _threads = _number(int, "a whole number of threads, 1 or more", lambda workers: workers >= 1)
+_batches = _number(int, "a whole number of batches, 1 or more", lambda batches: batches >= 1)
 
 
 # ---------------------------------------------------------------------- the settings
@@ -246,6 +247,7 @@ class ConfigFields(TypedDict, total=False):
     offload_dir: str | os.PathLike[str] | None
     max_disk_offload_gb: float | None
     fused_host_step: bool
+    gradient_accumulation_steps: int
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -284,6 +286,9 @@ class Config:
         fused_host_step: Step parameters that are kept on the host of an accelerator by torch's fused CPU
             implementation, where the optimizer has one and was given neither `foreach` nor `fused`: several times as
             fast as torch's loop, with other last bits. False: to the bit as the plain model.
+        gradient_accumulation_steps: Batches for each `optimizer.step()`: a plan spreads the time of a step over so
+            many, and counts the gradients that wait for it. Nothing is accumulated by it; the loop does that. A
+            `Trainer`'s own is taken if this is not given.
 
     Raises:
         ConfigError: A value is out of range, or asks for what is not implemented yet.
@@ -320,6 +325,7 @@ class Config:
     offload_dir: str | None = _setting(None, _optional(_path))
     max_disk_offload_gb: float | None = _setting(None, _offload_limit)
     fused_host_step: bool = _setting(True, _boolean)
+    gradient_accumulation_steps: int = _setting(1, _batches)
 
     # `dataclasses.replace` calls the class with every field, so that it would set them all. It passes init-only
     # variables as well, by which such a call is known.

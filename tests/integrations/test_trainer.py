@@ -57,6 +57,14 @@ def test_a_wrapped_trainer_trains_like_a_plain_one(family: str, tmp_path: Path) 
     assert "_memscale_executor" not in vars(trainer.model)
 
 
+def test_the_plan_knows_how_many_batches_a_trainer_accumulates(tmp_path: Path) -> None:
+    trainer = make_trainer("gpt2", tmp_path, gradient_accumulation_steps=4)
+    for config, steps in ((QUIET, 4), (QUIET.replace(gradient_accumulation_steps=1), 1)):
+        memscale.wrap(trainer, config)
+        assert trainer.model._memscale_executor.config.gradient_accumulation_steps == steps
+        memscale.detach(trainer)
+
+
 class Heard(transformers.TrainerCallback):
     """What loggers such as TensorBoard's are given."""
 

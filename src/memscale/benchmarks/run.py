@@ -9,6 +9,7 @@ to see the peak: only in the second one are activations and optimizer state aliv
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from memscale.errors import ConfigError, ProfileError, shown
 from memscale.execution_plan import Plan
 from memscale.executor import Executor, executor_of
 from memscale.hardware import GpuSpec, read_host, virtual_hardware
+from memscale.hardware.calibrate import CALIBRATION_VARIABLE
 from memscale.memory.process import measure_in_fresh_process, rss_bytes
 from memscale.planner.make_plan import make_plan
 from memscale.profiler import sample_of
@@ -259,6 +261,7 @@ def measured_steps(case: Case, mode: str) -> tuple[list[float], int]:
     A model that is wrapped is built on the meta device, so that the peak is that of the whole process, and not of
     building the model in memory.
     """
+    os.environ[CALIBRATION_VARIABLE] = "none"  # results are to be compared between machines
     config = MODES[mode]
     with torch.device("cpu" if config is None else "meta"):
         torch.manual_seed(0)

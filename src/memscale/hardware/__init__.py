@@ -5,7 +5,7 @@ from __future__ import annotations
 from memscale.hardware.detect import detect, virtual_hardware
 from memscale.hardware.gpus import GpuSpec, find_gpu, list_gpus
 from memscale.hardware.host import find_disk, read_host
-from memscale.hardware.specs import DeviceSpec, DiskSpec, Hardware, HostSpec, Rates
+from memscale.hardware.specs import DeviceSpec, DiskSpec, Hardware, HostSpec, MeasuredRates, Rates
 
 __all__ = [
     "DeviceSpec",
@@ -13,6 +13,7 @@ __all__ = [
     "GpuSpec",
     "Hardware",
     "HostSpec",
+    "MeasuredRates",
     "Rates",
     "detect",
     "find_disk",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memscale.errors import ConfigTypeError, HardwareError, shown
+from memscale.hardware.calibrate import calibrated
 from memscale.hardware.gpus import GpuSpec, find_gpu
 from memscale.hardware.host import PROC, find_disk, read_host
 from memscale.hardware.specs import DeviceSpec, DiskSpec, Hardware, HostSpec, Rates
@@ -43,8 +44,9 @@ def detect(
 ) -> Hardware:
     """Describe the hardware of this machine.
 
-    Nothing is timed: rates come from the table of GPUs or from documented assumptions, so that a machine gets the
-    same plan every time. Without an accelerator the CPU is the device, and it offloads to disk.
+    Nothing is timed: rates come from the file that `memscale.calibrate` wrote (Note [Calibrated rates]), else from the
+    table of GPUs or from documented assumptions, so that a machine gets the same plan every time. Without an
+    accelerator the CPU is the device, and it offloads to disk.
 
     Args:
         device: The device to describe, such as "cuda:1" or "cpu". By default the current CUDA device, else another
@@ -52,13 +54,21 @@ def detect(
         offload_dir: The directory of the disk tier; by default as `find_disk` chooses it.
 
     Raises:
-        HardwareError: There is no such device, or it does not say how much memory it has.
+        HardwareError: There is no such device, or it does not say how much memory it has; `MEMSCALE_CALIBRATION` names
+            a file that can't be used.
 
     Example:
         >>> hardware = detect("cpu")
         >>> hardware.device.kind, hardware.device_count
         ('cpu', 1)
     """
+    return calibrated(detect_by_tables(device, offload_dir=offload_dir))
+
+
+def detect_by_tables(
+    device: torch.device | str | None = None, *, offload_dir: str | os.PathLike[str] | None = None
+) -> Hardware:
+    """Describe the hardware of this machine, as `detect` does, with rates of tables alone."""
     import torch
 
     host, disk = read_host(), find_disk(offload_dir)

@@ -103,9 +103,29 @@ class DiskSpec:
     directory: Path  # need not exist yet
     free_bytes: int  # what an unprivileged process can still write there
     writable: bool
-    read_bandwidth: float  # bytes per second: an assumption, never a measurement
+    read_bandwidth: float  # bytes per second: an assumption, unless `memscale.calibrate` has measured it
     write_bandwidth: float
     ram_backed: bool = False  # the file system is in RAM, so that offloading to it frees none
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRates:
+    """Rates that `memscale.calibrate` measured: what code reaches, where tables have what hardware could do.
+
+    None where the device has no such thing.
+    """
+
+    date: str
+    fp32: float  # FLOP/s of a matrix product
+    memory_bandwidth: float  # of the device's own memory, bytes read and written per second
+    host_adam_loop: float  # seconds for each byte of fp32 parameters, by torch's loop over parameters
+    host_adam_fused: float  # the same by torch's fused implementation
+    tf32: float | None = None
+    half: float | None = None  # in bf16, or in fp16 where the device has no bf16
+    h2d: float | None = None  # bytes per second from page-locked memory of the host
+    d2h: float | None = None
+    pageable_h2d: float | None = None  # from memory that is not page-locked
+    pageable_d2h: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +143,7 @@ class Hardware:
     host: HostSpec
     disk: DiskSpec
     past_host: bool = False  # an accelerator offloads to disk because the host has too little memory
+    measured: MeasuredRates | None = None  # None: rates are those of tables
 
     @property
     def offloads_to_disk(self) -> bool:
@@ -134,8 +155,13 @@ class Hardware:
         """Whether this describes a GPU that is not there."""
         return self.device.kind == "virtual"
 
+    def describe(self) -> str:
+        """Return the device's name and size, and when its rates were measured, if they were."""
+        calibrated = "" if self.measured is None else f", calibrated on {self.measured.date}"
+        return f"{self.device.describe()}{calibrated}"
+
     def summary(self) -> str:
-        """Return one line for the log: the device, the host and the disk."""
+        """Return one line for the log: the device, the host, the disk, and when rates were measured, if they were."""
         device = self.device
         facts = ["virtual"] if self.is_virtual else []
         if device.kind == "cpu":
@@ -161,4 +187,6 @@ class Hardware:
         elif self.disk.ram_backed:
             disk += " (in RAM)"
         tiers.append(disk)
+        if self.measured is not None:
+            tiers.append(f"calibrated on {self.measured.date}")
         return " · ".join(tiers)

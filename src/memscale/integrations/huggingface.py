@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 
+from memscale.config import Config
 from memscale.errors import WrapTypeError
 from memscale.execution_plan import Plan
 from memscale.executor import Executor, executor_of
@@ -91,6 +92,13 @@ class PlanInLog(TrainerCallback):
 
 def _named(**values: float) -> dict[str, float]:
     return {f"{PREFIX}{name}": round(value, 4) for name, value in values.items()}
+
+
+def with_accumulation_of(trainer: Trainer, config: Config) -> Config:
+    """Return the Config with the Trainer's number of batches for each optimizer step, unless it has one itself."""
+    if "gradient_accumulation_steps" in config.explicit_fields:
+        return config
+    return config.replace(gradient_accumulation_steps=trainer.args.gradient_accumulation_steps)
 
 
 def wrap_trainer(trainer: Trainer, wrap_model: Callable[[torch.nn.Module], None]) -> None:

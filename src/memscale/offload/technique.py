@@ -69,7 +69,7 @@ class Offloading:
                 cover = rates.backward(block) + rates.forward(block) * recomputed
                 forward = max(latency, fetch - rates.forward(block))
                 backward = max(latency, max(fetch, gradients) - cover)
-            seconds = HOOK_SECONDS + forward + backward + max(0.0, stepping)
+            seconds = HOOK_SECONDS + forward + backward + max(0.0, stepping) / terms.accumulated
             yield BlockOption("offloading", seconds, target="parameters", reruns_forward=recomputed)
 
     def unsupported_reason(self, site: LayerSite) -> str | None:

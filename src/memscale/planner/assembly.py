@@ -73,9 +73,9 @@ def pareto_frontier(points: Sequence[Point]) -> tuple[Point, ...]:
     return tuple(best)
 
 
-def plain_point(profile: ModelProfile, hardware: Hardware) -> Point:
+def plain_point(profile: ModelProfile, hardware: Hardware, config: Config) -> Point:
     """Return what the model costs as it is."""
-    model = CostModel(profile, hardware, Config())
+    model = CostModel(profile, hardware, config)
     return model.point((PLAIN,) * len(model.blocks))
 
 
@@ -89,14 +89,14 @@ def plan_of(
     points: Sequence[Point] = (),
 ) -> Plan:
     """Return the plan of the point taken, of `points` under the settings `under`; `profile` is the plain model's."""
-    plain = plain_point(profile, hardware)
-    chosen, unseen = verdict.point, unseen_bytes(profile, hardware)
+    plain = plain_point(profile, hardware, config)
+    chosen, unseen = verdict.point, unseen_bytes(profile, hardware, config)
     same = (needs for setting, needs in under if setting.whole_steps == chosen.setting.whole_steps)
     needs = next(same, profile)
     model = CostModel(needs, hardware, config, chosen.setting, chosen.prefetch)
     return Plan(
         layers=_LayerPlans(verdict, model, config).of(needs),
-        device=hardware.device.describe(),
+        device=hardware.describe(),
         mode=config.mode.value,
         batch=profile.batch,
         baseline_peak_bytes=plain.peak_bytes,
@@ -122,11 +122,11 @@ def plan_of(
     )
 
 
-def unseen_bytes(profile: ModelProfile, hardware: Hardware) -> int:
+def unseen_bytes(profile: ModelProfile, hardware: Hardware, config: Config) -> int:
     """Return what a step may need that no prediction sees."""
     if not profile.unseen:
         return 0
-    plain = plain_point(profile, hardware).peak_bytes
+    plain = plain_point(profile, hardware, config).peak_bytes
     return sum(each.nbytes + int(each.share * plain) for each in profile.unseen)
 
 
@@ -344,7 +344,7 @@ def plan_by_structure(model: nn.Module, hardware: Hardware, config: Config, note
     ]
     return Plan(
         layers=tuple(layers),
-        device=hardware.device.describe(),
+        device=hardware.describe(),
         mode=config.mode.value,
         batch="not seen yet",
         baseline_peak_bytes=peak,

@@ -114,7 +114,7 @@ def batch_sizes(model: nn.Module, sample: Sample, config: Config, hardware: Hard
             known = sorted({length, max(1, length // 2), min(limit, 4 * length)})
             lengths = _Sizes(functools.partial(with_length, model, sample), known, limit)
             longest = search.most(lengths, search.estimates(lengths))
-    return BatchSizes(hardware.device.describe(), search.room, largest, longest, fastest)
+    return BatchSizes(hardware.describe(), search.room, largest, longest, fastest)
 
 
 @dataclass(frozen=True)

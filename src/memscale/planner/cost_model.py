@@ -151,6 +151,7 @@ class CostModel:
         called = (block for block in profile.blocks if block.order >= 0)
         self.blocks = tuple(sorted(called, key=lambda block: block.order))
         self._on_cpu = hardware.device.kind == "cpu"
+        self._accumulates = config.gradient_accumulation_steps > 1
         self._room_below = room_below(hardware, config) if config.enable_offloading else 0
         self._stacks = Counter(block.container for block in self.blocks)
         # How much of parameters, gradients and loaded state is stepped at once, where that is done in buckets.
@@ -230,7 +231,7 @@ class CostModel:
         seconds = sum(each.optimizer_bytes for each in moved) / min(self.terms.link)
         seconds += 2 * self.terms.rates.latency * sum(each.parameter_count for each in moved)
         resident = option.resident - sum(each.optimizer_bytes for each in moved)
-        return replace(option, seconds=option.seconds + seconds, resident=resident)
+        return replace(option, seconds=option.seconds + seconds / self.terms.accumulated, resident=resident)
 
     def point(self, choices: Choices, state_below: int = 0) -> Point:
         """Return what choices for all blocks cost, with the optimizer state of the first ones on the host."""
@@ -281,11 +282,13 @@ class CostModel:
         # that is left to the simulation.
         prefetched = self._prefetched(len(blocks), -1, prefetch, True) if odd_offloaded else 0
         other_gradients = profile.gradient_bytes - sum(block.gradient_bytes for block in blocks)
+        if self._accumulates:  # they are there from the first batch on
+            constant, other_gradients = constant + other_gradients, 0
         return Row(
             options=[()] * len(blocks),
             dropped=[block.dropped_bytes for block in blocks],
             constant=constant,
-            seconds=self.terms.rates.step(profile),
+            seconds=self.terms.rates.step(profile, self.terms.accumulated),
             loss=profile.loss_peak_bytes,
             tail=profile.tail_peak_bytes + prefetched,
             # What forward saves outside of the blocks is released before the optimizer steps.
@@ -432,6 +435,8 @@ class CostModel:
             seconds += self._exposed_in_buckets(gradient)
         else:
             stepping += int(self._temporaries[0] * gradient)
+        if self._accumulates:  # gradients are there from the first batch on
+            live, stepping, gradient = live + gradient, stepping - gradient, 0
         if choices[0].input_offloaded:
             backward += self.input_bytes(start)
             seconds += self.input_seconds(start)
@@ -451,7 +456,7 @@ class CostModel:
         """Return what buckets add to a step: the device computes one while the calls for the next are launched."""
         parameters = self.bucket_bytes / 2
         exposed = max(0.0, BUCKET_SECONDS - self.terms.rates.optimizer(int(parameters)))
-        return exposed * gradient_bytes / parameters
+        return exposed * gradient_bytes / parameters / self.terms.accumulated
 
     @property
     def buckets_are_free(self) -> bool:
@@ -520,7 +525,7 @@ class CostModel:
             returned -= part.returned
             held -= part.held
             working = max(0, working - part.working)
-            if not part.offloaded:
+            if not part.offloaded and not self._accumulates:
                 held += part.block.gradient_bytes
         return peak
 

@@ -69,7 +69,7 @@ def decide(
     plans = []
     for tiers, prefetch in ways:
         points = frontier_points(under, tiers, config, prefetch=prefetch)
-        verdict = _choose(points, plain_point(profile, tiers), tiers, config, margin)
+        verdict = _choose(points, plain_point(profile, tiers, config), tiers, config, margin)
         if refine:
             verdict = _refined(verdict, under, tiers, config, prefetch)
         plan = plan_of(verdict, profile, tiers, config, under=under, points=points)

@@ -68,7 +68,9 @@ class Estimates:
     def seconds(self, size: int) -> float | None:
         """Return the step time of the fastest plan for a size that fits; None if none does."""
         under = self._under(size)
-        room = self.room - unseen_bytes(under[0][1], self.hardware)  # what no prediction sees grows with it
+        room = self.room - unseen_bytes(
+            under[0][1], self.hardware, self.config
+        )  # what no prediction sees grows with it
         models = cost_models(under, self.hardware, self.config, prefetch=False)
         trades = [
             fastest_within(row, room, FRONTIER_WIDTH)

@@ -152,9 +152,9 @@ def _plan_that_fits(
     """
     profile, place = needs.profile, Place.of(hardware.device)
     room = room_of(hardware, config)
-    limit = usable(room, unseen_bytes(profile, hardware))
+    limit = usable(room, unseen_bytes(profile, hardware, config))
     simulated: dict[object, Plan] = {}  # plans that do the same are simulated once
-    plain = _plain_step(model, needs, sample, hardware)
+    plain = _plain_step(model, needs, sample, config, hardware)
     excess, underestimated, difference = 1.0, 0, 0
     best: Plan | None = None
     for attempt, refine in enumerate(ATTEMPTS):
@@ -303,7 +303,9 @@ def _attach(plan: Plan, config: Config, twin: nn.Module) -> None:
     Executor(twin, replace(plan, layers=layers), config).attach()
 
 
-def _plain_step(model: nn.Module, needs: ProfiledModel, sample: Sample, hardware: Hardware) -> Step | None:
+def _plain_step(
+    model: nn.Module, needs: ProfiledModel, sample: Sample, config: Config, hardware: Hardware
+) -> Step | None:
     """Return the plain step of a deep model, which follows from a few of its blocks; None where it is simulated."""
     profile, place = needs.profile, Place.of(hardware.device)
     if profile.source != "static" or profile.blocks_left_out < DEEP:
@@ -311,7 +313,7 @@ def _plain_step(model: nn.Module, needs: ProfiledModel, sample: Sample, hardware
     if uses_cache(model):
         profile = profile_static(model, sample, place, with_cache=True)
         profile = with_optimizer(profile, model, needs.optimizer, place)
-    plain = plain_point(profile, hardware)
+    plain = plain_point(profile, hardware, config)
     return Step(plain.peak_bytes, plain.saved_bytes)
 
 

@@ -7,7 +7,8 @@ Note [The step that is predicted]
 The second step of training or a later one, with the optimizer that was given, else with AdamW: its state is there,
 libraries have taken their workspaces, no gradient is left over when forward begins, and the outputs are let go of
 before backward. The first step is run, and the allocator is asked for the same again (Note [Replaying a step] in
-`memory/record.py`). What `wrap` keeps to repeat a step from (`ModelCall`) is there too, until backward ends.
+`memory/record.py`). What `wrap` keeps to repeat a step from (`ModelCall`) is there too, until backward ends. Where
+gradients are accumulated, the step has two batches, of which the second finds the gradients of the first.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def predict(
     The model is without techniques, and not changed; `plain` is the plain step, if it is known already. Without
     `optimizer` it is AdamW. Whatever the model raises on fake tensors is raised.
     """
-    plain = plain or _simulated(model, None, sample, place, optimizer=optimizer)
-    planned = _simulated(model, plan, sample, place, _quiet(config), optimizer)
+    plain = plain or _simulated(model, None, sample, place, config, optimizer)
+    planned = _simulated(model, plan, sample, place, config, optimizer)
     return _filled_in(plan, plain, planned, "simulated")
 
 
@@ -103,7 +104,7 @@ def measure(
         try:
             with tracker:
                 backward = _backward_without_hooks(model, executor)
-                planned = _step(model, batch, tracker, device, executor, backward, optimizer)
+                planned = _step(model, batch, tracker, device, executor, backward, config, optimizer)
         finally:
             executor.detach()
     return _filled_in(plan, plain, planned, "measured")
@@ -161,18 +162,18 @@ def _simulated(
     plan: Plan | None,
     sample: Sample,
     place: Place,
-    config: Config | None = None,
-    optimizer: OptimizerNeeds | None = None,
+    config: Config,
+    optimizer: OptimizerNeeds | None,
 ) -> Step:
     with place.simulate() as simulation:
         twin = simulation.copy_of(model).train(model.training)
         executor = None
         if plan is not None:
-            executor = Executor(twin, plan, config)
+            executor = Executor(twin, plan, _quiet(config))
             executor.attach()
         batch = sample.mapped(simulation.batch_of)
         device, backward = simulation.device, torch.autograd.backward
-        return _step(twin, batch, simulation.tracker, device, executor, backward, optimizer)
+        return _step(twin, batch, simulation.tracker, device, executor, backward, config, optimizer)
 
 
 def _step(
@@ -182,6 +183,7 @@ def _step(
     device: torch.device,
     executor: Executor | None,
     backward: Callable[[torch.Tensor], object],
+    config: Config,
     optimizer: OptimizerNeeds | None,
 ) -> Step:
     """See Note [The step that is predicted]."""
@@ -192,18 +194,21 @@ def _step(
         planned = executor.plan.optimizer or planned
     tracker.reset_peak()
     with tracker.logging(device) as log:
-        call = ModelCall(model, batch.args, batch.kwargs, device)
-        output = model(*batch.args, **batch.kwargs)
-        call.finish_forward(output)
-        targets = backward_targets(output)
-        del output
-        after_forward = len(log)
-        if targets:
-            loss = loss_of(targets)
-            reached_outputs([loss])
-            backward(loss)
-            del loss
-        call.release()
+        for number in range(min(2, config.gradient_accumulation_steps)):
+            targets: list[torch.Tensor] = []  # those of the batch before are let go of
+            call = ModelCall(model, batch.args, batch.kwargs, device)
+            output = model(*batch.args, **batch.kwargs)
+            call.finish_forward(output)
+            targets = backward_targets(output)
+            del output
+            if number == 0:
+                after_forward = len(log)
+            if targets:
+                loss = loss_of(targets)
+                reached_outputs([loss])
+                backward(loss)
+                del loss
+            call.release()
         needs = optimizer or _adamw(model, device)
         in_buckets = planned.bucket_bytes > 0 and needs.moves and device.type != "cpu"
         on_host = (
@@ -215,7 +220,6 @@ def _step(
             if name in needs.state and parameter.grad is not None and parameter.device.type == device.type
         }
         # Under a cap on the disk, only the state of the parameters there is on it.
-        config = None if executor is None else executor.config
         all_on_disk = planned.state == "disk" and device.type == "cpu" and takes_all_state("disk", config)
         below = {id(each) for each in here.values()} if all_on_disk and needs.moves else on_host
         in_8_bits: set[int] = set()

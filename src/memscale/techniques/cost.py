@@ -6,6 +6,7 @@ from a clock, so that a plan is the same on every run. `docs/step_times.md` comp
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,22 +47,35 @@ class Rates:
     pageable_per_second: float  # bytes copied each way from memory that is not page-locked
     latency: float = LINK_LATENCY  # fixed seconds of each transfer of a tensor
     below_is_disk: bool = False  # whether the tier below is the disk, not host memory
+    host_adam_loop: float = HOST_ADAM_LOOP  # seconds for each byte of parameters
+    host_adam_fused: float = HOST_ADAM_FUSED
 
     @classmethod
     def of(cls, hardware: Hardware) -> Rates:
-        """Return the rates of a device."""
-        device, disk = hardware.device, hardware.disk
-        fp32 = device.rates.fp32
-        if torch.get_float32_matmul_precision() != "highest" and device.kind != "cpu":
-            fp32 = device.rates.tf32 or fp32
-        half = device.rates.of(torch.bfloat16 if device.supports_bf16 else torch.float16)
-        compute = fp32 * COMPUTE_EFFICIENCY, half * COMPUTE_EFFICIENCY
-        memory = device.memory_bandwidth * MEMORY_EFFICIENCY
-        link = float("inf") if device.kind == "cpu" else device.link_bandwidth * LINK_EFFICIENCY
+        """Return the rates of a device: those that were measured, else what code reaches of those of tables."""
+        device, disk, measured = hardware.device, hardware.disk, hardware.measured
+        tf32_is_allowed = torch.get_float32_matmul_precision() != "highest" and device.kind != "cpu"
+        half = device.rates.of(torch.bfloat16 if device.supports_bf16 else torch.float16) * COMPUTE_EFFICIENCY
+        adam = HOST_ADAM_LOOP, HOST_ADAM_FUSED
+        if measured is None:
+            fp32 = (tf32_is_allowed and device.rates.tf32) or device.rates.fp32
+            fp32 *= COMPUTE_EFFICIENCY
+            memory = device.memory_bandwidth * MEMORY_EFFICIENCY
+            h2d = d2h = device.link_bandwidth * LINK_EFFICIENCY
+            pageable = PAGEABLE_BANDWIDTH
+        else:
+            fp32 = (tf32_is_allowed and measured.tf32) or measured.fp32
+            half = measured.half or half
+            memory = measured.memory_bandwidth
+            h2d, d2h = (rate or math.inf for rate in (measured.h2d, measured.d2h))
+            pageable = min(rate or math.inf for rate in (measured.pageable_h2d, measured.pageable_d2h))
+            adam = measured.host_adam_loop, measured.host_adam_fused
+        if device.kind == "cpu":  # there is no link
+            h2d = d2h = math.inf
         if hardware.offloads_to_disk:
-            h2d, d2h = min(link, disk.read_bandwidth), min(link, disk.write_bandwidth)
-            return cls(*compute, memory, h2d, d2h, min(h2d, d2h), DISK_LATENCY, below_is_disk=True)
-        return cls(*compute, memory, link, link, min(link, PAGEABLE_BANDWIDTH))
+            h2d, d2h = min(h2d, disk.read_bandwidth), min(d2h, disk.write_bandwidth)
+            return cls(fp32, half, memory, h2d, d2h, min(h2d, d2h), DISK_LATENCY, True, *adam)
+        return cls(fp32, half, memory, h2d, d2h, min(h2d, d2h, pageable), LINK_LATENCY, False, *adam)
 
     def seconds(self, flops: int, half_flops: int, traffic: int) -> float:
         """Return the time of so many operations, those of them in 16 bits, that read and write so many bytes.
@@ -78,11 +92,11 @@ class Rates:
     def backward(self, block: BlockProfile) -> float:
         return self.seconds(block.backward_flops, block.backward_half_flops, block.backward_traffic)
 
-    def step(self, profile: ModelProfile) -> float:
-        """Return the time of a whole plain step."""
+    def step(self, profile: ModelProfile, accumulated: int = 1) -> float:
+        """Return the time of a whole plain step for one batch of those that are `accumulated` for the optimizer's."""
         blocks = sum(self.forward(block) + self.backward(block) for block in profile.blocks)
         other = self.seconds(profile.other_flops, profile.other_half_flops, profile.other_traffic)
-        return blocks + other + self.optimizer(profile.gradient_bytes)
+        return blocks + other + self.optimizer(profile.gradient_bytes) / accumulated
 
     def optimizer(self, gradient_bytes: int) -> float:
         """Return the time of Adam on the device, by torch's foreach implementation."""
@@ -91,7 +105,7 @@ class Rates:
     def optimizer_below(self, gradient_bytes: int, *, fused: bool) -> float:
         """Return the time of Adam on the tier below; on the host by torch's fused implementation, or by its loop."""
         if not self.below_is_disk:
-            return (HOST_ADAM_FUSED if fused else HOST_ADAM_LOOP) * gradient_bytes
+            return (self.host_adam_fused if fused else self.host_adam_loop) * gradient_bytes
         reads = OPTIMIZER_READS * gradient_bytes / self.h2d_per_second
         return reads + OPTIMIZER_WRITES * gradient_bytes / self.d2h_per_second
 
@@ -105,6 +119,11 @@ class CostTerms:
     working_share: float = 1.0  # the size of a working copy over that of the parameters: one half in 16 bits
     prefetch: bool = False  # whether transfers overlap with computation
     page_locked: bool = True  # whether what is offloaded fits page-locked memory
+
+    @property
+    def accumulated(self) -> int:
+        """Return for how many batches the optimizer steps once: each has that share of the time of its step."""
+        return self.config.gradient_accumulation_steps
 
     @property
     def link(self) -> tuple[float, float]:
