@@ -230,6 +230,7 @@ def gpt2_on_text(executed: Plan | None, steps: int = 300) -> float:
     return sum(losses[-20:]) / 20
 
 
+@pytest.mark.slow
 def test_300_steps_on_real_text_end_within_two_percent_of_adamw() -> None:
     plain, ours = gpt2_on_text(None), gpt2_on_text(EIGHT_BIT)
     assert ours != plain

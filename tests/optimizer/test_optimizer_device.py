@@ -113,7 +113,7 @@ def test_fits_where_the_plain_step_does_not():
 
     def train(device, stream):
         tensors = parameters(shapes, device=device)
-        with streamed(tensors if stream else [], bucket_bytes=16 * KIB) as streaming:
+        with streamed(tensors if stream else [], bucket_bytes=2048 * KIB) as streaming:
             optimizer = optim.AdamW(tensors, foreach=False)
             for step in range(2):
                 give_gradients(tensors, step)

@@ -204,6 +204,7 @@ def test_largest_batch_is_what_trying_each_one_finds(config: Config) -> None:
     assert largest.plan == memscale.plan(Gpt(), words(largest.batch_size), largest.config, hardware=ROOM)
 
 
+@pytest.mark.slow
 def test_modes_that_do_more_fit_more() -> None:
     sizes = [found_in(config).batch_size for config in (CONSERVATIVE, QUIET, AGGRESSIVE)]
     assert sizes[0] < sizes[1] < sizes[2]
@@ -266,6 +267,7 @@ def test_model_is_left_as_it_was() -> None:
     assert all(each.grad is None for each in model.parameters())
 
 
+@pytest.mark.slow
 def test_wrapped_model_is_searched_as_it_is_without() -> None:
     model = Gpt()
     memscale.wrap(model, QUIET, words())

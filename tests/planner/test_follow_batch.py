@@ -100,6 +100,7 @@ CAPACITY = "84MiB"  # 82 hold all but the longest batch, which alone needs 90
 
 
 @pytest.mark.parametrize("with_sample", [True, False], ids=["sample", "no sample"])
+@pytest.mark.matrix(2)
 def test_lengths_that_vary_break_the_plain_model_and_not_the_wrapped_one(
     with_sample: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -237,6 +237,7 @@ def gpt2_on_text(plan: Plan | None, steps: int = 120) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_the_loss_curve_is_within_two_percent_of_fp32() -> None:
     plain = gpt2_on_text(None)
     assert plain[-1] < 0.7 * plain[0]

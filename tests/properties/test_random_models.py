@@ -18,7 +18,7 @@ SEEDS = range(48)
 CHUNKS = [list(SEEDS[start : start + CHUNK]) for start in range(0, len(SEEDS), CHUNK)]
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(12)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seeds", CHUNKS, ids=lambda seeds: "-".join(map(str, seeds)))
 def test_a_wrapped_model_trains_as_the_plain_one(seeds: list[int], caplog: pytest.LogCaptureFixture) -> None:

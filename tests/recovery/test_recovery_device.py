@@ -320,6 +320,7 @@ BACKWARD = [
 
 
 @pytest.mark.parametrize("options", BACKWARD)
+@pytest.mark.matrix(3)
 def test_backward(options: dict[str, Any], recovered: Callable[[], list[str]]) -> None:
     assert_survived(options)
     assert recovered()[:1] == ["backward"]
@@ -374,6 +375,7 @@ def test_step(rooms: dict[int, int]) -> None:
 
 
 @pytest.mark.parametrize("room", [2 * MIB, 14 * MIB], ids=["not even one", "not the temporaries"])
+@pytest.mark.matrix(2)
 def test_a_first_step_whose_state_has_no_room_leaves_everything_as_it_was(room: int) -> None:
     torch.manual_seed(0)
     with executing(CAPACITY) as gpu:

@@ -26,6 +26,7 @@ print(json.dumps({"rss": peak_rss_bytes(), "peak": simulation.peak_bytes}))
 """
 
 
+@pytest.mark.slow
 def test_two_steps_of_gpt2_xl_in_less_than_a_gibibyte():
     pytest.importorskip("transformers")
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)

@@ -66,6 +66,7 @@ def transformers():
 
 
 @pytest.mark.parametrize("name", [name for name, (*_, size) in PUBLISHED.items() if size])
+@pytest.mark.matrix(4)
 def test_simulated_peak_is_within_one_per_cent_of_the_published(name):
     with simulate("RTX 3090") as simulation:
         train(simulation, name)
@@ -93,6 +94,7 @@ def test_gpt2_xl_does_not_fit():
     assert simulation.peak_reserved_bytes <= simulation.capacity
 
 
+@pytest.mark.slow
 def test_gpt2_xl_would_need_a_card_of_48_gb():
     with simulate("RTX A6000") as simulation:
         train(simulation, "gpt2-xl")
