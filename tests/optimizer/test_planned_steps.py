@@ -98,7 +98,7 @@ def test_the_state_of_some_layers_is_on_the_host_and_their_parameters_are_not() 
     seen: dict[str, Any] = {}
     expected = train(None, torch.optim.AdamW, {})
     some = ("layers.1", "layers.4")
-    got = train(OptimizerPlan("host", some, BUCKET), torch.optim.AdamW, seen)
+    got = train(OptimizerPlan("host", BUCKET, layers=some), torch.optim.AdamW, seen)
     assert all(map(torch.equal, got, expected))
     assert seen["on host"] == set(some)
 

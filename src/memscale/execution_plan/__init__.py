@@ -81,18 +81,18 @@ class OptimizerPlan:
         state: the tier it is on between steps. ``"device"``: with its parameters; ``"host"``: in host memory, that of
             parameters on an accelerator, which are stepped on it; ``"disk"``: memory-mapped, on an accelerator's host
             only that of parameters on disk.
-        layers: with ``state="host"``, the layers whose state is there; all of it if there are none.
         bucket_bytes: the most that parameters, gradients and loaded state take in one call of the optimizer's
             arithmetic. 0: with ``state="device"`` the parameters on the device are stepped all at once, else a default.
         eight_bit: Adam's moments are kept in 8 bits between steps.
+        layers: with ``state="host"``, the layers whose state is there; all of it if there are none.
         rule: the planner's rule that decided.
         reason: that rule in words and numbers.
     """
 
     state: Tier = "device"
-    layers: tuple[str, ...] = ()
     bucket_bytes: int = 0
     eight_bit: bool = False
+    layers: tuple[str, ...] = ()
     rule: str = ""
     reason: str = ""
 
