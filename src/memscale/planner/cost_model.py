@@ -410,7 +410,14 @@ class CostModel:
                     if saved_offloaded or not choices[0].saved_offloaded
                 ]
                 phase = int(offloaded) if len(allowed[index]) > 1 else None
-                found += [replace(option, phase=phase) for option in _undominated(those)]
+                # What is in flight is not in an option's peak, and no reason to prefer it.
+                in_flight = [
+                    self._in_flight([self.activation_bytes_below(index, option.what[0])])
+                    if option.what[0].saved_offloaded
+                    else 0
+                    for option in those
+                ]
+                found += [replace(option, phase=phase) for option in _undominated(those, in_flight)]
             self._known_positions[key] = tuple(found)
         return self._known_positions[key]
 
@@ -602,9 +609,15 @@ def all_bytes(block: BlockProfile) -> int:
     return block.parameter_bytes + block.gradient_bytes + block.optimizer_bytes
 
 
-def _undominated(options: Sequence[Option[Choices]]) -> list[Option[Choices]]:
-    """Return the options that no other of the same span equals or beats in everything; of equal ones the first."""
-    costs = [(o.seconds, o.resident, o.held, o.forward, o.backward, o.gradient, o.stepping) for o in options]
+def _undominated(options: Sequence[Option[Choices]], in_flight: Sequence[int]) -> list[Option[Choices]]:
+    """Return the options that no other of the same span equals or beats in everything; of equal ones the first.
+
+    In backward, each has so many bytes more in flight.
+    """
+    costs = [
+        (o.seconds, o.resident, o.held, o.forward, o.backward + more, o.gradient, o.stepping)
+        for o, more in zip(options, in_flight, strict=True)
+    ]
     return [
         option
         for index, option in enumerate(options)
