@@ -11,7 +11,7 @@ from memscale import Config, Plan
 from memscale.executor import Executor
 from memscale.hardware import virtual_hardware
 from memscale.planner.assembly import Verdict, plan_of
-from memscale.planner.cost_model import CostModel, full_checkpointing
+from memscale.planner.cost_model import Choice, CostModel, full_checkpointing
 from memscale.planner.make_plan import profile_settings
 from memscale.planner.predict import Step, predict, rehearsal
 from memscale.profiler import Place, Sample
@@ -44,11 +44,11 @@ def trained(plan: Plan) -> int:
 
 @pytest.mark.matrix(7)
 @pytest.mark.parametrize("state_below", [0, 5, 9], ids="state of {} blocks on host".format)
-@pytest.mark.parametrize("inputs", [False, True], ids=["inputs kept", "inputs offloaded"])
+@pytest.mark.parametrize("activations", ["inputs kept", "inputs offloaded", "saved offloaded"])
 @pytest.mark.parametrize("offloaded", [0, 3, 6], ids="{} layers offloaded".format)
 @pytest.mark.parametrize("prefetch", [0, 1], ids=["waiting", "prefetching"])
 def test_predicted_is_what_training_needs(
-    state_below: int, inputs: bool, offloaded: int, prefetch: int
+    state_below: int, activations: str, offloaded: int, prefetch: int
 ) -> None:
     with torch.device("meta"):
         model = gpt2()
@@ -59,14 +59,15 @@ def test_predicted_is_what_training_needs(
     assert setting.bucketed
     costs = CostModel(needs, HARDWARE, CONFIG, setting, prefetch)
     layers = [index for index, block in enumerate(costs.blocks) if block.role == "repeated"]
-    choices = tuple(
-        each._replace(
-            offloaded=index in layers[len(layers) - offloaded :],
-            input_offloaded=inputs and each.recompute and index > layers[0],
-        )
-        for index, each in enumerate(full_checkpointing(costs.blocks))
-    )
-    point = costs.point(choices, state_below)
+    choices = list(full_checkpointing(costs.blocks))
+    for index in layers:
+        is_offloaded = index in layers[len(layers) - offloaded :]
+        if activations == "saved offloaded":
+            choices[index] = Choice("offloading", int(is_offloaded), False, is_offloaded, True)
+        else:
+            inputs = activations == "inputs offloaded" and index > layers[0]
+            choices[index] = choices[index]._replace(offloaded=is_offloaded, input_offloaded=inputs)
+    point = costs.point(tuple(choices), state_below)
     plan = plan_of(Verdict(point, "by-hand"), known.profile, HARDWARE, CONFIG, under=known.under)
     assert plan.optimizer is not None
     assert plan.optimizer.bucket_bytes > 0
@@ -76,4 +77,6 @@ def test_predicted_is_what_training_needs(
     peak = trained(predicted)
     assert peak <= predicted.predicted_peak_bytes + predicted.allowance_bytes
     assert predicted.predicted_peak_bytes == pytest.approx(peak, rel=0.01)
-    assert point.peak_bytes == pytest.approx(peak, rel=0.1 if prefetch else 0.05)  # estimated
+    # Estimated. Without prefetching what is saved comes back tensor by tensor, and is estimated as a whole.
+    rough = prefetch or activations == "saved offloaded"
+    assert point.peak_bytes == pytest.approx(peak, rel=0.1 if rough else 0.05)

@@ -97,6 +97,7 @@ plans = st.builds(
     decision_source=st.sampled_from(("user_config", "rule", "rule_fallback")),
     prediction_source=st.sampled_from(tuple(ALLOWANCES)),
     notes=names,
+    peak_at=texts,
     frontier=st.lists(st.builds(FrontierPoint, texts, sizes, finite), max_size=2).map(tuple),
 )
 

@@ -160,6 +160,9 @@ class Plan:
         batch: the shapes planned for, in words.
         baseline_peak_bytes: peak of device memory of a step without MemScale.
         predicted_peak_bytes: peak of a step with this plan.
+        peak_at: where in the step that is: "backward of h.3", "backward of GPT2LMHeadModel" (outside of its modules, as
+            its loss is), "loss" and "backward" (of a loss outside of the model), "optimizer step"; empty if the peak
+            is an estimate.
         predicted_time_ratio: step time with the plan over step time without it.
         baseline_seconds: step time without it, estimated from the device's rates.
         baseline_saved_bytes: what the plain forward saves on the device for backward.
@@ -198,6 +201,7 @@ class Plan:
     optimizer: OptimizerPlan | None = None
     loss: LossTiling | None = None
     async_offload: bool = False
+    peak_at: str = ""
 
     @property
     def allowance_bytes(self) -> int:

@@ -24,7 +24,7 @@ def summarize_plan(plan: Plan) -> str:
     return (
         f"Plan for {plan.device or 'an unnamed device'} ({plan.mode}): {done} of {len(plan.layers)} "
         f"layers; peak {format_bytes(plan.baseline_peak_bytes)} → "
-        f"{format_bytes(plan.predicted_peak_bytes)}, step time {_ratio(plan.predicted_time_ratio)} "
+        f"{format_bytes(plan.predicted_peak_bytes)}{_peak_at(plan)}, step time {_ratio(plan.predicted_time_ratio)} "
         f"({plan.prediction_source})"
     )
 
@@ -107,7 +107,7 @@ def _technique(name: str, layer: LayerPlan) -> str:
 
 def _total_rows(plan: Plan) -> Iterator[tuple[str, str | None, str | None, str | None]]:
     for what, plain, planned in (
-        ("peak of device memory", plan.baseline_peak_bytes, plan.predicted_peak_bytes),
+        (f"peak of device memory{_peak_at(plan)}", plan.baseline_peak_bytes, plan.predicted_peak_bytes),
         ("activations saved for backward", plan.baseline_saved_bytes, plan.predicted_saved_bytes),
         ("host memory", 0, plan.host_bytes),
         ("disk", 0, plan.disk_bytes),
@@ -117,6 +117,10 @@ def _total_rows(plan: Plan) -> Iterator[tuple[str, str | None, str | None, str |
             yield what, format_bytes(plain), format_bytes(planned), change
     ratio = plan.predicted_time_ratio
     yield "step time", _ratio(1.0), _ratio(ratio), f"{100 * (ratio - 1):+.1f}%"
+
+
+def _peak_at(plan: Plan) -> str:
+    return f" (in {clean(plan.peak_at)})" if plan.peak_at else ""
 
 
 def _ratio(value: float) -> str:

@@ -15,7 +15,7 @@ from memscale.execution_plan import Plan
 
 __all__ = ["SCHEMA", "plan_from_json", "plan_to_json"]
 
-SCHEMA = 4
+SCHEMA = 5
 """The version of the JSON form; it changes with the fields."""
 
 _ADVICE = "Make the plan again with memscale.plan(), or pass the text as Plan.to_json wrote it."

@@ -442,6 +442,7 @@ class Ledger:
         allocator = self._find(log.device).allocator
         released = {id(allocation) for allocation, size in log.events if size is None}
         peak = start = allocator.allocated
+        peak_event = 0
         above_start: dict[int, int] = {}
         blocks: dict[int, Block] = {}
         for number, (allocation, size) in enumerate(log.events):
@@ -454,8 +455,9 @@ class Ledger:
                     allocator.free(block)
             elif key in released and size:
                 blocks[key] = allocator.allocate(size)
-                peak = max(peak, allocator.allocated)
-        return Replay(peak, above_start)
+                if allocator.allocated > peak:
+                    peak, peak_event = allocator.allocated, number
+        return Replay(peak, above_start, peak_event)
 
     def empty_cache(self) -> None:
         """Release what the allocators hold without using it."""
@@ -499,6 +501,7 @@ class StepLog:
 class Replay:
     peak_bytes: int
     above_start: dict[int, int]  # by mark: what was in use above the start
+    peak_event: int  # the event of the log that reached the peak
 
 
 # Memory-mapped storages, which trackers leave out. To torch they are ordinary CPU tensors, but their pages come and go,

@@ -51,6 +51,7 @@ from memscale._torch import (
 from memscale.checkpointing.state import KeptTensor
 from memscale.errors import RecomputeError, TierFullError, TransferError
 from memscale.observe.counters import Below, Meter
+from memscale.profiler.recorder import LEAST_BYTES
 from memscale.techniques.forward import ForwardStage, Stage
 from memscale.tiers.disk import DiskStore
 from memscale.tiers.engine import Engine, HostMemory, Lane, Transfer
@@ -62,10 +63,6 @@ if TYPE_CHECKING:
     from memscale.offload.layer import OffloadedLayer
 
 logger = logging.getLogger("memscale")
-
-LEAST_BYTES = 64 * 2**10
-"""Smaller storages stay on the device. A transfer takes some ten microseconds however small it is, in which a link of
-10 GB/s moves a hundred kilobytes: below this, the time is spent and hardly any memory is saved."""
 
 
 class Activations:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,19 +48,23 @@ class Offloading:
     name = "offloading"
 
     def options(self, block: BlockProfile, terms: CostTerms) -> Iterable[BlockOption]:
-        """Yield what keeping a block's parameters, gradients and optimizer state off the device costs.
+        """Yield what keeping a block's activations, and what keeping its parameters, off the device costs.
 
-        Its parameters are copied to the device twice, its gradients back once, and the optimizer steps the masters.
-        With prefetching, copies go both ways at once, and what takes no longer than the computation beside them is
-        hidden. One option is for a block that is not recomputed, one for a block that is: that covers transfers, too.
+        With its parameters go gradients and optimizer state. Parameters are copied to the device twice, gradients back
+        once, and the optimizer steps the masters. With prefetching, copies go both ways at once, and what takes no
+        longer than the computation beside them is hidden. One option is for a block that is not recomputed, one for a
+        block that is: that covers transfers, too.
         """
-        if not terms.config.enable_offloading or not block.used_bytes:
+        if not terms.config.enable_offloading:
             return
-        rates, share, calls = terms.rates, terms.working_share, max(1, block.calls)
+        if block.large_saved_bytes and not block.has_own_checkpointing and not terms.rates.below_is_disk:
+            yield from _kept_activations(block, terms)
+        if not block.used_bytes:
+            return
+        rates, share = terms.rates, terms.working_share
         latency = rates.latency * max(1, block.parameter_count)
-        h2d, d2h = terms.link
-        fetch = (share * block.used_bytes / h2d + latency) * calls
-        gradients = share * block.gradient_bytes / d2h + latency
+        fetch = _fetch_seconds(block, terms)
+        gradients = share * block.gradient_bytes / terms.link[1] + latency
         stepping = rates.optimizer_below(block.gradient_bytes, fused=terms.config.fused_host_step)
         stepping -= rates.optimizer(block.gradient_bytes)
         for recomputed in (False, True):
@@ -96,11 +100,45 @@ def _tier_of(site: LayerSite) -> Tier:
     return "host" if site.layer.offloading is None else site.layer.offloading.to
 
 
-def activation_seconds(nbytes: int, terms: CostTerms, cover: float = 0.0) -> float:
-    """Return the seconds of copying activations to their tier and back, less `cover` each way with prefetching."""
+def _fetch_seconds(block: BlockProfile, terms: CostTerms) -> float:
+    """Return the seconds of copying a block's parameters to the device once for each of its calls."""
+    latency = terms.rates.latency * max(1, block.parameter_count)
+    return (terms.working_share * block.used_bytes / terms.link[0] + latency) * max(1, block.calls)
+
+
+def _kept_activations(block: BlockProfile, terms: CostTerms) -> Iterator[BlockOption]:
+    """Yield what offloading all that a block saves costs: with its parameters on the device, and with them offloaded.
+
+    Its input is among it. In backward, activations and parameters come the same way, one after the other.
+    """
+    nbytes = block.large_saved_bytes
+    for parameters_offloaded in (False, True):
+        taken = _fetch_seconds(block, terms) if parameters_offloaded else 0.0
+        seconds = activation_seconds(
+            nbytes + block.boundary_bytes,
+            terms,
+            (terms.rates.forward(block), max(0.0, terms.rates.backward(block) - taken)),
+            count=block.large_saved_count + 1,
+        )
+        yield BlockOption(
+            "offloading",
+            HOOK_SECONDS + seconds,
+            held_bytes=block.saved_bytes - nbytes,
+            returned_bytes=nbytes // max(1, block.calls),
+        )
+
+
+def activation_seconds(
+    nbytes: int, terms: CostTerms, cover: tuple[float, float] = (0.0, 0.0), count: int = 1
+) -> float:
+    """Return the seconds of copying `count` activations to their tier and back.
+
+    With prefetching, less `cover`: the time of the computation beside each of the two.
+    """
     h2d, d2h = terms.link
-    hidden = cover if terms.prefetch else 0.0
-    return max(0.0, nbytes / d2h - hidden) + max(0.0, nbytes / h2d - hidden) + 2 * terms.rates.latency
+    in_forward, in_backward = cover if terms.prefetch else (0.0, 0.0)
+    exposed = max(0.0, nbytes / d2h - in_forward) + max(0.0, nbytes / h2d - in_backward)
+    return exposed + 2 * terms.rates.latency * count
 
 
 class Transfers:

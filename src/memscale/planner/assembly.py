@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -105,7 +104,7 @@ def plan_of(
         baseline_seconds=float(f"{plain.seconds:.{RATIO_DIGITS}g}"),
         baseline_saved_bytes=plain.saved_bytes,
         predicted_saved_bytes=chosen.saved_bytes,
-        host_bytes=0 if hardware.offloads_to_disk else chosen.offloaded_bytes,
+        host_bytes=0 if hardware.offloads_to_disk else chosen.peak_below_bytes,
         disk_bytes=chosen.offloaded_bytes if hardware.offloads_to_disk else 0,
         decision_source="user_config" if config.explicit_fields & _TECHNIQUE_FIELDS else "rule",
         prediction_source="estimated",
@@ -156,9 +155,10 @@ def _describe(point: Point) -> str:
         kept = {choice.variant for choice in recomputed}
         if kept != {0}:
             parts.append(f"keeping {_range(kept)} products each")
-    others = Counter(choice.technique for choice in choices if choice.technique and not choice.recompute)
-    parts += [f"{name} on {count} blocks" for name, count in sorted(others.items())]
-    inputs = sum(choice.input_offloaded and not choice.chained for choice in choices)
+    saved = sum(choice.saved_offloaded for choice in choices)
+    if saved:
+        parts.append(f"activations of {saved} blocks offloaded")
+    inputs = sum(choice.input_offloaded and choice.recompute and not choice.chained for choice in choices)
     if inputs:
         parts.append(f"inputs of {inputs} offloaded")
     offloaded = sum(choice.offloaded for choice in choices)
@@ -248,11 +248,15 @@ class _LayerPlans:
             reason = f"{format_bytes(nbytes)} of parameters, gradients and Adam state live on the {tier}"
             if block.resident:
                 reason += f"; {_why_resident(block)}"
-        if choice.input_offloaded and not choice.chained:
-            size = self.model.input_bytes(index)
+        size = self.model.activation_bytes_below(index, choice)
+        if size:
             nbytes += size
-            seconds += self.model.input_seconds(index)
-            reason += f"{', and so does' if reason else f'on the {tier} is'} its input ({format_bytes(size)})"
+            what = "its input"
+            if choice.saved_offloaded:
+                what = "what it saves for backward"
+            else:
+                seconds += self.model.input_seconds(index)
+            reason += f"{', and so does' if reason else f'on the {tier} is'} {what} ({format_bytes(size)})"
         reasons = [each for each in (reason, layer.reason if layer.techniques else "") if each]
         return replace(
             layer,
@@ -272,6 +276,9 @@ class _LayerPlans:
         option = self.model.activation_option(index, choice)
         if option is None:
             return self._kept(block)
+        if choice.saved_offloaded:  # `_entry` says the rest
+            seconds = round(option.seconds, SECONDS_DIGITS)
+            return LayerPlan(block.name, block.members, (), self.verdict.rule, "", extra_seconds=seconds)
         freed, reason, settings = block.saved_bytes - option.held_bytes, option.reason, option.settings
         if choice.chained:
             freed += block.boundary_bytes

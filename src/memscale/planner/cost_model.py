@@ -51,9 +51,22 @@ class Choice(NamedTuple):
     def recompute(self) -> bool:
         return self.technique == "checkpointing"
 
+    @property
+    def saved_offloaded(self) -> bool:
+        """Whether what it saves for backward, its input included, is on the tier below."""
+        return self.technique == "offloading"
+
+    @property
+    def with_activations_here(self) -> Choice:
+        """The choice with what it keeps for backward on the device."""
+        if self.saved_offloaded:
+            return Choice(offloaded=self.offloaded)
+        return self._replace(input_offloaded=False)
+
 
 Choices = tuple[Choice, ...]
 PLAIN = Choice()
+SAVED_OFFLOADED = Choice("offloading", input_offloaded=True)
 
 
 @dataclass(frozen=True)
@@ -209,17 +222,43 @@ class CostModel:
         Blocks outside of stacks, which may share parameters, are offloaded together or not at all: a row for each. Of
         the layers of stacks the last ones are offloaded, as many as pay.
         """
+        saved = [self.activation_bytes_below(index, SAVED_OFFLOADED) for index in range(len(self.blocks))]
+        sums = list(itertools.accumulate(reversed(saved)))  # where the room ends, the last blocks
+        room_for_saved = [total <= self._room_below for total in reversed(sums)]
         for odd_offloaded in (False, True) if self.terms.config.enable_offloading else (False,):
             allowed = self._may_be_offloaded(odd_offloaded)
-            if allowed is not None:
+            # With prefetching, plans that offload what is saved have some of it in flight: a row of their own.
+            for saved_offloaded in (False, True) if self.prefetch else (True,):
+                if allowed is None:
+                    continue
                 options = [
-                    self._options_at(index, allowed, odd_offloaded) for index in range(len(self.blocks))
+                    self._options_at(index, allowed, odd_offloaded, saved_offloaded and room_for_saved[index])
+                    for index in range(len(self.blocks))
                 ]
+                sent = [
+                    self.activation_bytes_below(index, option.what[0])
+                    for index, here in enumerate(options)
+                    for option in here
+                    if option.what[0].saved_offloaded
+                ]
+                if self.prefetch and saved_offloaded and not sent:
+                    continue
                 for index in range(state_below):
                     options[index] = tuple(
                         self._with_state_below(index, each, state_below) for each in options[index]
                     )
-                yield replace(self._frame(odd_offloaded, self.prefetch, state_below > 0), options=options)
+                in_flight = self._in_flight([max(sent)] * len(self.blocks)) if sent else 0
+                frame = self._frame(odd_offloaded, self.prefetch, state_below > 0, in_flight)
+                yield replace(frame, options=options)
+
+    def _in_flight(self, sent: Sequence[int]) -> int:
+        """Return the most that is on the device of saved tensors on their way, if blocks send so much one by one.
+
+        Those of the last blocks are there until backward: see Note [Offloaded activations]. Without prefetching, none.
+        """
+        if not self.prefetch:
+            return 0
+        return max((sum(sent[first : first + self.prefetch + 1]) for first in range(len(sent))), default=0)
 
     def _with_state_below(self, start: int, option: Option[Choices], state_below: int) -> Option[Choices]:
         """Return an option with the state of those of its blocks on the host that are among the first ones.
@@ -245,14 +284,15 @@ class CostModel:
             if start < state_below:
                 option = self._with_state_below(start, option, state_below)
             options.append(option)
-        trade = trade_of(self._frame(odd_offloaded, prefetch, state_below > 0), options)
+        sent = [self.activation_bytes_below(index, choice) for index, choice in enumerate(choices)]
+        saved_below = [size for size, choice in zip(sent, choices, strict=True) if choice.saved_offloaded]
+        frame = self._frame(odd_offloaded, prefetch, state_below > 0, self._in_flight(saved_below))
+        trade = trade_of(frame, options)
         below = sum(all_bytes(block) for block in offloaded)
         below += sum(block.optimizer_bytes for block, choice in pairs[:state_below] if not choice.offloaded)
-        peak_below = below
-        if self._on_cpu and offloaded:  # below an accelerator, activations have what the cap leaves
-            inputs = [index for index, choice in enumerate(choices) if choice.input_offloaded]
+        peak_below = below + sum(sent)
+        if self._on_cpu and offloaded:
             peak_below += SLAB_BYTES + sum(map(self._unused_in_pages, offloaded))
-            peak_below += sum(map(self.input_bytes, inputs))
         saved = self._profile.other_saved_bytes + trade.held
         return Point(
             choices,
@@ -262,9 +302,28 @@ class CostModel:
             below,
             peak_below,
             self.setting,
-            prefetch,
+            self.prefetch if any(sent) else prefetch,
             state_below,
         )
+
+    def without_transfers(self, point: Point, nbytes: int) -> Point:
+        """Return a point that has at least so many bytes of activations less on the tier below, if it has as many."""
+        choices = list(point.choices)
+        for start, stop in spans(point.choices):
+            if nbytes <= 0:
+                break
+            nbytes -= self.activation_bytes_below(start, choices[start])
+            choices[start:stop] = [each.with_activations_here for each in choices[start:stop]]
+        return self.point(tuple(choices), point.state_below)
+
+    def activation_bytes_below(self, index: int, choice: Choice) -> int:
+        """Return what of a block's activations, with the input of a block or segment, is on the tier below."""
+        if not choice.input_offloaded or choice.chained:
+            return 0
+        option = self.activation_option(index, choice)
+        if option is None or not choice.saved_offloaded:
+            return self.input_bytes(index)
+        return self.blocks[index].saved_bytes - option.held_bytes + self._held_input(index)
 
     def _unused_in_pages(self, block: BlockProfile) -> int:
         """Return the most that the last pages of a block's parameters, gradients and state on disk leave unused."""
@@ -272,10 +331,11 @@ class CostModel:
             return 0
         return int(all_bytes(block) / block.parameter_bytes * PAGE_BYTES * block.parameter_count)
 
-    def _row(self, odd_offloaded: bool, prefetch: int, loads_state: bool) -> Row[Choices]:
+    def _row(self, odd_offloaded: bool, prefetch: int, loads_state: bool, in_flight: int) -> Row[Choices]:
         """Return the row without options: what is in use whatever is chosen."""
         profile, blocks = self._profile, self.blocks
-        constant = profile.parameter_bytes + profile.resident_bytes + profile.other_saved_bytes
+        other_saved = profile.other_saved_bytes + in_flight
+        constant = profile.parameter_bytes + profile.resident_bytes + other_saved
         constant -= sum(block.parameter_bytes for block in blocks)
         constant += profile.optimizer_bytes - sum(block.optimizer_bytes for block in blocks)
         # When backward begins, the parameters of its first blocks are prefetched; where none is sure to be offloaded,
@@ -292,9 +352,7 @@ class CostModel:
             loss=profile.loss_peak_bytes,
             tail=profile.tail_peak_bytes + prefetched,
             # What forward saves outside of the blocks is released before the optimizer steps.
-            stepping=other_gradients
-            + self._step_temporaries(odd_offloaded, loads_state)
-            - profile.other_saved_bytes,
+            stepping=other_gradients + self._step_temporaries(odd_offloaded, loads_state) - other_saved,
         )
 
     def _prefetched(self, index: int, towards: int, prefetch: int, odd_offloaded: bool) -> int:
@@ -340,20 +398,29 @@ class CostModel:
         return allowed
 
     def _options_at(
-        self, index: int, allowed: Sequence[tuple[bool, ...]], odd_offloaded: bool
+        self, index: int, allowed: Sequence[tuple[bool, ...]], odd_offloaded: bool, saved_offloaded: bool
     ) -> tuple[Option[Choices], ...]:
         near = slice(max(0, index - 1 - self.prefetch), index + SEGMENT_LENGTHS[-1] + self.prefetch)
         chained = tuple(_can_chain(*pair) for pair in itertools.pairwise(self.blocks[near]))
-        key = (index - near.start, tuple(self._kinds[near]), tuple(allowed[near]), chained, odd_offloaded)
+        ways = odd_offloaded, saved_offloaded
+        key = (index - near.start, tuple(self._kinds[near]), tuple(allowed[near]), chained, ways)
         if key not in self._known_positions:
             found: list[Option[Choices]] = []
             for offloaded in allowed[index]:
                 those = [
                     self._option(index, choices, odd_offloaded, self.prefetch)
                     for choices in self._choices_at(index, allowed, offloaded)
+                    if saved_offloaded or not choices[0].saved_offloaded
                 ]
                 phase = int(offloaded) if len(allowed[index]) > 1 else None
-                found += [replace(option, phase=phase) for option in _undominated(those)]
+                # What is in flight is not in an option's peak, and no reason to prefer it.
+                in_flight = [
+                    self._in_flight([self.activation_bytes_below(index, option.what[0])])
+                    if option.what[0].saved_offloaded
+                    else 0
+                    for option in those
+                ]
+                found += [replace(option, phase=phase) for option in _undominated(those, in_flight)]
             self._known_positions[key] = tuple(found)
         return self._known_positions[key]
 
@@ -365,7 +432,12 @@ class CostModel:
         yield (PLAIN._replace(offloaded=offloaded),)
         for technique, options in self._options[index].items():
             for variant, option in enumerate(options if technique else ()):
-                if not option.reruns_forward or block in self._recomputable:
+                if (
+                    technique == "offloading"
+                ):  # one for each place of its parameters; what is saved has its input
+                    if variant == offloaded:
+                        yield (SAVED_OFFLOADED._replace(variant=variant, offloaded=offloaded),)
+                elif not option.reruns_forward or block in self._recomputable:
                     yield from self._with_input_offloaded(
                         index, (Choice(technique, variant, offloaded=offloaded),), option
                     )
@@ -437,7 +509,9 @@ class CostModel:
             stepping += int(self._temporaries[0] * gradient)
         if self._accumulates:  # gradients are there from the first batch on
             live, stepping, gradient = live + gradient, stepping - gradient, 0
-        if choices[0].input_offloaded:
+        if choices[0].saved_offloaded:
+            backward += 0 if self.prefetch else self._held_input(start)
+        elif choices[0].input_offloaded:
             backward += self.input_bytes(start)
             seconds += self.input_seconds(start)
         return Option(
@@ -473,9 +547,11 @@ class CostModel:
         has_copy = self._profile.offloaded and self.terms.working_share < 1 and block.role == "repeated"
         reruns = activations is not None and activations.reruns_forward
         held = block.saved_bytes if activations is None else activations.held_bytes
-        if has_copy and not offloaded and not reruns:
+        if has_copy and activations is None and not offloaded:
             held += self._working(block)
         returned = 0 if activations is None else activations.returned_bytes
+        if choice.saved_offloaded and self.prefetch:
+            returned = 0  # it is among what is in flight
         if choice.chained:
             returned += self._held_input(index)
         working = self._working(block) if offloaded or has_copy else 0
@@ -500,7 +576,7 @@ class CostModel:
     def input_seconds(self, index: int) -> float:
         """Return the time of offloading a block's input, which its own forward and backward cover."""
         covered = self.terms.rates.forward(self.blocks[index])
-        return activation_seconds(self.input_bytes(index), self.terms, covered)
+        return activation_seconds(self.input_bytes(index), self.terms, (covered, covered))
 
     def _working(self, block: BlockProfile) -> int:
         """Return the bytes of a working copy of a block's parameters."""
@@ -547,9 +623,15 @@ def all_bytes(block: BlockProfile) -> int:
     return block.parameter_bytes + block.gradient_bytes + block.optimizer_bytes
 
 
-def _undominated(options: Sequence[Option[Choices]]) -> list[Option[Choices]]:
-    """Return the options that no other of the same span equals or beats in everything; of equal ones the first."""
-    costs = [(o.seconds, o.resident, o.held, o.forward, o.backward, o.gradient, o.stepping) for o in options]
+def _undominated(options: Sequence[Option[Choices]], in_flight: Sequence[int]) -> list[Option[Choices]]:
+    """Return the options that no other of the same span equals or beats in everything; of equal ones the first.
+
+    In backward, each has so many bytes more in flight.
+    """
+    costs = [
+        (o.seconds, o.resident, o.held, o.forward, o.backward + more, o.gradient, o.stepping)
+        for o, more in zip(options, in_flight, strict=True)
+    ]
     return [
         option
         for index, option in enumerate(options)

@@ -120,14 +120,20 @@ def frontier_points(
     Of each position `most` partial plans are kept; by default as many as the depth of the model allows.
     """
     found = untouched_points(under, hardware, config)
+    room = room_below(hardware, config)
     for model in cost_models(under, hardware, config, prefetch=prefetch):
         plans = [(PLAIN,) * len(model.blocks)]
         if config.enable_checkpointing:  # at the same peak it may hold less
             plans += [full_checkpointing(model.blocks, odd=odd) for odd in (False, True)]
         plans += [_choices(trade) for row in model.rows() for trade in best_trades(row, most)]
         numbers = model.numbers_of_state_below(STATE_PARTS)
-        found += [model.point(choices, number) for choices in plans for number in numbers]
-    room = room_below(hardware, config)
+        points = [model.point(choices, number) for choices in plans for number in numbers]
+        found += [
+            point
+            if point.peak_below_bytes <= room
+            else model.without_transfers(point, point.peak_below_bytes - room)
+            for point in points
+        ]
     return [point for point in found if point.peak_below_bytes <= room]
 
 

@@ -53,6 +53,7 @@ class Step:
 
     peak_bytes: int
     saved_bytes: int
+    peak_at: str = ""  # as `Plan.peak_at`
 
 
 def predict(
@@ -142,7 +143,7 @@ def _backward_without_hooks(model: nn.Module, executor: Executor) -> Callable[[t
 def with_figures_of(plan: Plan, other: Plan) -> Plan:
     """Return the plan with the figures of another one that does the same."""
     plain = Step(other.baseline_peak_bytes, other.baseline_saved_bytes)
-    planned = Step(other.predicted_peak_bytes, other.predicted_saved_bytes)
+    planned = Step(other.predicted_peak_bytes, other.predicted_saved_bytes, other.peak_at)
     return _filled_in(plan, plain, planned, other.prediction_source)
 
 
@@ -154,6 +155,7 @@ def _filled_in(plan: Plan, plain: Step, planned: Step, source: PredictionSource)
         predicted_peak_bytes=planned.peak_bytes,
         predicted_saved_bytes=planned.saved_bytes,
         prediction_source=source,
+        peak_at=planned.peak_at,
     )
 
 
@@ -202,13 +204,16 @@ def _step(
             targets = backward_targets(output)
             del output
             if number == 0:
-                after_forward = len(log)
+                saved_at = len(log)
+            after_forward = after_loss = len(log)
             if targets:
                 loss = loss_of(targets)
                 reached_outputs([loss])
+                after_loss = len(log)
                 backward(loss)
                 del loss
             call.release()
+        after_backward = len(log)
         needs = optimizer or _adamw(model, device)
         in_buckets = planned.bucket_bytes > 0 and needs.moves and device.type != "cpu"
         on_host = (
@@ -242,8 +247,23 @@ def _step(
             parameter.grad = None
     # Without state to come, the first step may need as much as the later ones: the allocator's blocks are new.
     first = tracker.peak_bytes(device) if in_buckets else 0
-    replays = [tracker.replay(log, (after_forward,)) for _ in range(REPLAYS)]
-    return Step(max(first, *(each.peak_bytes for each in replays)), replays[-1].above_start[after_forward])
+    replays = [tracker.replay(log, (saved_at,)) for _ in range(REPLAYS)]
+    phases = {"forward": after_forward, "loss": after_loss, "backward": after_backward}
+    peak_event = max(replays, key=lambda each: each.peak_bytes).peak_event
+    phase = next((phase for phase, end in phases.items() if peak_event < end), "optimizer step")
+    peak_at = _with_layer(phase, log.events[peak_event][0].module, executor) if log.events else ""
+    return Step(
+        max(first, *(each.peak_bytes for each in replays)), replays[-1].above_start[saved_at], peak_at
+    )
+
+
+def _with_layer(phase: str, module: str, executor: Executor | None) -> str:
+    """Return a phase with, in forward and backward, the layer of the plan that a module is in, or the module."""
+    if executor is None or not module or phase in ("loss", "optimizer step"):
+        return phase
+    layers = {member: layer.name for layer in executor.plan.layers for member in layer.members}
+    inside = [member for member in layers if f"{module}.".startswith(f"{member}.")]
+    return f"{phase} of {layers[max(inside, key=len)] if inside else module}"
 
 
 # The optimizer ------------------------------------------------------------------------------------------
@@ -304,9 +324,8 @@ def _step_in_buckets(
         del made
         return state
 
-    bucket: list[
-        tuple[int, int]
-    ] = []  # the bytes of each parameter, and how many such tensors of state are loaded
+    # The bytes of each parameter, and how many such tensors of state are loaded.
+    bucket: list[tuple[int, int]] = []
     filled = 0
     for parameter in here:
         tensors = 2 if id(parameter) in loaded and parameter.nbytes >= PAGE else 0

@@ -59,6 +59,8 @@ class BlockProfile:
     resident: tuple[str, ...] = ()
     forward_half_flops: int = 0  # those in 16 bits
     backward_half_flops: int = 0
+    large_saved_bytes: int = 0  # of the saved bytes those in storages that are large enough to be offloaded
+    large_saved_count: int = 0  # how many such storages there are
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,8 @@ def build_profile(
                 optimizer_bytes=2 * size_of(each for each in own if each.requires_grad),
                 used_bytes=size_of(used[block.name].values()),
                 saved_bytes=record.saved,
+                large_saved_bytes=record.large_saved,
+                large_saved_count=record.large_saved_count,
                 boundary_bytes=record.boundary,
                 output_bytes=record.output,
                 passed_bytes=record.passed,

@@ -23,6 +23,10 @@ from memscale._util.trees import Tree, is_lazy
 from memscale.memory.tracker import ForwardSpans, MemoryTracker, parts_of
 from memscale.profiler.sample import Sample
 
+LEAST_BYTES = 64 * 2**10
+"""Smaller storages are not offloaded. A transfer takes some ten microseconds however small it is, in which a link of
+10 GB/s moves a hundred kilobytes: below this, the time is spent and hardly any memory is saved."""
+
 
 @dataclass(frozen=True)
 class OpProfile:
@@ -54,6 +58,8 @@ class BlockRecord:
     output: int = 0
     passed: int = 0
     dropped: int = 0
+    large_saved: int = 0
+    large_saved_count: int = 0
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)
     ops: list[OpProfile] = field(default_factory=list)
@@ -125,7 +131,10 @@ class Recorder(LightDispatchMode):
                     if key in outputs:
                         step.blocks[name].output += size
                     else:
+                        is_large = size >= LEAST_BYTES
                         step.blocks[name].saved += size
+                        step.blocks[name].large_saved += size * is_large
+                        step.blocks[name].large_saved_count += is_large
             for record in step.blocks.values():
                 record.dropped -= record.saved + record.output
                 record.passed -= record.output
