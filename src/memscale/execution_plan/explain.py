@@ -12,8 +12,6 @@ from memscale._util.terminal import Terminal, clean, table, wrap
 from memscale.execution_plan import LayerPlan, LossTiling, OptimizerPlan, Plan, Precision
 from memscale.units import format_bytes
 
-__all__ = ["MOST_TRADES", "explain_plan", "summarize_plan"]
-
 MOST_TRADES = 12  # points of the frontier that a table shows; a plan may have hundreds
 
 

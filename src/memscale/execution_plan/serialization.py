@@ -13,8 +13,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from memscale.errors import PlanError, shown
 from memscale.execution_plan import Plan
 
-__all__ = ["SCHEMA", "plan_from_json", "plan_to_json"]
-
 SCHEMA = 5
 """The version of the JSON form; it changes with the fields."""
 

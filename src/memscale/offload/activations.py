@@ -57,8 +57,6 @@ from memscale.tiers.disk import DiskStore
 from memscale.tiers.engine import Engine, HostMemory, Lane, Transfer
 from memscale.units import format_bytes
 
-__all__ = ["LEAST_BYTES", "Activations", "OffloadActivationsStage", "OffloadedStorage", "Refetch", "unpack"]
-
 if TYPE_CHECKING:
     from memscale.offload.layer import OffloadedLayer
 

@@ -62,8 +62,6 @@ from memscale.offload.prefetch import Prefetcher
 from memscale.techniques.forward import ForwardStage, Stage
 from memscale.tiers.engine import Engine, Lane, Transfer
 
-__all__ = ["GradientTransfer", "OffloadedLayer", "bring_inputs", "differentiable_copy"]
-
 
 class LayerState(enum.Enum):
     """What a layer's modules have as their parameters."""

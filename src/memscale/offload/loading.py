@@ -17,8 +17,6 @@ from torch import nn
 from memscale.errors import WeightsError, WrapTypeError, shown
 from memscale.techniques.base import EXECUTOR
 
-__all__ = ["LoadedKeys", "forget_pending", "load_safetensors", "pending_tensors", "tie_on_meta"]
-
 _PENDING = "_memscale_weights"  # the files that the weights of a model on the meta device will be read from
 _LONGEST_LIST = 8  # names in an error message
 

@@ -29,8 +29,6 @@ from memscale.errors import WrapError
 from memscale.offload.loading import pending_tensors, tie_on_meta
 from memscale.units import format_bytes
 
-__all__ = ["Materialised", "has_meta_tensors", "materialise", "swap_keeping_hooks"]
-
 _HF_FLAG = "_is_hf_initialized"  # transformers' mark on tensors and modules that are not to be initialised
 
 

@@ -50,8 +50,6 @@ from memscale.simulator.simulate import PLAIN_KINDS
 from memscale.tiers.disk import PAGE, DiskStore
 from memscale.tiers.engine import MASTERS_SHARE, PinnedMemory
 
-__all__ = ["HOST", "ModelPlacement", "PlacedParameter", "exchange_data", "training_device"]
-
 HOST = torch.device("cpu")
 
 

@@ -33,8 +33,6 @@ from memscale.tiers.engine import Engine, Lane, Transfer
 if TYPE_CHECKING:
     from memscale.offload.layer import OffloadedLayer
 
-__all__ = ["Prefetcher"]
-
 _MasterState = tuple[int, int, torch.dtype]
 _Fetched = dict[int, tuple[_MasterState, Transfer[torch.Tensor]]]
 """Of one layer, by the parameter's id: what the copy was made of, and the copy."""

@@ -39,8 +39,6 @@ from memscale.tiers.engine import Engine, async_settings
 if TYPE_CHECKING:
     from memscale.techniques.undo_log import UndoLog
 
-__all__ = ["FreedMemory", "Offloading", "Transfers", "activation_seconds"]
-
 
 class Offloading:
     """The technique ``"offloading"``."""

@@ -55,8 +55,6 @@ from memscale.optimizer.kinds import (
 from memscale.optimizer.state_stores import PAGE, StateMover, StateStore, Stepped, tensors_in
 from memscale.tiers.disk import DiskStore
 
-__all__ = ["BucketedSteps", "bytes_of_gradient"]
-
 LEAST_SLICE_BYTES = 16 * PAGE
 """Of a parameter in one slice: below that, calls cost more than memory is worth."""
 

@@ -31,17 +31,6 @@ from memscale._torch import FakeTensor, is_traceable_wrapper_subclass
 from memscale.errors import MemScaleError
 from memscale.optimizer.kinds import MOMENTS
 
-__all__ = [
-    "BLOCK",
-    "Bitsandbytes",
-    "EightBitState",
-    "Moment",
-    "Unavailable",
-    "find_quantizer",
-    "moment_bytes",
-    "parameters_in_eight_bits",
-]
-
 LEAST_ELEMENTS = 4096
 """Smaller parameters stay in 32 bits, as in bitsandbytes: they are little memory, and often delicate."""
 

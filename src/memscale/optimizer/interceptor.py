@@ -31,17 +31,6 @@ from torch.utils.hooks import RemovableHandle
 from memscale._torch import arithmetic_cell, outside_compiler, step_cell
 from memscale.optimizer.kinds import arithmetic_of, why_whole
 
-__all__ = [
-    "Member",
-    "SplitStep",
-    "StepInterceptor",
-    "StepOrder",
-    "StepSubscriber",
-    "closure_of",
-    "evaluate_closure",
-    "members_of",
-]
-
 
 class StepOrder(enum.IntEnum):
     """The subscribers of a step, the outermost first."""

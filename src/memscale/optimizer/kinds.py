@@ -25,16 +25,6 @@ from torch.optim import Optimizer
 
 from memscale._torch import disable_current_modes
 
-__all__ = [
-    "NewState",
-    "arithmetic_of",
-    "has_moments",
-    "has_own_step",
-    "step_alone",
-    "why_32_bits",
-    "why_whole",
-]
-
 _ADAMS = (optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam)
 _OTHERS = (optim.ASGD, optim.Adadelta, optim.Adagrad, optim.RMSprop, optim.Rprop, optim.SGD)
 

@@ -18,8 +18,6 @@ from memscale.optimizer.eight_bit import is_moment
 from memscale.optimizer.kinds import NewState, arithmetic_of, step_alone, why_32_bits, why_whole
 from memscale.profiler import ModelProfile, Place, find_blocks
 
-__all__ = ["OptimizerNeeds", "StateTensor", "needs_of", "with_optimizer"]
-
 _SIDE = 1024  # of the matrices that a step is simulated with
 _PARTS = 8  # temporaries are counted in such parts of a parameter
 

@@ -54,14 +54,6 @@ if TYPE_CHECKING:
     from memscale.offload.placement import ModelPlacement
     from memscale.techniques.undo_log import UndoLog
 
-__all__ = [
-    "DEFAULT_BUCKET_BYTES",
-    "OptimizerState",
-    "PlacementSteps",
-    "ids_with_state_on_host",
-    "takes_all_state",
-]
-
 DEFAULT_BUCKET_BYTES = 64 * 2**20
 """What is loaded at once where the plan does not say: large enough to be read and written in long runs."""
 

@@ -38,8 +38,6 @@ from memscale.optimizer.kinds import MOMENTS, STATE_NAMES
 from memscale.tiers.disk import DiskStore
 from memscale.tiers.engine import Engine, HostMemory, Lane, PinnedMemory, Transfer
 
-__all__ = ["PAGE", "DiskStateStore", "HostStateStore", "StateMover", "StateStore", "Stepped", "tensors_in"]
-
 PAGE = 4096
 
 _HOST = torch.device("cpu")

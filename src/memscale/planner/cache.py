@@ -37,8 +37,6 @@ from memscale.hardware import Hardware
 from memscale.optimizer.needs import OptimizerNeeds
 from memscale.profiler.sample import Sample
 
-__all__ = ["keep_plan", "plan_key", "plans_made", "values_of"]
-
 MOST_PLANS = 64  # the oldest are dropped
 plans_made: dict[object, Plan] = {}
 

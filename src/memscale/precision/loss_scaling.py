@@ -47,8 +47,6 @@ from memscale._torch import (
 from memscale.optimizer.interceptor import StepOrder, StepSubscriber, closure_of, evaluate_closure, members_of
 from memscale.optimizer.kinds import has_own_step
 
-__all__ = ["LossScale", "LossScaling"]
-
 logger = logging.getLogger("memscale")
 
 _OWN_CLOSURE = (

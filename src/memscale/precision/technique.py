@@ -33,8 +33,6 @@ from memscale.techniques.forward import Args, Forward, ForwardStage, Kwargs, Sta
 if TYPE_CHECKING:
     from memscale.techniques.undo_log import UndoLog
 
-__all__ = ["AutocastStage", "MixedPrecision"]
-
 logger = logging.getLogger("memscale")
 
 
