@@ -39,7 +39,7 @@ def test_the_plain_step_of_a_deep_model_follows_from_a_few_blocks(make, kind: st
     assert plan.prediction_source == "simulated"
     assert any("was not simulated" in note for note in plan.notes)
 
-    whole = _simulated(model, None, sample_of(sample, model), Place(kind))
+    whole = _simulated(model, None, sample_of(sample, model), Place(kind), QUIET, None)
     assert plan.baseline_saved_bytes == whole.saved_bytes
     # Adam's counts of steps are left out on a CPU, four bytes of each parameter.
     counts = 4 * len(list(model.parameters())) if kind == "cpu" else 0

@@ -587,14 +587,13 @@ def test_a_gradient_goes_home_on_a_stream_of_its_own(cuda: Any) -> None:  # noqa
 @pytest.mark.parametrize(
     ("plan", "config", "expected"),
     [
-        (False, None, False),
-        (True, None, True),
+        (False, Config(), False),
         (True, Config(), True),
         (False, Config(async_offload=True), True),
         (True, Config(async_offload=False), False),
     ],
 )
-def test_who_switches_it_on(plan: bool, config: Config | None, expected: bool) -> None:
+def test_who_switches_it_on(plan: bool, config: Config, expected: bool) -> None:
     assert (async_settings(Plan((), async_offload=plan), config) is not None) is expected
 
 

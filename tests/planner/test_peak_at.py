@@ -8,6 +8,7 @@ from torch import nn
 
 import memscale
 from memscale import Config, Plan
+from memscale._util.terminal import Terminal
 from memscale.executor import Executor
 from memscale.simulator import simulate
 from support.wrapping import Layer
@@ -78,7 +79,7 @@ def test_the_peak_is_where_training_has_it(where: str) -> None:
     assert plan.peak_at == where
     assert plan.peak_at.startswith(phase_of(plan, build, rows))
     assert f"(in {where})" in str(plan)
-    assert f"(in {where})" in " ".join(plan.explain().replace("│", " ").split())
+    assert f"(in {where})" in " ".join(plan.explain(terminal=Terminal(200)).replace("│", " ").split())
     assert Plan.from_json(plan.to_json()).peak_at == where
 
 

@@ -45,7 +45,7 @@ def test_without_any_of_them_the_peak_is_higher(name: str, share: float | None, 
     profile = PROFILES[name]
     config = config_of(OptimizationMode.AGGRESSIVE, enable_offloading=True)
     if share is not None:
-        plain = deciding.plain_point(profile, LARGE).peak_bytes
+        plain = deciding.plain_point(profile, LARGE, Config()).peak_bytes
         config = config_of(enable_offloading=True, memory_budget=int(share * plain))
     model, verdict = chosen(profile, config, monkeypatch)
     point = verdict.point

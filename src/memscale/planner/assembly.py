@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -158,6 +159,8 @@ def _describe(point: Point) -> str:
     saved = sum(choice.saved_offloaded for choice in choices)
     if saved:
         parts.append(f"activations of {saved} blocks offloaded")
+    techniques = (each.technique for each in choices if not each.recompute and not each.saved_offloaded)
+    parts += [f"{name} on {count} blocks" for name, count in sorted(Counter(techniques).items()) if name]
     inputs = sum(choice.input_offloaded and choice.recompute and not choice.chained for choice in choices)
     if inputs:
         parts.append(f"inputs of {inputs} offloaded")
