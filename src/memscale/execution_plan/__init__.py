@@ -85,6 +85,7 @@ class OptimizerPlan:
             arithmetic. 0: with ``state="device"`` the parameters on the device are stepped all at once, else a default.
         eight_bit: Adam's moments are kept in 8 bits between steps.
         layers: with ``state="host"``, the layers whose state is there; all of it if there are none.
+        overlapped: with ``state="host"``, steps are computed while backward goes on, if the training loop allows it.
         rule: the planner's rule that decided.
         reason: that rule in words and numbers.
     """
@@ -95,6 +96,7 @@ class OptimizerPlan:
     layers: tuple[str, ...] = ()
     rule: str = ""
     reason: str = ""
+    overlapped: bool = False
 
 
 @dataclass(frozen=True)
