@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+import operator
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from memscale.errors import PlanError
@@ -124,6 +125,45 @@ class LayerPlan:
     offloading: Offloading | None = None
     tiling: Tiling | None = None
     recompute_flops: int = 0
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Where the time of a step goes, in seconds, estimated from the device's rates.
+
+    Attributes:
+        compute: forward and backward, each once.
+        recomputation: forward again, in backward.
+        transfers: copies of parameters, gradients, activations and optimizer state that no computation hides.
+        device_step: the optimizer's arithmetic on the device.
+        host_step: that on offloaded masters: by the host's CPU, or through files on disk.
+        overhead: what does not depend on sizes: hooks, launches, the latency of copies.
+
+    Example:
+        >>> both = StepTime(compute=1.0) + StepTime(recomputation=0.25, overhead=0.25)
+        >>> both.total
+        1.5
+    """
+
+    compute: float = 0.0
+    recomputation: float = 0.0
+    transfers: float = 0.0
+    device_step: float = 0.0
+    host_step: float = 0.0
+    overhead: float = 0.0
+
+    def __add__(self, other: StepTime) -> StepTime:
+        return StepTime(*map(operator.add, self.parts, other.parts))
+
+    @property
+    def parts(self) -> tuple[float, ...]:
+        """Return the seconds of each part, in the order of the fields."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def total(self) -> float:
+        """Return the seconds of the whole step."""
+        return sum(self.parts)
 
 
 @dataclass(frozen=True)

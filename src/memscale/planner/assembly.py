@@ -258,7 +258,7 @@ class _LayerPlans:
             if choice.saved_offloaded:
                 what = "what it saves for backward"
             else:
-                seconds += self.model.input_seconds(index)
+                seconds += self.model.input_time(index).total
             reason += f"{', and so does' if reason else f'on the {tier} is'} {what} ({format_bytes(size)})"
         reasons = [each for each in (reason, layer.reason if layer.techniques else "") if each]
         return replace(
