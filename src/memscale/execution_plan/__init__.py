@@ -133,7 +133,7 @@ class StepTime:
 
     Attributes:
         compute: forward and backward, each once.
-        recomputation: forward again, in backward.
+        recomputation: forward again in backward, of checkpointed layers and of tiles.
         transfers: copies of parameters, gradients, activations and optimizer state that no computation hides.
         device_step: the optimizer's arithmetic on the device.
         host_step: that on offloaded masters: by the host's CPU, or through files on disk.
@@ -205,6 +205,7 @@ class Plan:
             is an estimate.
         predicted_time_ratio: step time with the plan over step time without it.
         baseline_seconds: step time without it, estimated from the device's rates.
+        step_time: step time with it, estimated likewise, by what it is spent on.
         baseline_saved_bytes: what the plain forward saves on the device for backward.
         predicted_saved_bytes: what forward saves there with this plan.
         host_bytes: host memory that the plan uses beside the device.
@@ -228,6 +229,7 @@ class Plan:
     predicted_peak_bytes: int = 0
     predicted_time_ratio: float = 1.0
     baseline_seconds: float = 0.0
+    step_time: StepTime = StepTime()
     baseline_saved_bytes: int = 0
     predicted_saved_bytes: int = 0
     host_bytes: int = 0
@@ -252,7 +254,7 @@ class Plan:
     @property
     def predicted_seconds(self) -> float:
         """Return the step time with this plan, estimated from the device's rates."""
-        return self.baseline_seconds * self.predicted_time_ratio
+        return self.step_time.total
 
     @property
     def actions(self) -> tuple[object, ...]:
