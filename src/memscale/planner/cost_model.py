@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 from memscale.checkpointing.technique import can_recompute, worth_keeping
 from memscale.config import Config
+from memscale.execution_plan import StepTime
 from memscale.executor.registry import LAYER_TECHNIQUES
 from memscale.hardware import Hardware
-from memscale.offload.technique import activation_seconds
+from memscale.offload.technique import activation_time
 from memscale.planner.frontier import Option, Row, trade_of
 from memscale.planner.settings import NOTHING, Setting
 from memscale.profiler.profile import BlockProfile, ModelProfile
@@ -261,16 +262,22 @@ class CostModel:
         return max((sum(sent[first : first + self.prefetch + 1]) for first in range(len(sent))), default=0)
 
     def _with_state_below(self, start: int, option: Option[Choices], state_below: int) -> Option[Choices]:
-        """Return an option with the state of those of its blocks on the host that are among the first ones.
-
-        It is copied to the device and back in buckets, both at once.
-        """
-        pairs = zip(self.blocks[start:state_below], option.what, strict=False)
-        moved = [block for block, choice in pairs if not choice.offloaded]
-        seconds = sum(each.optimizer_bytes for each in moved) / min(self.terms.link)
-        seconds += 2 * self.terms.rates.latency * sum(each.parameter_count for each in moved)
+        """Return an option with the state of those of its blocks on the host that are among the first ones."""
+        moved = self._with_moved_state(start, option.what, state_below)
         resident = option.resident - sum(each.optimizer_bytes for each in moved)
-        return replace(option, seconds=option.seconds + seconds / self.terms.accumulated, resident=resident)
+        return replace(option, seconds=option.seconds + self._state_time(moved).total, resident=resident)
+
+    def _with_moved_state(self, start: int, choices: Choices, state_below: int) -> list[BlockProfile]:
+        """Return the blocks of an option on the device whose state is on the host."""
+        pairs = zip(self.blocks[start:state_below], choices, strict=False)
+        return [block for block, choice in pairs if not choice.offloaded]
+
+    def _state_time(self, moved: Sequence[BlockProfile]) -> StepTime:
+        """Return what copying the state of blocks to the device and back takes: in buckets, both at once."""
+        copies = sum(each.optimizer_bytes for each in moved) / min(self.terms.link)
+        latency = 2 * self.terms.rates.latency * sum(each.parameter_count for each in moved)
+        accumulated = self.terms.accumulated
+        return StepTime(transfers=copies / accumulated, overhead=latency / accumulated)
 
     def point(self, choices: Choices, state_below: int = 0) -> Point:
         """Return what choices for all blocks cost, with the optimizer state of the first ones on the host."""
@@ -305,6 +312,15 @@ class CostModel:
             self.prefetch if any(sent) else prefetch,
             state_below,
         )
+
+    def step_time(self, point: Point) -> StepTime:
+        """Return where the seconds of a point of this model go; they differ from its own by rounding."""
+        times = [self.terms.rates.step(self._profile, self.terms.accumulated)]
+        for start, stop in spans(point.choices):
+            choices = point.choices[start:stop]
+            times.append(self._time(start, choices))
+            times.append(self._state_time(self._with_moved_state(start, choices, point.state_below)))
+        return sum(times, StepTime())
 
     def without_transfers(self, point: Point, nbytes: int) -> Point:
         """Return a point that has at least so many bytes of activations less on the tier below, if it has as many."""
@@ -348,7 +364,7 @@ class CostModel:
             options=[()] * len(blocks),
             dropped=[block.dropped_bytes for block in blocks],
             constant=constant,
-            seconds=self.terms.rates.step(profile, self.terms.accumulated),
+            seconds=self.terms.rates.step(profile, self.terms.accumulated).total,
             loss=profile.loss_peak_bytes,
             tail=profile.tail_peak_bytes + prefetched,
             # What forward saves outside of the blocks is released before the optimizer steps.
@@ -484,7 +500,6 @@ class CostModel:
 
     def _cost(self, start: int, choices: Choices, prefetched: tuple[int, int]) -> Option[Choices]:
         parts = [self._part(start + offset, choice) for offset, choice in enumerate(choices)]
-        seconds = sum(part.seconds for part in parts)
         held = forward = 0
         if choices[0].input_offloaded:
             held = -self._held_input(start)
@@ -503,9 +518,7 @@ class CostModel:
         for block in resident:  # the state of embeddings stays in 32 bits
             share = self.setting.state_share if block.role == "repeated" else 1.0
             live += int(block.optimizer_bytes * share)
-        if self.setting.bucketed:
-            seconds += self._exposed_in_buckets(gradient)
-        else:
+        if not self.setting.bucketed:
             stepping += int(self._temporaries[0] * gradient)
         if self._accumulates:  # gradients are there from the first batch on
             live, stepping, gradient = live + gradient, stepping - gradient, 0
@@ -513,10 +526,9 @@ class CostModel:
             backward += 0 if self.prefetch else self._held_input(start)
         elif choices[0].input_offloaded:
             backward += self.input_bytes(start)
-            seconds += self.input_seconds(start)
         return Option(
             what=choices,
-            seconds=seconds,
+            seconds=self._time(start, choices).total,
             resident=live,
             held=held,
             forward=forward + prefetched[0],
@@ -525,6 +537,21 @@ class CostModel:
             stepping=stepping,
             span=len(parts),
         )
+
+    def _time(self, start: int, choices: Choices) -> StepTime:
+        """Return what choices for one block or segment add to the time of a step."""
+        time = StepTime()
+        for index, choice in enumerate(choices, start):
+            for option in (self.activation_option(index, choice), self.parameter_option(index, choice)):
+                time += StepTime() if option is None else option.time
+        if self.setting.bucketed:
+            pairs = zip(self.blocks[start : start + len(choices)], choices, strict=True)
+            resident = sum(block.gradient_bytes for block, choice in pairs if not choice.offloaded)
+            exposed = self._exposed_in_buckets(resident)
+            time += StepTime(overhead=exposed)
+        if choices[0].input_offloaded and not choices[0].saved_offloaded:
+            time += self.input_time(start)
+        return time
 
     def _exposed_in_buckets(self, gradient_bytes: int) -> float:
         """Return what buckets add to a step: the device computes one while the calls for the next are launched."""
@@ -555,8 +582,7 @@ class CostModel:
         if choice.chained:
             returned += self._held_input(index)
         working = self._working(block) if offloaded or has_copy else 0
-        seconds = sum(option.seconds for option in options if option is not None)
-        return _Part(block, offloaded, reruns, held, returned, working, seconds)
+        return _Part(block, offloaded, reruns, held, returned, working)
 
     def _held_input(self, index: int) -> int:
         """Return what of a block's input the block before it holds."""
@@ -573,10 +599,10 @@ class CostModel:
         before = self.blocks[index - 1]
         return min(self.blocks[index].boundary_bytes, before.output_bytes + before.passed_bytes)
 
-    def input_seconds(self, index: int) -> float:
+    def input_time(self, index: int) -> StepTime:
         """Return the time of offloading a block's input, which its own forward and backward cover."""
         covered = self.terms.rates.forward(self.blocks[index])
-        return activation_seconds(self.input_bytes(index), self.terms, (covered, covered))
+        return activation_time(self.input_bytes(index), self.terms, (covered, covered))
 
     def _working(self, block: BlockProfile) -> int:
         """Return the bytes of a working copy of a block's parameters."""
@@ -615,7 +641,6 @@ class _Part(NamedTuple):
     held: int  # inside of it between forward and backward
     returned: int  # what comes back when backward reaches it
     working: int  # the working copy of its parameters, if it has one
-    seconds: float  # what its options add to a step
 
 
 def all_bytes(block: BlockProfile) -> int:
