@@ -134,7 +134,7 @@ class HostStateStore(StateStore):
 
     def prefetch(self, stored: Tensor, parameter: Tensor) -> Transfer[Tensor]:
         device = parameter.device
-        return self._engine.run(lambda: stored.to(device, non_blocking=True), _lane(device), device)
+        return self._engine.run(lambda: stored.to(device, non_blocking=True), lane_of(device), device)
 
     def write(self, stored: Tensor, values: Tensor) -> Transfer[None]:
         device = values.device
@@ -142,10 +142,11 @@ class HostStateStore(StateStore):
         def copy() -> None:
             stored.copy_(values, non_blocking=True)
 
-        return self._engine.run(copy, _lane(device), device, outward=True)
+        return self._engine.run(copy, lane_of(device), device, outward=True)
 
 
-def _lane(device: torch.device) -> Lane:
+def lane_of(device: torch.device) -> Lane:
+    """Return where copies run beside a step on a device."""
     return Lane.STREAM if device.type == "cuda" else Lane.CALLER
 
 
