@@ -63,7 +63,7 @@ class Offloading:
         latency = rates.latency * max(1, block.parameter_count)
         fetch = _fetch_seconds(block, terms)
         gradients = share * block.gradient_bytes / terms.link[1] + latency
-        stepping = rates.optimizer_below(block.gradient_bytes, fused=terms.config.fused_host_step)
+        stepping = terms.step_below(block.gradient_bytes, block.optimizer_bytes, block.parameter_count)
         stepping -= rates.optimizer(block.gradient_bytes)
         for recomputed in (False, True):
             forward, backward = fetch, fetch + gradients

@@ -363,7 +363,9 @@ class BucketedSteps(StepSubscriber):
                 yield from self._slices(optimizer, bucket[0], length)
             else:
                 yield bucket, [each.member for each in bucket]
-        if others:  # after the state of the last bucket is released: host masters may be stepped on the device
+        if (
+            others
+        ):  # after the state of the last bucket is released: host masters may be stepped on the device
             self._mover.finish_writing()
             yield [], others
 

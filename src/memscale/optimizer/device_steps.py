@@ -43,6 +43,7 @@ from memscale.tiers.engine import MASTERS_SHARE, Engine, PinnedMemory, Transfer
 ALIGNMENT = 512  # bytes, of each tensor in a buffer: as CUDA's own allocations have it
 
 _HOST = torch.device("cpu")
+_ASGD_COUNTERS = {"step", "eta", "mu"}
 
 
 class _Piece(NamedTuple):
@@ -79,7 +80,9 @@ class DeviceSteps:
         self._meter = meter or Meter()
         self._engine = Engine(AsyncOffloadConfig())
         self._lane = lane_of(device)
-        self._made: dict[str, Any] = {}  # the state, after the step, of the master whose slices are being stepped
+        self._made: dict[
+            str, Any
+        ] = {}  # the state, after the step, of the master whose slices are being stepped
         self.buckets_run = 0
 
     def takes(self, optimizer: Optimizer, member: Member) -> bool:
@@ -216,8 +219,9 @@ class DeviceSteps:
 
     def _host_memory(self, optimizer: Optimizer, name: str, value: Tensor, piece: _Piece) -> Tensor:
         """Return where state of a master is kept between steps: where it was, unless it can be page-locked now."""
-        if name in self._made:
-            return self._made[name]  # of the slice before
+        made = self._made.get(name)
+        if isinstance(made, Tensor):
+            return made  # of the slice before
         parameter, like = piece.member.parameter, value
         if piece.part is not None and value.dim():
             like = torch.empty_like(parameter, dtype=value.dtype, device="meta")
@@ -235,7 +239,7 @@ class DeviceSteps:
 def _moved_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Return the state that is on the device for a step; of ASGD, counters are beside parameters as well."""
     state = optimizer.state.get(parameter, {})
-    names = state.keys() if arithmetic_of(type(optimizer)) is ASGD else STATE_NAMES
+    names = STATE_NAMES | _ASGD_COUNTERS if arithmetic_of(type(optimizer)) is ASGD else STATE_NAMES
     return {name: value for name, value in state.items() if name in names and isinstance(value, Tensor)}
 
 

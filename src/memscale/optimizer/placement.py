@@ -8,9 +8,10 @@ torch steps parameters on an accelerator by its ``foreach`` implementation, and 
 loop over them. So the master copies on the host of a model that computes on an accelerator are stepped in calls of
 their own, and the parameters on the device keep their implementation. For the masters it is
 
-- torch's *fused* CPU implementation for 32-bit parameters where the class has one (:data:`FUSED_ON_CPU`) and the user
-  has set neither ``foreach`` nor ``fused``: one pass over memory, no temporaries, and about 4 times as fast as the loop
-  (``benchmarks/host_step.py``). It rounds in other places: a step differs from the loop's by 2e-7 of the weights
+- that of the device, with ``OptimizerPlan(host_step="device")`` (Note [Device twins]);
+- else torch's *fused* CPU implementation for 32-bit parameters where the class has one (:data:`FUSED_ON_CPU`) and the
+  user has set neither ``foreach`` nor ``fused``: one pass over memory, no temporaries, and about 4 times as fast as
+  the loop (``benchmarks/host_step.py``). It rounds in other places: a step differs from the loop's by 2e-7 of the weights
   (their norms; ``tests/optimizer/test_host_steps.py`` compares both with 64 bits);
 - else, or with ``Config(fused_host_step=False)``, what rounds as the device would have: ``foreach`` for the classes of
   :data:`FOREACH_DIFFERS`, with 16-bit parameters for those of :data:`FOREACH_DIFFERS_IN_16_BITS`, the loop for all
@@ -41,10 +42,10 @@ from memscale.optimizer.interceptor import Member, SplitStep, StepOrder, StepSub
 from memscale.optimizer.kinds import (
     FOREACH_DIFFERS,
     FOREACH_DIFFERS_IN_16_BITS,
-    FUSED_ON_CPU,
     STATE_NAMES,
     NewState,
     arithmetic_of,
+    is_fused_on_cpu,
     why_whole,
 )
 from memscale.optimizer.state_stores import DiskStateStore, HostStateStore, StateStore
@@ -233,11 +234,7 @@ def _takes_fused(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor)
     moments = [value for name, value in state.items() if name in STATE_NAMES and isinstance(value, Tensor)]
     operands = [parameter, *moments] if parameter.grad is None else [parameter, parameter.grad, *moments]
     return (
-        arithmetic_of(type(optimizer)) in FUSED_ON_CPU
-        and not isinstance(group["lr"], Tensor)
-        and group.get("foreach", False) is None
-        and group.get("fused", False) is None
-        and not group.get("capturable")
+        is_fused_on_cpu(optimizer, group)
         and parameter.dtype in (torch.float32, torch.float64)
         and all(each.layout is torch.strided and each.dtype is parameter.dtype for each in operands)
         and all(each.stride() == parameter.stride() for each in operands)
