@@ -86,6 +86,8 @@ class OptimizerPlan:
             arithmetic. 0: with ``state="device"`` the parameters on the device are stepped all at once, else a default.
         eight_bit: Adam's moments are kept in 8 bits between steps.
         layers: with ``state="host"``, the layers whose state is there; all of it if there are none.
+        host_step: where the parameters are stepped that are in host memory, with gradients and state: on the CPU, or on
+            the device, a bucket of them at a time.
         overlapped: with ``state="host"``, steps are computed while backward goes on, if the training loop allows it.
         rule: the planner's rule that decided.
         reason: that rule in words and numbers.
@@ -95,6 +97,7 @@ class OptimizerPlan:
     bucket_bytes: int = 0
     eight_bit: bool = False
     layers: tuple[str, ...] = ()
+    host_step: Literal["cpu", "device"] = "cpu"
     rule: str = ""
     reason: str = ""
     overlapped: bool = False

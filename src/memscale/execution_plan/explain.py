@@ -85,6 +85,7 @@ def _whole_rows(plan: Plan) -> Iterator[tuple[str | None, ...]]:
         state = plan.optimizer.state
         parts = ["8-bit"] * plan.optimizer.eight_bit + [f"state on {state}"] * (state != "device")
         parts += ["in buckets"] * (plan.optimizer.bucket_bytes > 0)
+        parts += ["host parameters stepped on the device"] * (plan.optimizer.host_step == "device")
         rows.append(("(optimizer)", ", ".join(parts), plan.optimizer))
     for where, what, entry in rows:
         yield where, what or None, f"{entry.rule}: {entry.reason}" if entry.rule else entry.reason, None, None

@@ -43,6 +43,7 @@ from memscale.memory.tracker import ResidentPages
 from memscale.observe.counters import Meter
 from memscale.offload.materialise import Materialised, materialise, swap_keeping_hooks
 from memscale.optimizer.bucketed_steps import BucketedSteps
+from memscale.optimizer.device_steps import DeviceSteps
 from memscale.optimizer.eight_bit import is_dense
 from memscale.optimizer.placement import PlacementSteps
 from memscale.simulator.simulate import PLAIN_KINDS
@@ -160,6 +161,7 @@ class ModelPlacement:
         host_capacity: The most host memory for parameters that are on the host instead of on an accelerator, with their
             gradients and optimizer state; None for no other limit than the host's own.
         fused_host_step: Whether those are stepped by torch's fused implementation, where there is one.
+        device_steps: Steps those on the device instead of on the CPU; None if the plan does not.
         states: Where optimizer state is kept between steps, and what of it is in 8 bits.
     """
 
@@ -169,6 +171,7 @@ class ModelPlacement:
         self.device: torch.device | None = None
         self.host_capacity: int | None = None
         self.fused_host_step = True
+        self.device_steps: DeviceSteps | None = None
         self.store = store or DiskStore()
         self.pinned = pinned or PinnedMemory()
         self.states = BucketedSteps(self.store, meter)
@@ -268,6 +271,7 @@ class ModelPlacement:
         """Move everything where it was before the first :meth:`place_parameters`."""
         self._steps.unsubscribe()
         self.states.restore()
+        self.device_steps = None
         for placed in self._placed.values():
             if placed.tier == "disk":
                 placed.bring_to_memory()

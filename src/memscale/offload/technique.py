@@ -64,7 +64,7 @@ class Offloading:
         fetch = _fetch_seconds(block, terms)
         gradients = share * block.gradient_bytes / terms.link[1] + latency
         on_device = rates.optimizer(block.gradient_bytes)
-        on_host = rates.optimizer_below(block.gradient_bytes, fused=terms.config.fused_host_step)
+        on_host = terms.step_below(block.gradient_bytes, block.optimizer_bytes, block.parameter_count)
         # Of the copies' time, what does not depend on their sizes.
         fixed = latency * (2 if terms.prefetch else 2 * max(1, block.calls) + 1)
         for recomputed in (False, True):

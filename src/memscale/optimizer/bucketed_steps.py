@@ -371,11 +371,11 @@ class BucketedSteps(StepSubscriber):
             if length is not None:
                 yield from self._slices(optimizer, bucket[0], length)
             else:
-                # Whatever is not bucketed is stepped once, too: with the last bucket.
-                shown = [each.member for each in bucket]
-                yield bucket, shown if bucketed else [*shown, *others]
-                others = others if bucketed else []
-        if others:
+                yield bucket, [each.member for each in bucket]
+        if (
+            others
+        ):  # after the state of the last bucket is released: host masters may be stepped on the device
+            self._mover.finish_writing()
             yield [], others
 
     def _run_bucket(self, optimizer: Optimizer, bucket: list[Stepped], call: Callable[[], Any]) -> None:
@@ -432,20 +432,9 @@ class BucketedSteps(StepSubscriber):
     # ------------------------------------------------------------------ slices
 
     def _slice_length(self, optimizer: Optimizer, parameter: Tensor, needed: int) -> int | None:
-        """Return the elements of a slice that needs no more than the limit; None for what is stepped whole."""
-        if needed <= self._bucket_bytes or arithmetic_of(type(optimizer)) not in ELEMENTWISE:
+        if self._eight_bit is not None and self._eight_bit.has_failed:
             return None
-        failed = self._eight_bit is not None and self._eight_bit.has_failed
-        if not _is_flat(parameter) or parameter.grad is None or not _is_flat(parameter.grad) or failed:
-            return None
-        for name, value in optimizer.state.get(parameter, {}).items():
-            is_whole = not isinstance(value, Tensor) or (_is_flat(value) and value.shape == parameter.shape)
-            if name in STATE_NAMES and not is_whole:
-                return None
-        # In whole pages, and so in whole blocks of 8-bit moments.
-        share = int(parameter.nbytes * (self._bucket_bytes / needed)) // PAGE * PAGE
-        length = max(LEAST_SLICE_BYTES, share) // parameter.element_size()
-        return length if length < parameter.numel() else None
+        return slice_length(optimizer, parameter, needed, self._bucket_bytes)
 
     def _slices(self, optimizer: Optimizer, stepped: Stepped, length: int) -> Iterator[_Bucket]:
         """Yield the slices of one parameter, each a bucket. See Note [Slices]."""
@@ -497,6 +486,25 @@ class BucketedSteps(StepSubscriber):
         if name in tensors:
             return tensors[name]
         return Moment(**tensors, signed=MOMENTS[name], shape=parameter.shape, stride=parameter.stride())
+
+
+def slice_length(optimizer: Optimizer, parameter: Tensor, needed: int, limit: int) -> int | None:
+    """Return the elements of a slice of a parameter, which needs so many bytes, within a limit; None for all of it.
+
+    See Note [Slices].
+    """
+    if needed <= limit or arithmetic_of(type(optimizer)) not in ELEMENTWISE:
+        return None
+    if not _is_flat(parameter) or parameter.grad is None or not _is_flat(parameter.grad):
+        return None
+    for name, value in optimizer.state.get(parameter, {}).items():
+        is_whole = not isinstance(value, Tensor) or (_is_flat(value) and value.shape == parameter.shape)
+        if name in STATE_NAMES and not is_whole:
+            return None
+    # In whole pages, and so in whole blocks of 8-bit moments.
+    share = int(parameter.nbytes * (limit / needed)) // PAGE * PAGE
+    length = max(LEAST_SLICE_BYTES, share) // parameter.element_size()
+    return length if length < parameter.numel() else None
 
 
 def _is_flat(tensor: Tensor) -> bool:

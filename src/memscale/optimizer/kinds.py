@@ -106,6 +106,17 @@ def leaves_gradients(optimizer: Optimizer) -> bool:
     return arithmetic_of(type(optimizer)) in _LEAVES_GRADIENTS and not nesterov
 
 
+def is_fused_on_cpu(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Return whether a group's parameters on a CPU can be stepped by torch's fused implementation, unless told so."""
+    return (
+        arithmetic_of(type(optimizer)) in FUSED_ON_CPU
+        and not isinstance(group["lr"], Tensor)
+        and group.get("foreach", False) is None
+        and group.get("fused", False) is None
+        and not group.get("capturable")
+    )
+
+
 def has_moments(optimizer: Optimizer) -> bool:
     """Return whether an optimizer keeps moments at all: SGD without momentum has no state."""
     return not isinstance(optimizer, optim.SGD) or any(

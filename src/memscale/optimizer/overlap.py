@@ -41,7 +41,7 @@ from memscale.observe.counters import Meter
 from memscale.optimizer.eight_bit import Moment, is_dense
 from memscale.optimizer.interceptor import members_of
 from memscale.optimizer.kinds import leaves_gradients, step_alone, why_whole
-from memscale.optimizer.state_stores import HostStateStore, StateMover
+from memscale.optimizer.state_stores import HostStateStore, StateMover, lane_of
 from memscale.tiers.engine import Lane, Transfer
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -262,7 +262,7 @@ class OverlappedSteps:
     def _compute(self, parameters: Sequence[nn.Parameter]) -> None:
         store = self._mover.store
         assert isinstance(store, HostStateStore), "state is stored on the host"
-        device, lane = parameters[0].device, store.lane(parameters[0].device)
+        device, lane = parameters[0].device, lane_of(parameters[0].device)
         ready = torch.cuda.current_stream(device).record_event() if lane is Lane.STREAM else None
         owners = [self._owner(each) for each in parameters]
         states = [

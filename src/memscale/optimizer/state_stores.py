@@ -132,14 +132,9 @@ class HostStateStore(StateStore):
         memory = self.memory.empty_like(flat, source=parameter)
         return memory.as_strided(like.shape, like.stride()) if is_dense(like) else memory.view(like.shape)
 
-    @staticmethod
-    def lane(device: torch.device) -> Lane:
-        """Return where copies from and to a device run."""
-        return Lane.STREAM if device.type == "cuda" else Lane.CALLER
-
     def prefetch(self, stored: Tensor, parameter: Tensor) -> Transfer[Tensor]:
         device = parameter.device
-        return self.engine.run(lambda: stored.to(device, non_blocking=True), self.lane(device), device)
+        return self.engine.run(lambda: stored.to(device, non_blocking=True), lane_of(device), device)
 
     def write(self, stored: Tensor, values: Tensor) -> Transfer[None]:
         device = values.device
@@ -147,7 +142,12 @@ class HostStateStore(StateStore):
         def copy() -> None:
             stored.copy_(values, non_blocking=True)
 
-        return self.engine.run(copy, self.lane(device), device, outward=True)
+        return self.engine.run(copy, lane_of(device), device, outward=True)
+
+
+def lane_of(device: torch.device) -> Lane:
+    """Return where copies run beside a step on a device."""
+    return Lane.STREAM if device.type == "cuda" else Lane.CALLER
 
 
 class Stepped(NamedTuple):

@@ -191,6 +191,7 @@ def _describe(point: Point) -> str:
         "" if setting.precision is None else setting.precision.dtype: setting.precision is not None,
         "8-bit optimizer": setting.eight_bit,
         f"optimizer state of {point.state_below} blocks on the host": point.state_below > 0,
+        "stepped on the device": setting.device_step and offloaded > 0,
     }
     parts += [what for what, is_done in whole.items() if is_done]
     return ", ".join(parts) or ("stepped in buckets" if setting.bucketed else "as it is")
@@ -211,6 +212,7 @@ def _optimizer(chosen: Point, hardware: Hardware, rule: str, model: CostModel) -
     if not (on_disk or setting.eight_bit or setting.bucketed):
         return None
     pairs = list(zip(model.blocks, chosen.choices, strict=True))[: chosen.state_below]
+    device_step = model.terms.step_bucket > 0 and any(choice.offloaded for choice in chosen.choices)
     on_host = [block for block, choice in pairs if block.optimizer_bytes and not choice.offloaded]
     reasons = []
     if on_disk:
@@ -224,6 +226,11 @@ def _optimizer(chosen: Point, hardware: Hardware, rule: str, model: CostModel) -
         reasons.append(
             f"{size} of state, of {len(on_host)} layers on the device, are on the host between steps"
         )
+    if device_step:
+        reasons.append(
+            "parameters on the host are copied to the device for it, with gradients and state: that is faster than on "
+            "the CPU"
+        )
     if setting.eight_bit:
         reasons.append("moments of large parameters take 2.03 bytes a parameter instead of 8")
     return OptimizerPlan(
@@ -231,6 +238,7 @@ def _optimizer(chosen: Point, hardware: Hardware, rule: str, model: CostModel) -
         layers=tuple(block.name for block in on_host),
         bucket_bytes=bucket if on_disk or setting.bucketed else 0,
         eight_bit=setting.eight_bit,
+        host_step="device" if device_step else "cpu",
         rule=rule,
         reason="; ".join(reasons),
     )

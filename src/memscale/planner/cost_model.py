@@ -159,8 +159,17 @@ class CostModel:
         if pool is None:
             pool = int(hardware.host.total_ram_bytes * PAGE_LOCKED_SHARE)
         everything = profile.parameter_bytes + profile.gradient_bytes + profile.optimizer_bytes
+        # How much of parameters, gradients and loaded state is stepped at once, where that is done in buckets.
+        share = int(profile.parameter_bytes * BUCKET_SHARE)
+        self.bucket_bytes = min(LARGEST_BUCKET, max(SMALLEST_BUCKET, share))
         self.terms = CostTerms(
-            Rates.of(hardware), config, setting.working_share, prefetch > 0, everything <= pool
+            Rates.of(hardware),
+            config,
+            setting.working_share,
+            prefetch > 0,
+            everything <= pool,
+            profile.fused_on_cpu,
+            self.bucket_bytes if setting.device_step else 0,
         )
         called = (block for block in profile.blocks if block.order >= 0)
         self.blocks = tuple(sorted(called, key=lambda block: block.order))
@@ -168,9 +177,6 @@ class CostModel:
         self._accumulates = config.gradient_accumulation_steps > 1
         self._room_below = room_below(hardware, config) if config.enable_offloading else 0
         self._stacks = Counter(block.container for block in self.blocks)
-        # How much of parameters, gradients and loaded state is stepped at once, where that is done in buckets.
-        share = int(profile.parameter_bytes * BUCKET_SHARE)
-        self.bucket_bytes = min(LARGEST_BUCKET, max(SMALLEST_BUCKET, share))
         self._temporaries = profile.step_temporaries or adamw_temporaries(hardware.device.kind)
         layers = [block for block in self.blocks if block.role == "repeated"]
         odd = [block for block in self.blocks if block.role != "repeated" and can_recompute(block)]
@@ -249,7 +255,7 @@ class CostModel:
                         self._with_state_below(index, each, state_below) for each in options[index]
                     )
                 in_flight = self._in_flight([max(sent)] * len(self.blocks)) if sent else 0
-                frame = self._frame(odd_offloaded, self.prefetch, state_below > 0, in_flight)
+                frame = self._frame(odd_offloaded, self.prefetch, state_below > 0, in_flight, True)
                 yield replace(frame, options=options)
 
     def _in_flight(self, sent: Sequence[int]) -> int:
@@ -293,7 +299,8 @@ class CostModel:
             options.append(option)
         sent = [self.activation_bytes_below(index, choice) for index, choice in enumerate(choices)]
         saved_below = [size for size, choice in zip(sent, choices, strict=True) if choice.saved_offloaded]
-        frame = self._frame(odd_offloaded, prefetch, state_below > 0, self._in_flight(saved_below))
+        in_flight = self._in_flight(saved_below)
+        frame = self._frame(odd_offloaded, prefetch, state_below > 0, in_flight, bool(offloaded))
         trade = trade_of(frame, options)
         below = sum(all_bytes(block) for block in offloaded)
         below += sum(block.optimizer_bytes for block, choice in pairs[:state_below] if not choice.offloaded)
@@ -347,7 +354,9 @@ class CostModel:
             return 0
         return int(all_bytes(block) / block.parameter_bytes * PAGE_BYTES * block.parameter_count)
 
-    def _row(self, odd_offloaded: bool, prefetch: int, loads_state: bool, in_flight: int) -> Row[Choices]:
+    def _row(
+        self, odd_offloaded: bool, prefetch: int, loads_state: bool, in_flight: int, has_masters: bool
+    ) -> Row[Choices]:
         """Return the row without options: what is in use whatever is chosen."""
         profile, blocks = self._profile, self.blocks
         other_saved = profile.other_saved_bytes + in_flight
@@ -360,6 +369,9 @@ class CostModel:
         other_gradients = profile.gradient_bytes - sum(block.gradient_bytes for block in blocks)
         if self._accumulates:  # they are there from the first batch on
             constant, other_gradients = constant + other_gradients, 0
+        temporaries = self._step_temporaries(odd_offloaded, loads_state)
+        if has_masters:
+            temporaries = max(temporaries, self._device_step_bytes())
         return Row(
             options=[()] * len(blocks),
             dropped=[block.dropped_bytes for block in blocks],
@@ -368,7 +380,7 @@ class CostModel:
             loss=profile.loss_peak_bytes,
             tail=profile.tail_peak_bytes + prefetched,
             # What forward saves outside of the blocks is released before the optimizer steps.
-            stepping=other_gradients + self._step_temporaries(odd_offloaded, loads_state) - other_saved,
+            stepping=other_gradients + temporaries - other_saved,
         )
 
     def _prefetched(self, index: int, towards: int, prefetch: int, odd_offloaded: bool) -> int:
@@ -391,6 +403,22 @@ class CostModel:
         loaded = loads_state or self.setting.eight_bit
         parameters = min(bucket // 4 if loaded else bucket // 2, self._profile.gradient_bytes)
         return int(of_all * parameters) + int(of_one * min(largest, parameters)) + (bucket if loaded else 0)
+
+    def _device_step_bytes(self) -> int:
+        """Return what stepping masters of the host on the device takes there: two buckets, temporaries of one."""
+        profile, bucket = self._profile, self.terms.step_bucket
+        copied = 2 * profile.gradient_bytes + profile.optimizer_bytes
+        parameters = min(bucket, copied) * profile.gradient_bytes // max(1, copied)
+        return min(2 * bucket, copied) + int(sum(self._temporaries) * parameters)
+
+    @property
+    def device_step_pays(self) -> bool:
+        """Whether stepping all parameters, as masters on the host, takes less time on the device than on the CPU."""
+        profile = self._profile
+        tensors = sum(block.parameter_count for block in profile.blocks)
+        needs = profile.gradient_bytes, profile.optimizer_bytes, tensors
+        on_device = replace(self.terms, step_bucket=self.bucket_bytes).step_below(*needs)
+        return on_device < replace(self.terms, step_bucket=0).step_below(*needs)
 
     # Positions ---------------------------------------------------------------------------------------
 

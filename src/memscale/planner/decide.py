@@ -106,7 +106,8 @@ def cost_models(
     """Yield the cost model of each setting, with prefetching where that is possible and wanted."""
     depth = _prefetch_depth(hardware, config) if prefetch else 0
     for setting, needs in under:
-        yield CostModel(needs, hardware, config, setting, depth)
+        if not (setting.device_step and hardware.offloads_to_disk):
+            yield CostModel(needs, hardware, config, setting, depth)
 
 
 def frontier_points(

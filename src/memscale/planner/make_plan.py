@@ -271,8 +271,7 @@ def profile_settings(
         config = config.replace(use_8bit_optimizer=False)
     # Where the user has switched everything off, steps are left whole as well.
     is_allowed = config.enable_checkpointing or config.enable_offloading or config.use_8bit_optimizer
-    moves = optimizer is None or optimizer.moves
-    bucketed = is_allowed and moves and hardware.device.kind != "cpu"
+    bucketed = is_allowed and (optimizer is None or optimizer.moves) and hardware.device.kind != "cpu"
     under = []
     for setting in settings_for(hardware, config, *sizes):
         needs = profile
@@ -293,6 +292,10 @@ def profile_settings(
             under.append((setting, needs))
         if bucketed:
             under.append((replace(setting, bucketed=True), needs))
+            # It takes memory of the device: both are tried.
+            moves = config.enable_offloading and (optimizer is None or optimizer.steps_on_device)
+            if moves and not setting.eight_bit and CostModel(needs, hardware, config).device_step_pays:
+                under.append((replace(setting, bucketed=True, device_step=True), needs))
     return ProfiledModel(profile, under, optimizer)
 
 

@@ -35,7 +35,7 @@ from memscale.memory.allocator import CachingAllocator
 from memscale.memory.tracker import MemoryTracker
 from memscale.optimizer.eight_bit import moment_bytes, parameters_in_eight_bits
 from memscale.optimizer.needs import OptimizerNeeds, StateTensor
-from memscale.optimizer.placement import ids_with_state_on_host, takes_all_state
+from memscale.optimizer.placement import DEFAULT_BUCKET_BYTES, ids_with_state_on_host, takes_all_state
 from memscale.optimizer.state_stores import PAGE
 from memscale.planner.cost_model import adamw_temporaries
 from memscale.profiler.recorder import backward_targets, loss_of
@@ -238,6 +238,13 @@ def _step(
             _step_in_buckets(stepped, needs, planned.bucket_bytes, on_host | in_8_bits)
         else:
             _make_temporaries(stepped, needs)
+        if planned.host_step == "device" and needs.steps_on_device and device.type != "cpu":
+            masters = [
+                (parameter.nbytes, sum(each.nbytes for each in needs.state[name]))
+                for name, parameter in model.named_parameters()
+                if name in needs.state and parameter.grad is not None and parameter.device.type == "cpu"
+            ]
+            _step_masters(masters, needs, planned.bucket_bytes or DEFAULT_BUCKET_BYTES, device)
         if on_disk and planned.bucket_bytes:
             # A bucket of the parameters on disk with gradients and two moments, or all of them if that is less.
             trained = (each for each in model.parameters() if each.requires_grad and id(each) in on_disk)
@@ -341,6 +348,29 @@ def _step_in_buckets(
     if bucket:
         before = step(bucket)
     del before
+
+
+def _step_masters(
+    masters: Sequence[tuple[int, int]], needs: OptimizerNeeds, bucket_bytes: int, device: torch.device
+) -> None:
+    """Allocate and release what stepping masters on the device takes, given their bytes and those of their state.
+
+    See Note [Device twins]: two buffers, as large as the largest bucket, and the temporaries of a bucket.
+    """
+    buckets: list[tuple[int, int]] = []  # the bytes of each, and of the parameters in it
+    for nbytes, state in masters:
+        needed = 2 * nbytes + state
+        if needed > bucket_bytes:  # in slices
+            buckets += [(bucket_bytes, nbytes * bucket_bytes // needed)] * 2
+        elif buckets and buckets[-1][0] + needed <= bucket_bytes:
+            buckets[-1] = (buckets[-1][0] + needed, buckets[-1][1] + nbytes)
+        else:
+            buckets.append((needed, nbytes))
+    if buckets:
+        largest, parameters = (max(sizes) for sizes in zip(*buckets, strict=True))
+        sizes = [*[largest] * len(buckets[:2]), int(sum(needs.temporaries) * parameters)]
+        made = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes if size]
+        del made
 
 
 def _make_temporaries(here: Sequence[nn.Parameter], needs: OptimizerNeeds) -> None:

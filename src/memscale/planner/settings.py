@@ -29,6 +29,7 @@ class Setting:
     bucketed: bool = (
         False  # parameters on the device are stepped a bucket at a time, without foreach's temporaries
     )
+    device_step: bool = False  # parameters on the host are stepped on the device, not on the CPU
     notes: tuple[str, ...] = ()  # for the user
 
     @property
@@ -39,7 +40,7 @@ class Setting:
     @property
     def whole_steps(self) -> Setting:
         """The same with steps of all parameters at once."""
-        return replace(self, bucketed=False)
+        return replace(self, bucketed=False, device_step=False)
 
     @property
     def working_share(self) -> float:

@@ -120,6 +120,9 @@ class CostTerms:
     working_share: float = 1.0  # the size of a working copy over that of the parameters: one half in 16 bits
     prefetch: bool = False  # whether transfers overlap with computation
     page_locked: bool = True  # whether what is offloaded fits page-locked memory
+    fused_on_cpu: bool = True  # whether masters on the host can be stepped by a fused implementation
+    # Bytes of masters on the host, gradients and state that are stepped on the device at a time; 0: on the CPU.
+    step_bucket: int = 0
 
     @property
     def accumulated(self) -> int:
@@ -133,6 +136,22 @@ class CostTerms:
         if self.page_locked:
             return h2d, d2h
         return min(h2d, self.rates.pageable_per_second), min(d2h, self.rates.pageable_per_second)
+
+    def step_below(self, gradient_bytes: int, state_bytes: int, tensors: int) -> float:
+        """Return the time of stepping so many parameters that are on the tier below, gradients and state with them.
+
+        On the device, parameters, gradients and state are copied there, and all but the gradients back. Page-locked,
+        both ways at once, while the calls for a bucket are launched; else one after the other.
+        """
+        rates = self.rates
+        if not self.step_bucket:
+            fused = self.config.fused_host_step and self.fused_on_cpu
+            return rates.optimizer_below(gradient_bytes, fused=fused)
+        nbytes = 2 * gradient_bytes + state_bytes
+        h2d = nbytes / self.link[0]
+        d2h = (nbytes - gradient_bytes) / self.link[1] + rates.optimizer(gradient_bytes)
+        launched = BUCKET_SECONDS * nbytes / self.step_bucket + OPTIMIZER_READS * rates.latency * tensors
+        return max(launched, max(h2d, d2h) if self.page_locked else h2d + d2h)
 
 
 @dataclass(frozen=True)
