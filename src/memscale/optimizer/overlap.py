@@ -44,6 +44,7 @@ from memscale.optimizer.kinds import leaves_gradients, step_alone, why_whole
 from memscale.optimizer.state_stores import HostStateStore, StateMover, lane_of
 from memscale.tiers.engine import Lane, Transfer
 
+LARGEST = 256 * 2**20  # bytes that the step of one parameter may need to be computed in backward
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 ACCUMULATED = "gradients come by several backward passes for each step"
@@ -209,7 +210,7 @@ class OverlappedSteps:
                 self._task = task
                 at_end_of_backward(self._flush)
             self._waiting.append(parameter)
-            if sum(map(_step_bytes, self._waiting)) >= self._bucket_bytes:
+            if sum(map(step_bytes, self._waiting)) >= self._bucket_bytes:
                 self._flush()
 
     def _loop_of(self, parameter: Tensor) -> _Loop | None:
@@ -241,7 +242,7 @@ class OverlappedSteps:
             and not any(isinstance(value, Tensor) for value in _settings(group).values())
             and _is_plain(gradient)
             and _is_plain(parameter)
-            and _step_bytes(parameter) <= self._bucket_bytes
+            and step_bytes(parameter) <= LARGEST
             and not _in_several_processes()  # which average gradients after this
         )
 
@@ -459,7 +460,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
-def _step_bytes(parameter: Tensor) -> int:
+def step_bytes(parameter: Tensor) -> int:
     """Return what the step of a parameter needs: itself, its gradient and two moments."""
     return 4 * parameter.nbytes
 

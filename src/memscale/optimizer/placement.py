@@ -11,8 +11,8 @@ their own, and the parameters on the device keep their implementation. For the m
 - that of the device, with ``OptimizerPlan(host_step="device")`` (Note [Device twins]);
 - else torch's *fused* CPU implementation for 32-bit parameters where the class has one (:data:`FUSED_ON_CPU`) and the
   user has set neither ``foreach`` nor ``fused``: one pass over memory, no temporaries, and about 4 times as fast as
-  the loop (``benchmarks/host_step.py``). It rounds in other places: a step differs from the loop's by 2e-7 of the weights
-  (their norms; ``tests/optimizer/test_host_steps.py`` compares both with 64 bits);
+  the loop (``benchmarks/host_step.py``). It rounds in other places: a step differs from the loop's by 2e-7 of the
+  weights (their norms; ``tests/optimizer/test_host_steps.py`` compares both with 64 bits);
 - else, or with ``Config(fused_host_step=False)``, what rounds as the device would have: ``foreach`` for the classes of
   :data:`FOREACH_DIFFERS`, with 16-bit parameters for those of :data:`FOREACH_DIFFERS_IN_16_BITS`, the loop for all
   others. In 16 bits a CPU's ``foreach`` itself rounds what CUDA's does not: :func:`memscale._torch.foreach_mul_`.

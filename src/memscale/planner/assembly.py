@@ -44,6 +44,7 @@ WHY_KEPT = {
     "small-model": "the model needs little of the device as it is",
     "least-peak": "dropping it would not lower the peak",
     "least-peak-within-1.15x": "computing it again would not lower the peak, or take too long",
+    "least-peak-within-1.5x": "computing it again would not lower the peak, or take too long",
     "least-peak-within-2x": "computing it again would not lower the peak, or take too long",
     "fastest-at-24%": "the peak is at 24% of the plain one without it",
     "fastest-within-utilization": "target_gpu_utilization leaves room for it",
@@ -192,6 +193,7 @@ def _describe(point: Point) -> str:
         "8-bit optimizer": setting.eight_bit,
         f"optimizer state of {point.state_below} blocks on the host": point.state_below > 0,
         "stepped on the device": setting.device_step and offloaded > 0,
+        "stepped in backward": setting.overlapped and point.state_below > 0,
     }
     parts += [what for what, is_done in whole.items() if is_done]
     return ", ".join(parts) or ("stepped in buckets" if setting.bucketed else "as it is")
@@ -211,9 +213,9 @@ def _optimizer(chosen: Point, hardware: Hardware, rule: str, model: CostModel) -
     on_disk = hardware.offloads_to_disk and any(choice.offloaded for choice in chosen.choices)
     if not (on_disk or setting.eight_bit or setting.bucketed):
         return None
-    pairs = list(zip(model.blocks, chosen.choices, strict=True))[: chosen.state_below]
+    with_state_below = model.blocks_with_state_below(chosen.choices, chosen.state_below)
     device_step = model.terms.step_bucket > 0 and any(choice.offloaded for choice in chosen.choices)
-    on_host = [block for block, choice in pairs if block.optimizer_bytes and not choice.offloaded]
+    on_host = [model.blocks[index] for index in with_state_below if model.blocks[index].optimizer_bytes]
     reasons = []
     if on_disk:
         reasons.append(f"stepped {format_bytes(bucket)} at a time, parameters and gradients too")
@@ -226,6 +228,8 @@ def _optimizer(chosen: Point, hardware: Hardware, rule: str, model: CostModel) -
         reasons.append(
             f"{size} of state, of {len(on_host)} layers on the device, are on the host between steps"
         )
+    if on_host and setting.overlapped:
+        reasons.append("stepped while backward goes on, committed by step()")
     if device_step:
         reasons.append(
             "parameters on the host are copied to the device for it, with gradients and state: that is faster than on "
@@ -239,6 +243,7 @@ def _optimizer(chosen: Point, hardware: Hardware, rule: str, model: CostModel) -
         bucket_bytes=bucket if on_disk or setting.bucketed else 0,
         eight_bit=setting.eight_bit,
         host_step="device" if device_step else "cpu",
+        overlapped=bool(on_host) and setting.overlapped,
         rule=rule,
         reason="; ".join(reasons),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -82,7 +82,7 @@ class Point:
     peak_below_bytes: int = 0  # the most there at once: those, in whole pages on disk, and activations
     setting: Setting = NOTHING
     prefetch: int = 0  # how many layers ahead parameters are fetched
-    state_below: int = 0  # the optimizer state of so many blocks, the first ones, is on the host
+    state_below: int = 0  # the optimizer state of so many blocks, the last ones on the device, is on the host
 
 
 def spans(choices: Sequence[Choice]) -> Iterator[tuple[int, int]]:
@@ -223,8 +223,8 @@ class CostModel:
         most = len(self.blocks) if may and not self.terms.rates.below_is_disk else 0
         return sorted({round(most * part / parts) for part in range(parts + 1)})
 
-    def rows(self, state_below: int = 0) -> Iterator[Row[Choices]]:
-        """Yield rows with every choice that is allowed at every position, the state of the first blocks on the host.
+    def rows(self, state_below: Collection[int] = ()) -> Iterator[Row[Choices]]:
+        """Yield rows with every choice that is allowed at every position, the state of some of them on the host.
 
         Blocks outside of stacks, which may share parameters, are offloaded together or not at all: a row for each. Of
         the layers of stacks the last ones are offloaded, as many as pay.
@@ -250,12 +250,13 @@ class CostModel:
                 ]
                 if self.prefetch and saved_offloaded and not sent:
                     continue
-                for index in range(state_below):
-                    options[index] = tuple(
-                        self._with_state_below(index, each, state_below) for each in options[index]
-                    )
+                if state_below:
+                    options = [
+                        tuple(self._with_state_below(index, each, state_below) for each in here)
+                        for index, here in enumerate(options)
+                    ]
                 in_flight = self._in_flight([max(sent)] * len(self.blocks)) if sent else 0
-                frame = self._frame(odd_offloaded, self.prefetch, state_below > 0, in_flight, True)
+                frame = self._frame(odd_offloaded, self.prefetch, bool(state_below), in_flight, True)
                 yield replace(frame, options=options)
 
     def _in_flight(self, sent: Sequence[int]) -> int:
@@ -267,43 +268,94 @@ class CostModel:
             return 0
         return max((sum(sent[first : first + self.prefetch + 1]) for first in range(len(sent))), default=0)
 
-    def _with_state_below(self, start: int, option: Option[Choices], state_below: int) -> Option[Choices]:
-        """Return an option with the state of those of its blocks on the host that are among the first ones."""
-        moved = self._with_moved_state(start, option.what, state_below)
-        resident = option.resident - sum(each.optimizer_bytes for each in moved)
-        return replace(option, seconds=option.seconds + self._state_time(moved).total, resident=resident)
+    def blocks_with_state_below(self, choices: Choices, number: int) -> list[int]:
+        """Return the last so many blocks on the device: their gradients come first, so that steps overlap the most."""
+        here = [index for index, choice in enumerate(choices) if not choice.offloaded]
+        return here[len(here) - min(number, len(here)) :]
 
-    def _with_moved_state(self, start: int, choices: Choices, state_below: int) -> list[BlockProfile]:
-        """Return the blocks of an option on the device whose state is on the host."""
-        pairs = zip(self.blocks[start:state_below], choices, strict=False)
-        return [block for block, choice in pairs if not choice.offloaded]
+    def _with_state_below(
+        self, start: int, option: Option[Choices], state_below: Collection[int]
+    ) -> Option[Choices]:
+        """Return an option with the state of those of its blocks on the host that are on the device themselves.
 
-    def _state_time(self, moved: Sequence[BlockProfile]) -> StepTime:
-        """Return what copying the state of blocks to the device and back takes: in buckets, both at once."""
-        copies = sum(each.optimizer_bytes for each in moved) / min(self.terms.link)
-        latency = 2 * self.terms.rates.latency * sum(each.parameter_count for each in moved)
-        accumulated = self.terms.accumulated
+        An overlapped step has the new values of parameters beside them from backward to the step's end.
+        """
+        pairs = [(start + offset, choice) for offset, choice in enumerate(option.what)]
+        moved = [(index, choice) for index, choice in pairs if index in state_below and not choice.offloaded]
+        if not moved:
+            return option
+        blocks = [self.blocks[index] for index, _ in moved]
+        copies = sum(each.parameter_bytes for each in blocks if self._is_early(each))
+        in_flight = max(self.bucket_bytes, *(each.parameter_bytes for each in blocks)) if copies else 0
+        return replace(
+            option,
+            seconds=option.seconds + sum((self._state_time(*each) for each in moved), StepTime()).total,
+            resident=option.resident - sum(each.optimizer_bytes for each in blocks),
+            backward=option.backward + in_flight,
+            gradient=option.gradient + copies,
+            stepping=option.stepping + copies,
+        )
+
+    def _is_early(self, block: BlockProfile) -> bool:
+        """Return whether the step of a block with its state on the host is computed while backward goes on."""
+        return self.setting.overlapped and block.role == "repeated"
+
+    def _state_time(self, index: int, choice: Choice) -> StepTime:
+        """Return what copying the state of a block to the device and back takes: in buckets, both at once."""
+        block, accumulated = self.blocks[index], self.terms.accumulated
+        latency = 2 * self.terms.rates.latency * block.parameter_count
+        copies = self._state_copies(index)
+        if self._is_early(block):
+            copies = max(0.0, copies - self._cover(index, choice))
         return StepTime(transfers=copies / accumulated, overhead=latency / accumulated)
 
+    def _state_copies(self, index: int) -> float:
+        return self.blocks[index].optimizer_bytes / min(self.terms.link)
+
+    def _cover(self, index: int, choice: Choice) -> float:
+        """Return the time of a block's backward in which the link has nothing to copy for that."""
+        block, rates = self.blocks[index], self.terms.rates
+        computing = rates.backward(block) + rates.forward(block) * choice.recompute
+        copied = self.activation_bytes_below(index, choice)
+        if choice.offloaded:
+            copied += int(max(block.used_bytes, block.gradient_bytes) * self.terms.working_share)
+        return max(0.0, computing - copied / min(self.terms.link))
+
+    def _shared_cover(self, choices: Choices, state_below: Sequence[int]) -> StepTime:
+        """Return what steps that overlap with backward take less than by `_state_time`, which looks at blocks alone.
+
+        From the first gradient on, the backward of all blocks hides the copies for the steps of all. Those of the last
+        block are not hidden.
+        """
+        early = [index for index in state_below if self._is_early(self.blocks[index])]
+        if not early:
+            return StepTime()
+        alone = sum(self._state_time(index, choices[index]).transfers for index in early)
+        copies = sum(map(self._state_copies, early))
+        cover = sum(self._cover(index, choices[index]) for index in range(early[-1]))
+        return StepTime(transfers=max(self._state_copies(early[0]), copies - cover) - alone)
+
     def point(self, choices: Choices, state_below: int = 0) -> Point:
-        """Return what choices for all blocks cost, with the optimizer state of the first ones on the host."""
+        """Return what choices for all blocks cost, with the optimizer state of so many on the host."""
         pairs = list(zip(self.blocks, choices, strict=True))
+        with_state_below = self.blocks_with_state_below(choices, state_below)
         offloaded = [block for block, choice in pairs if choice.offloaded]
         odd_offloaded = any(block.role != "repeated" for block in offloaded)
         prefetch = min(self.prefetch, len(offloaded))
         options = []
         for start, stop in spans(choices):
             option = self._option(start, choices[start:stop], odd_offloaded, prefetch)
-            if start < state_below:
-                option = self._with_state_below(start, option, state_below)
-            options.append(option)
+            options.append(self._with_state_below(start, option, with_state_below))
         sent = [self.activation_bytes_below(index, choice) for index, choice in enumerate(choices)]
         saved_below = [size for size, choice in zip(sent, choices, strict=True) if choice.saved_offloaded]
         in_flight = self._in_flight(saved_below)
         frame = self._frame(odd_offloaded, prefetch, state_below > 0, in_flight, bool(offloaded))
         trade = trade_of(frame, options)
         below = sum(all_bytes(block) for block in offloaded)
-        below += sum(block.optimizer_bytes for block, choice in pairs[:state_below] if not choice.offloaded)
+        moved = [self.blocks[index] for index in with_state_below]
+        # Overlapped steps write new state beside the old.
+        spare = sum(block.optimizer_bytes for block in moved if self._is_early(block))
+        below += sum(block.optimizer_bytes for block in moved) + spare
         peak_below = below + sum(sent)
         if self._on_cpu and offloaded:
             peak_below += SLAB_BYTES + sum(map(self._unused_in_pages, offloaded))
@@ -312,7 +364,7 @@ class CostModel:
             choices,
             trade.peak,
             saved,
-            trade.seconds,
+            trade.seconds + self._shared_cover(choices, with_state_below).total,
             below,
             peak_below,
             self.setting,
@@ -326,8 +378,9 @@ class CostModel:
         for start, stop in spans(point.choices):
             choices = point.choices[start:stop]
             times.append(self._time(start, choices))
-            times.append(self._state_time(self._with_moved_state(start, choices, point.state_below)))
-        return sum(times, StepTime())
+        below = self.blocks_with_state_below(point.choices, point.state_below)
+        times += [self._state_time(index, point.choices[index]) for index in below]
+        return sum(times, self._shared_cover(point.choices, below))
 
     def without_transfers(self, point: Point, nbytes: int) -> Point:
         """Return a point that has at least so many bytes of activations less on the tier below, if it has as many."""
@@ -419,6 +472,13 @@ class CostModel:
         needs = profile.gradient_bytes, profile.optimizer_bytes, tensors
         on_device = replace(self.terms, step_bucket=self.bucket_bytes).step_below(*needs)
         return on_device < replace(self.terms, step_bucket=0).step_below(*needs)
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether the loop is known to allow steps in backward; without page-locked memory they would hold that up."""
+        config = self.terms.config
+        allowed = config.overlap_optimizer is True and config.gradient_accumulation_steps == 1
+        return allowed and self.terms.page_locked and not self.terms.rates.below_is_disk
 
     # Positions ---------------------------------------------------------------------------------------
 
