@@ -11,8 +11,8 @@ their own, and the parameters on the device keep their implementation. For the m
 - that of the device, with ``OptimizerPlan(host_step="device")`` (Note [Device twins]);
 - else torch's *fused* CPU implementation for 32-bit parameters where the class has one (:data:`FUSED_ON_CPU`) and the
   user has set neither ``foreach`` nor ``fused``: one pass over memory, no temporaries, and about 4 times as fast as
-  the loop (``benchmarks/host_step.py``). It rounds in other places: a step differs from the loop's by 2e-7 of the weights
-  (their norms; ``tests/optimizer/test_host_steps.py`` compares both with 64 bits);
+  the loop (``benchmarks/host_step.py``). It rounds in other places: a step differs from the loop's by 2e-7 of the
+  weights (their norms; ``tests/optimizer/test_host_steps.py`` compares both with 64 bits);
 - else, or with ``Config(fused_host_step=False)``, what rounds as the device would have: ``foreach`` for the classes of
   :data:`FOREACH_DIFFERS`, with 16-bit parameters for those of :data:`FOREACH_DIFFERS_IN_16_BITS`, the loop for all
   others. In 16 bits a CPU's ``foreach`` itself rounds what CUDA's does not: :func:`memscale._torch.foreach_mul_`.
@@ -202,8 +202,8 @@ class PlacementSteps(StepSubscriber):
         # Fused SGD takes momentum of all parameters, or of none.
         return "fused", optimizer.state.get(parameter, {}).get("momentum_buffer") is None
 
-    def follow(self, optimizer: Optimizer) -> None:
-        """Move an optimizer's state to where its parameters are now.
+    def follow(self, optimizer: Optimizer, *, unlock: bool = False) -> None:
+        """Move an optimizer's state to where its parameters are now, with `unlock` out of page-locked memory.
 
         As in `Optimizer.load_state_dict`, the counter of steps follows to an accelerator only where the implementation
         wants it there. It never stays on one that its parameter has left.
@@ -216,7 +216,11 @@ class PlacementSteps(StepSubscriber):
             parameter, group = member.parameter, optimizer.param_groups[member.group]
             state = optimizer.state.get(parameter, {}) if id(parameter) in ids else {}
             for name, value in state.items():
-                if not isinstance(value, Tensor) or value.device == parameter.device:
+                if not isinstance(value, Tensor):
+                    continue
+                if value.device == parameter.device:
+                    if unlock and value.device == _HOST and value.is_pinned():
+                        state[name] = value.clone()
                     continue
                 counts_on_device = group.get("fused") or group.get("capturable")
                 stays = name == "step" and parameter.device != _HOST and not counts_on_device
