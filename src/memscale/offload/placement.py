@@ -285,7 +285,7 @@ class ModelPlacement:
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
         for optimizer in list(self._steps.optimizers):
-            self._steps.follow(optimizer)
+            self._steps.follow(optimizer, unlock=self.device is not None and self.device.type == "cuda")
         self._steps.optimizers.clear()
         self._placed.clear()
         self._buffers.clear()

@@ -207,8 +207,8 @@ class PlacementSteps(StepSubscriber):
         # Fused SGD takes momentum of all parameters, or of none.
         return "fused", optimizer.state.get(parameter, {}).get("momentum_buffer") is None
 
-    def follow(self, optimizer: Optimizer) -> None:
-        """Move an optimizer's state to where its parameters are now.
+    def follow(self, optimizer: Optimizer, *, unlock: bool = False) -> None:
+        """Move an optimizer's state to where its parameters are now, with `unlock` out of page-locked memory.
 
         As in `Optimizer.load_state_dict`, the counter of steps follows to an accelerator only where the implementation
         wants it there. It never stays on one that its parameter has left.
@@ -221,7 +221,11 @@ class PlacementSteps(StepSubscriber):
             parameter, group = member.parameter, optimizer.param_groups[member.group]
             state = optimizer.state.get(parameter, {}) if id(parameter) in ids else {}
             for name, value in state.items():
-                if not isinstance(value, Tensor) or value.device == parameter.device:
+                if not isinstance(value, Tensor):
+                    continue
+                if value.device == parameter.device:
+                    if unlock and value.device == _HOST and value.is_pinned():
+                        state[name] = value.clone()
                     continue
                 counts_on_device = group.get("fused") or group.get("capturable")
                 stays = name == "step" and parameter.device != _HOST and not counts_on_device
