@@ -291,8 +291,8 @@ class Config:
             `optimizer.step()`: the numbers are the same, whatever the loop does. None: once the loop was seen to leave
             gradients as backward makes them; True: plan for that from the start; False: never.
         gradient_accumulation_steps: Batches for each `optimizer.step()`: a plan spreads the time of a step over so
-            many, and counts the gradients that wait for it. Nothing is accumulated by it; the loop does that. A
-            `Trainer`'s own is taken if this is not given.
+            many, and counts the gradients that wait for it. Nothing is accumulated by it; the loop does that. If
+            it is not given, a `Trainer`'s own is taken, or what a loop is seen to do in its first two steps.
 
     Raises:
         ConfigError: A value is out of range, or asks for what is not implemented yet.

@@ -235,7 +235,7 @@ def _simulate(case: Case, mode: str, device: GpuSpec | int) -> _Outcome:
             step_time=step_time,
         )
     except torch.OutOfMemoryError:
-        return _Outcome(None, step_time=step_time)
+        return _Outcome(None, step_time=step_time if plan is None else None)
     finally:
         gc.collect()  # modules and autograd graphs are cycles: the next case starts without this one's
 
