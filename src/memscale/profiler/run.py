@@ -287,7 +287,7 @@ def profile_model(
         devices = sorted({str(parameter.device) for parameter in model.parameters()})
         advice = (
             "Pass as sample_input what you pass to the model in training."
-            if len(devices) == 1
+            if len(devices) < 2
             else f"Its parameters are on {' and '.join(devices)}; while some are offloaded, a model that can't be run "
             "on fake tensors can't be profiled again. Pass the largest batch as sample_input to plan once."
         )
