@@ -314,7 +314,10 @@ class ModelPlacement:
         """Return where parameters and buffers were before, by their names."""
         if self.device is None:
             return {}
-        found = {name: self._placed[id(each)].origin for name, each in model.named_parameters()}
+        found = {}
+        for name, each in model.named_parameters():  # the user may have replaced some since they were placed
+            placed = self._placed.get(id(each))
+            found[name] = each.device if placed is None else placed.origin
         moved = {id(module._buffers.get(name)): device for module, name, device in self._buffers}
         return found | {name: moved.get(id(each), each.device) for name, each in model.named_buffers()}
 
@@ -324,7 +327,8 @@ class ModelPlacement:
             module_path, _, name = path.rpartition(".")
             module = model.get_submodule(module_path)
             if name in module._parameters:
-                self._placed[id(module._parameters[name])].origin = origin
+                if (placed := self._placed.get(id(module._parameters[name]))) is not None:
+                    placed.origin = origin
             elif (buffer := module._buffers[name]) is not None and buffer.device != origin:
                 self._buffers.append((module, name, origin))
 

@@ -501,10 +501,14 @@ def slice_length(optimizer: Optimizer, parameter: Tensor, needed: int, limit: in
         is_whole = not isinstance(value, Tensor) or (_is_flat(value) and value.shape == parameter.shape)
         if name in STATE_NAMES and not is_whole:
             return None
-    # In whole pages, and so in whole blocks of 8-bit moments.
-    share = int(parameter.nbytes * (limit / needed)) // PAGE * PAGE
-    length = max(LEAST_SLICE_BYTES, share) // parameter.element_size()
+    length = slice_bytes(parameter.nbytes, needed, limit) // parameter.element_size()
     return length if length < parameter.numel() else None
+
+
+def slice_bytes(nbytes: int, needed: int, bucket_bytes: int) -> int:
+    """Return the bytes of one slice of a parameter of `nbytes`, which needs more with all that belongs to it."""
+    # In whole pages, and so in whole blocks of 8-bit moments.
+    return max(LEAST_SLICE_BYTES, int(nbytes * (bucket_bytes / needed)) // PAGE * PAGE)
 
 
 def _is_flat(tensor: Tensor) -> bool:

@@ -35,6 +35,7 @@ from memscale.execution_plan import OptimizerPlan, Plan, PredictionSource
 from memscale.executor import Executor
 from memscale.memory.allocator import CachingAllocator
 from memscale.memory.tracker import MemoryTracker
+from memscale.optimizer.bucketed_steps import slice_bytes
 from memscale.optimizer.eight_bit import moment_bytes, parameters_in_eight_bits
 from memscale.optimizer.needs import OptimizerNeeds, StateTensor
 from memscale.optimizer.overlap import LARGEST, step_bytes
@@ -237,15 +238,23 @@ def _step(
         in_8_bits: set[int] = set()
         if needs.eight_bit and planned.eight_bit:
             in_8_bits = {id(each) for each in parameters_in_eight_bits(model)}
+        staying: dict[int, list[int]] = {}  # state that is there between steps, by the parameter's id
         for parameter, size in _state_sizes(here, needs, on_disk, in_8_bits, device):
             if id(parameter) not in below or size < PAGE:  # what is smaller than a page stays
+                staying.setdefault(id(parameter), []).append(size)
+
+        def reserve_state(parameter: nn.Parameter) -> None:
+            for size in staying.pop(id(parameter), ()):
                 tracker.reserve(size, device, "optimizer state")  # tensors would take a tenth of a simulation
+
         stepped = [
             each for each in here.values() if id(each) not in on_disk and id(each) not in early.stepped
         ]
         if in_buckets:
-            _step_in_buckets(stepped, needs, planned.bucket_bytes, on_host | in_8_bits)
-        else:
+            _step_in_buckets(stepped, needs, planned.bucket_bytes, on_host | in_8_bits, reserve_state)
+        for parameter in here.values():
+            reserve_state(parameter)
+        if not in_buckets:
             _make_temporaries(stepped, needs)
         if planned.host_step == "device" and needs.steps_on_device and device.type != "cpu":
             masters = [
@@ -321,28 +330,36 @@ def _state_sizes(
 
 
 def _step_in_buckets(
-    here: Sequence[nn.Parameter], needs: OptimizerNeeds, bucket_bytes: int, loaded: Collection[int]
+    here: Sequence[nn.Parameter],
+    needs: OptimizerNeeds,
+    bucket_bytes: int,
+    loaded: Collection[int],
+    reserve_state: Callable[[nn.Parameter], None],
 ) -> None:
     """Allocate and release the loaded state and temporaries of a step, of one bucket of parameters after the other.
 
-    The state of one bucket is copied back while that of the next comes.
+    What stays is reserved with its bucket, as the first step makes it: the allocator's blocks depend on the order. The
+    state of one bucket is copied back while that of the next comes.
     """
     of_all, of_one = needs.temporaries
     before: list[torch.Tensor] = []
 
-    def step(bucket: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    def step(bucket: Sequence[tuple[nn.Parameter, int, int]]) -> list[torch.Tensor]:
         def allocate(nbytes: int) -> torch.Tensor:
             return torch.empty(nbytes, dtype=torch.uint8, device=here[0].device)
 
-        state = [allocate(size) for size, tensors in bucket for _ in range(tensors)]
-        temporaries = [int(of_all * size) for size, _ in bucket]
-        temporaries += [max(size for size, _ in bucket)] * int(of_one)
+        state = []
+        for parameter, size, tensors in bucket:
+            reserve_state(parameter)
+            state += [allocate(size) for _ in range(tensors)]
+        temporaries = [int(of_all * size) for _, size, _ in bucket]
+        temporaries += [max(size for _, size, _ in bucket)] * int(of_one)
         made = [allocate(size) for size in temporaries if size]
         del made
         return state
 
-    # The bytes of each parameter, and how many such tensors of state are loaded.
-    bucket: list[tuple[int, int]] = []
+    # Parameters, their bytes or those of a slice, and how many such tensors of state are loaded.
+    bucket: list[tuple[nn.Parameter, int, int]] = []
     filled = 0
     for parameter in here:
         tensors = 2 if id(parameter) in loaded and parameter.nbytes >= PAGE else 0
@@ -350,10 +367,11 @@ def _step_in_buckets(
         if bucket and filled + needed > bucket_bytes:
             before, bucket, filled = step(bucket), [], 0
         if needed > bucket_bytes:  # in slices
-            for _ in range(2):
-                before = step([(bucket_bytes // (2 + tensors), tensors)])
+            length = slice_bytes(parameter.nbytes, needed, bucket_bytes)
+            for start in range(0, parameter.nbytes, length):
+                before = step([(parameter, min(length, parameter.nbytes - start), tensors)])
         else:
-            bucket.append((parameter.nbytes, tensors))
+            bucket.append((parameter, parameter.nbytes, tensors))
             filled += needed
     if bucket:
         before = step(bucket)

@@ -125,7 +125,8 @@ def _replan(executor: Executor, sample: Sample) -> None:
         except ProfileError as error:
             batches.give_up(named_shapes(executor.model, sample))
             which = "the first batch" if is_first else f"a batch of {sample.describe()}"
-            log.warning("%s could not be profiled, the plan stays as it is: %s", which, error)
+            # As text: a handler that keeps records would keep the frames of the error, and all that they hold.
+            log.warning("%s could not be profiled, the plan stays as it is: %s", which, str(error))
             return
         batches.add(named_shapes(executor.model, planned))
         if is_first:
