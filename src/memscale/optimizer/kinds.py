@@ -207,8 +207,8 @@ def step_alone(
     # Not by its __init__, by which torch wraps the step of the class: hooks of a subclass would run twice.
     other = owner.__new__(owner)
     settings = {name: 0.01 if isinstance(value, Tensor) else value for name, value in group.items()}
-    # With its other attributes, as fused implementations ask for some: without torch's mark that it has warned of `capturable`, a step beside an accelerator
-    # reads that setting, which Adafactor's groups do not have.
+    # With its other attributes, some of which fused implementations ask for; and without torch's mark that it has
+    # warned of `capturable`, a step beside an accelerator reads that setting, which Adafactor's groups do not have.
     vars(other).update(vars(optimizer))
     vars(other).update(
         defaults=dict(optimizer.defaults),
