@@ -333,6 +333,19 @@ def test_two_forwards_of_one_batch_are_no_accumulation(planned: list[str]) -> No
     assert planned == []
 
 
+def test_computed_weights_are_not_asked_for_gradients(
+    planned: list[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    model, ids = build(), words(64)
+    memscale.wrap(model, QUIET, {"ids": ids, "labels": ids})
+    weights = {name: each * 1.0 for name, each in model.named_parameters()}
+    for _ in range(2):
+        torch.func.functional_call(model, weights, (), {"ids": ids, "labels": ids}).backward(
+            retain_graph=True
+        )
+    assert not [each for each in recwarn if "not a leaf" in str(each.message)]
+
+
 def test_it_is_planned_for_the_largest_batch_so_far(planned: list[str]) -> None:
     model = build()
     memscale.wrap(model, QUIET.replace(force_optimize=True), {"ids": words(512), "labels": words(512)})

@@ -528,7 +528,7 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         return
     called = override_of(model)
     executor.meter.forward_pass()
-    executor.accumulation.begin_batch(lambda: any(each.grad is not None for each in model.parameters()))
+    executor.accumulation.begin_batch(lambda: any(map(_has_gradient, model.parameters())))
     executor._is_calling_back = True
     try:
         callback(executor, args, kwargs)
@@ -536,6 +536,10 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         executor._is_calling_back = False
     if called is not None:
         called.redirect_next_call(override_of(model))
+
+
+def _has_gradient(weight: torch.Tensor) -> bool:
+    return weight.is_leaf and weight.grad is not None  # torch warns of the gradient of a computed weight
 
 
 def _inputs_to_device(
