@@ -110,6 +110,13 @@ def at_end_of_backward(method: Callable[..., None], *args: object) -> None:
     engine.queue_callback(call)
 
 
+def has_other_views(tensor: torch.Tensor) -> bool:
+    """Return whether other tensors use the memory of a tensor; True where that is not known."""
+    # The storage is counted once for the tensor, and once for the object that asks for it.
+    count = _ask(torch._C, "_storage_Use_Count", tensor.untyped_storage()._cdata, otherwise=3)
+    return bool(count > 2)
+
+
 def norms_and_maxima(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the norm and the largest value of each tensor, by one kernel each on CUDA."""
     many = list(tensors)

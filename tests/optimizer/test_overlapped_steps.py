@@ -9,8 +9,9 @@ import torch
 from torch import nn, optim
 
 from memscale.config import Config
-from memscale.execution_plan import OptimizerPlan, Plan
+from memscale.execution_plan import LayerPlan, Offloading, OptimizerPlan, Plan
 from memscale.executor import Executor
+from memscale.optimizer.kinds import leaves_gradients
 from memscale.optimizer.overlap import ACCUMULATED, CHANGED
 from memscale.testing import executing
 
@@ -38,11 +39,16 @@ class Model(nn.Module):
         return inputs.square().mean()
 
 
-def overlapped(model: nn.Module, warmup_steps: int = 1, **settings: object) -> Executor:
+def overlapped(model: nn.Module, warmup_steps: int = 1, offloaded: int = 0) -> Executor:
+    """Attach a plan with the state of all layers on the host, and so many of them there themselves."""
     # The matrices of two layers, with gradients and two moments, are a bucket.
-    plan = OptimizerPlan("host", bucket_bytes=2 * 4 * 4 * WIDTH**2, overlapped=True)
-    config = Config(enable_logging=False, warmup_steps=warmup_steps, overlap_optimizer=True, **settings)
-    executor = Executor(model, Plan((), optimizer=plan), config)
+    step = OptimizerPlan("host", bucket_bytes=2 * 4 * 4 * WIDTH**2, host_step="device", overlapped=True)
+    names = [f"layers.{index}" for index in range(offloaded)]
+    layers = [
+        LayerPlan(name, (name,), ("offloading",), "", "", offloading=Offloading("host")) for name in names
+    ]
+    config = Config(enable_logging=False, warmup_steps=warmup_steps, overlap_optimizer=True)
+    executor = Executor(model, Plan(tuple(layers), optimizer=step), config)
     executor.attach()
     return executor
 
@@ -53,7 +59,8 @@ def batches(device: torch.device, count: int) -> list[torch.Tensor]:
 
 
 def numbers(model: nn.Module, optimizer: optim.Optimizer) -> list[torch.Tensor]:
-    state = [value for each in optimizer.state_dict()["state"].values() for value in each.values()]
+    states = sorted(optimizer.state_dict()["state"].items())
+    state = [value for _, each in states for _, value in sorted(each.items())]
     tensors = [*model.parameters(), *(value for value in state if isinstance(value, torch.Tensor))]
     return [each.detach().cpu().clone() for each in tensors]
 
@@ -78,8 +85,10 @@ def both(train, **settings):
     return executor.placement.states.overlap
 
 
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize("offloaded", [0, 2, 4])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_every_step_after_the_warmup_is_committed(kind):
+def test_every_step_after_the_warmup_is_committed(kind, offloaded):
     def train(model, device):
         optimizer = OPTIMIZERS[kind](model.parameters())
         for batch in batches(device, 5):
@@ -88,10 +97,10 @@ def test_every_step_after_the_warmup_is_committed(kind):
             optimizer.zero_grad()
         return optimizer
 
-    overlap = both(train)
-    # The first step is observed, the state of the matrices is there then; biases are smaller than a page.
+    overlap = both(train, offloaded=offloaded)
+    # The first step is observed, and makes the state. That of biases on the device is smaller than a page, and stays.
     # The steps of two kinds compute in the memory of gradients.
-    assert overlap.commits == (0 if kind in ("sgd, nesterov", "adagrad") else 4 * 4)
+    assert overlap.commits == (0 if kind in ("sgd, nesterov", "adagrad") else 4 * (4 + offloaded))
     assert overlap.rollbacks == 0
     assert overlap.obstacle is None
 
@@ -107,6 +116,28 @@ def test_steps_wait_for_the_warmup():
 
     assert both(train, warmup_steps=3).commits == 2 * 4
     assert both(train, warmup_steps=0).commits == 4 * 4
+
+
+def test_memory_on_the_host_changes_places_unless_there_are_views_of_it():
+    with executing("64MiB") as gpu:
+        model = Model().to(gpu.device)
+        executor = overlapped(model, offloaded=4)
+        optimizer = optim.AdamW(model.parameters())
+        kept, other = model.layers[0].weight, model.layers[1].weight
+        view = None
+        for number, batch in enumerate(batches(gpu.device, 5)):
+            before = kept.data_ptr(), other.data_ptr()
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1:
+                view = other.detach()  # as in a state dict, which follows the parameter
+            elif number > 1:
+                assert kept.data_ptr() != before[0]
+                assert other.data_ptr() == before[1] == view.data_ptr()
+        assert torch.equal(view, other)
+        assert executor.placement.states.overlap.commits == 4 * 8
+        executor.detach()
 
 
 def change_by_data(parameter: nn.Parameter) -> None:
@@ -126,8 +157,10 @@ def decay_by_data(parameter: nn.Parameter) -> None:
 
 
 @pytest.mark.parametrize("change", [change_by_data, change_sign_by_data, replace_gradient, decay_by_data])
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("always", [True, False])
-def test_changes_between_backward_and_step(change, always):
+@pytest.mark.parametrize("offloaded", [0, 4])
+def test_changes_between_backward_and_step(change, always, offloaded):
     def train(model, device):
         optimizer = optim.AdamW(model.parameters(), lr=1e-2)
         for number, batch in enumerate(batches(device, 8)):
@@ -139,7 +172,7 @@ def test_changes_between_backward_and_step(change, always):
             optimizer.zero_grad()
         return optimizer
 
-    overlap = both(train)
+    overlap = both(train, offloaded=offloaded)
     if always and change is not decay_by_data:
         assert overlap.commits == 0
         assert overlap.obstacle == CHANGED
@@ -283,7 +316,8 @@ def stepped_twice(model, optimizers, batch):
     model(batch).backward()
     for each in optimizers:
         each.step()
-        each.step()
+        if leaves_gradients(each):  # else what torch leaves in them depends on the implementation
+            each.step()
     model.zero_grad()
 
 
@@ -303,12 +337,11 @@ ACTIONS = [
 ]
 
 
-@pytest.mark.matrix(5)
-@pytest.mark.parametrize("seeds", [range(start, start + 10) for start in range(0, 50, 10)], ids=str)
+@pytest.mark.matrix(10)
+@pytest.mark.parametrize("seeds", [range(start, start + 5) for start in range(0, 50, 5)], ids=str)
 def test_random_loops(seeds):
-    commits = rollbacks = 0
+    commits = 0
     for seed in seeds:
-        overlap = both(lambda model, device, seed=seed: Loop(seed)(model, device))
-        commits, rollbacks = commits + overlap.commits, rollbacks + overlap.rollbacks
+        overlap = both(lambda model, device, seed=seed: Loop(seed)(model, device), offloaded=seed % 5)
+        commits += overlap.commits
     assert commits > 0
-    assert rollbacks > 0

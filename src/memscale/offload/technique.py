@@ -67,18 +67,21 @@ class Offloading:
         on_host = terms.step_below(block.gradient_bytes, block.optimizer_bytes, block.parameter_count)
         # Of the copies' time, what does not depend on their sizes.
         fixed = latency * (2 if terms.prefetch else 2 * max(1, block.calls) + 1)
+        is_early = terms.steps_early(block, offloaded=True)
         for recomputed in (False, True):
             forward, backward = fetch, fetch + gradients
+            cover = rates.backward(block) + rates.forward(block) * recomputed
             if terms.prefetch:
-                cover = rates.backward(block) + rates.forward(block) * recomputed
                 forward = max(latency, fetch - rates.forward(block))
                 backward = max(latency, max(fetch, gradients) - cover)
-            time = StepTime(
-                transfers=forward + backward - fixed,
-                device_step=-on_device / terms.accumulated,
-                host_step=max(on_host, on_device) / terms.accumulated,
-                overhead=HOOK_SECONDS + fixed,
-            )
+            time = StepTime(transfers=forward + backward - fixed, overhead=HOOK_SECONDS + fixed)
+            if is_early:
+                time += StepTime(transfers=terms.exposed_early(block, cover - max(fetch, gradients)))
+            else:
+                device_step, host_step = -on_device, max(on_host, on_device)
+                time += StepTime(
+                    device_step=device_step / terms.accumulated, host_step=host_step / terms.accumulated
+                )
             yield BlockOption("offloading", time, target="parameters", reruns_forward=recomputed)
 
     def unsupported_reason(self, site: LayerSite) -> str | None:

@@ -55,6 +55,7 @@ from memscale.optimizer.kinds import (
 from memscale.optimizer.overlap import OverlappedSteps
 from memscale.optimizer.state_stores import PAGE, StateMover, StateStore, Stepped, tensors_in
 from memscale.tiers.disk import DiskStore
+from memscale.tiers.engine import PinnedMemory
 
 LEAST_SLICE_BYTES = 16 * PAGE
 """Of a parameter in one slice: below that, calls cost more than memory is worth."""
@@ -77,7 +78,9 @@ class BucketedSteps(StepSubscriber):
 
     order = StepOrder.BUCKETS
 
-    def __init__(self, disk: DiskStore, meter: Meter | None = None) -> None:
+    def __init__(
+        self, disk: DiskStore, meter: Meter | None = None, pinned: PinnedMemory | None = None
+    ) -> None:
         self._disk = disk
         self._meter = meter or Meter()
         self.buckets_run = 0  # calls of torch's arithmetic
@@ -91,7 +94,7 @@ class BucketedSteps(StepSubscriber):
         self._wholes: dict[int, Tensor] = {}  # the parameter of the slice that is being stepped
         self._eight_bit: EightBitState | None = None
         self._mover = StateMover(StateStore(disk), self._meter)
-        self.overlap = OverlappedSteps(self._mover, self._meter)
+        self.overlap = OverlappedSteps(self._mover, pinned or PinnedMemory(), self._meter)
         self._configuration: tuple[list[int], list[int], set[int], StateStore, int]
         self._configuration = ([], [], set(), self._mover.store, 1)
         self._configure([], [], set(), self._mover.store, 1, logs=False)
@@ -309,13 +312,9 @@ class BucketedSteps(StepSubscriber):
         bucketed: deque[Stepped] = deque()
         idle: list[Stepped] = []
         others: list[Member] = []
-        early = self.overlap.begin_step(optimizer)
-        done = {id(each.parameter) for each in early}
         try:
             # Room for all state that the step will store, before a parameter is changed.
             for member in members_of(optimizer):
-                if id(member.parameter) in done:
-                    continue
                 each, is_ours = self._stepped(optimizer, member), id(member.parameter) in self._parameters
                 if member.parameter.grad is not None and (is_ours or each.quantized):
                     new = new_state.of(optimizer.param_groups[member.group], member.parameter)
@@ -324,7 +323,6 @@ class BucketedSteps(StepSubscriber):
                     others.append(member)
                     if is_ours:  # no gradient now, but maybe state: loaded from a checkpoint, or from before
                         idle.append(self._reserve(optimizer, each))
-            self.overlap.commit(early, optimizer)
             buckets = self._buckets(optimizer, bucketed, others)
             with SplitStep(optimizer) as split, contextlib.closing(buckets):
                 for bucket, shown in buckets:

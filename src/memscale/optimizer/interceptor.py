@@ -36,9 +36,10 @@ class StepOrder(enum.IntEnum):
     """The subscribers of a step, the outermost first."""
 
     LOSS_SCALING = 0  # decides whether a step is made
-    BUCKETS = 1  # calls the arithmetic once for each bucket, with the bucket's state loaded and in 32 bits
-    PLACEMENT = 2  # chooses the implementation for the parameters of one call
-    RECOVERY = 3  # repeats one call
+    OVERLAP = 1  # commits what was computed in backward, and calls the arithmetic for the rest
+    BUCKETS = 2  # calls the arithmetic once for each bucket, with the bucket's state loaded and in 32 bits
+    PLACEMENT = 3  # chooses the implementation for the parameters of one call
+    RECOVERY = 4  # repeats one call
 
 
 class StepSubscriber:

@@ -2,23 +2,26 @@
 
 Note [Overlapped steps]
 ~~~~~~~~~~~~~~~~~~~~~~~
-With its state on the host, a step waits for the link, which backward leaves idle. So when the gradients of a bucket of
-parameters have been accumulated, the step of the bucket is computed while backward goes on: its state is copied to the
-device, torch's arithmetic steps copies of the parameters, and the new state is copied to spare memory on the host. What
-the user sees stays as it is. ``optimizer.step()`` then *commits*: the parameters take the values of their copies, and
-spare memory and state change places. A parameter of which anything has changed since is stepped as always, and what
-was computed for it is dropped (a rollback): the numbers are those of the plain loop in any case.
+With state on the host, a step on the device waits for the link, which backward leaves idle most of the time. So when
+the gradients of a bucket of parameters have been accumulated, the step of the bucket is computed while backward goes
+on: its state is copied to the device, torch's arithmetic steps copies of the parameters, and the new state is copied to
+spare memory on the host. Parameters that are on the host themselves are copied to the device with their gradients, and
+their new values to spare memory, too. What the user sees stays as it is. ``optimizer.step()`` then *commits*:
+parameters on the device take the values of their copies, and what is on the host changes places with spare memory, or
+is copied from it where somebody else has a view of it. A parameter of which anything has changed since is stepped as
+always, and what was computed for it is dropped (a rollback): the numbers are those of the plain loop in any case.
 
 *What is compared.* The gradient, the parameter and each tensor of its state: the same object, and the same version,
-which every change in place counts up; the settings of its group; and norm and largest value of the gradient and the
-norm of the parameter, for the sake of changes through ``.data``, which have no version.
+which every change in place counts up; the settings of its group; and for the sake of changes through ``.data``, which
+have no version, traits of parameter and gradient: on the device norms and the largest value of the gradient, on the
+host every 61st element.
 
 *When.* First the loop is observed for ``Config.warmup_steps`` steps in which every gradient came by one backward pass
 and reached ``step()`` as that had left it. There every bit of a gradient counts, so that a loop which always changes
 them, by whatever way, never overlaps. After a rollback twice as many such steps are needed.
 
-*Streams.* Copies to the device and the arithmetic are on the stream of copies to the device, copies of the new state on
-that of copies to the host. The state of two buckets is in flight at most.
+*Streams.* Copies to the device and the arithmetic are on the stream of copies to the device, copies back on that of
+copies to the host. What is loaded for two buckets is in flight at most.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,18 +37,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memscale._torch import at_end_of_backward, graph_task_id, is_fake, norms_and_maxima
+from memscale._torch import at_end_of_backward, graph_task_id, has_other_views, is_fake, norms_and_maxima
 from memscale._util.gradient_hook import GradientHook
+from memscale.config import AsyncOffloadConfig
 from memscale.errors import TierFullError
 from memscale.observe.counters import Meter
 from memscale.optimizer.eight_bit import Moment, is_dense
-from memscale.optimizer.interceptor import members_of
-from memscale.optimizer.kinds import leaves_gradients, step_alone, why_whole
-from memscale.optimizer.state_stores import HostStateStore, StateMover, lane_of
-from memscale.tiers.engine import Lane, Transfer
+from memscale.optimizer.interceptor import SplitStep, StepOrder, StepSubscriber, members_of
+from memscale.optimizer.kinds import has_moments, leaves_gradients, step_alone, why_whole
+from memscale.optimizer.state_stores import StateMover, lane_of
+from memscale.tiers.engine import MASTERS_SHARE, Engine, Lane, PinnedMemory, Transfer
 
 LARGEST = 256 * 2**20  # bytes that the step of one parameter may need to be computed in backward
+SAMPLED = 61  # of so many elements on the host one is compared
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_HOST = torch.device("cpu")
 
 ACCUMULATED = "gradients come by several backward passes for each step"
 CHANGED = "gradients are changed between backward and step(), as clipping and loss scaling do"
@@ -58,12 +64,8 @@ class _Arrival(NamedTuple):
     passes: int  # backward passes since the last step
     words: Tensor | None  # the sum of its bits, where the loop is observed
 
-    @classmethod
-    def of(cls, gradient: Tensor, passes: int, *, observed: bool) -> _Arrival:
-        return cls(_key(gradient), passes, _sum_of_words(gradient) if observed else None)
 
-
-class EarlyStep(NamedTuple):
+class _EarlyStep(NamedTuple):
     """The step of one parameter, computed before it was asked for."""
 
     parameter: nn.Parameter
@@ -72,10 +74,9 @@ class EarlyStep(NamedTuple):
     group: dict[str, Any]
     settings: dict[str, Any]
     before: dict[str, tuple[Any, int]]  # its state, with versions
-    values: Tensor  # of the parameter after the step
-    after: dict[str, Any]  # its state after the step, what is stored in spare memory
-    bucket: _Bucket
-    row: int  # of the bucket's traits
+    values: Tensor  # of the parameter after the step: on its device
+    after: dict[str, Any]  # its state after the step: where it was before
+    traits: Callable[[], Tensor]  # of parameter and gradient, when the step was computed
 
     def is_current(self, optimizer: Optimizer, group: dict[str, Any]) -> bool:
         """Return whether it was computed from what is there now, as far as versions tell; `group` is its group now."""
@@ -89,13 +90,6 @@ class EarlyStep(NamedTuple):
             == {name: id(value) for name, (value, _) in self.before.items()}
             and all(_version(value) == version for value, version in self.before.values())
         )
-
-
-class _Bucket(NamedTuple):
-    """What the early steps of one bucket have in common."""
-
-    computed: Transfer[Tensor]  # of `_traits_of` its parameters
-    written: Transfer[None]  # the new state to spare memory
 
 
 @dataclass
@@ -114,22 +108,30 @@ class _Loop:
         self.needed, self.unchanged = 2 * max(1, self.needed), 0
 
 
-class OverlappedSteps:
-    """Computes the steps of parameters on a device whose state is on the host. See Note [Overlapped steps].
+class OverlappedSteps(StepSubscriber):
+    """Computes the steps of parameters whose state is on the host. See Note [Overlapped steps].
 
     Attributes:
         commits: Parameters whose early step was committed so far.
         rollbacks: Those whose early step was dropped.
-        obstacle: Why steps do not overlap in this loop; None if they do, or may.
+        obstacle: Why the last step could not have been computed in backward; None if it could.
     """
 
-    def __init__(self, mover: StateMover, meter: Meter) -> None:
+    order = StepOrder.OVERLAP
+
+    def __init__(self, mover: StateMover, pinned: PinnedMemory, meter: Meter) -> None:
         self.commits = 0
         self.rollbacks = 0
         self.obstacle: str | None = None
         self._mover = mover
+        self._pinned = pinned
         self._meter = meter
+        self._engine = Engine(AsyncOffloadConfig())
         self._lock = threading.RLock()  # backward runs in threads of its own
+        self._device = _HOST
+        self._computes = False
+        self._warmup_steps = 0
+        self._bucket_bytes = 0
         self._loops: MutableMapping[Optimizer, _Loop] = weakref.WeakKeyDictionary()
         self._hooks: dict[int, tuple[nn.Parameter, GradientHook]] = {}
         self._owners: dict[
@@ -137,42 +139,54 @@ class OverlappedSteps:
         ] = {}  # with the group, by parameter
         self._arrived: dict[int, _Arrival] = {}
         self._waiting: list[nn.Parameter] = []  # the next bucket
-        self._early: dict[int, EarlyStep] = {}
-        self._spare: dict[tuple[int, str], Tensor] = {}  # by parameter and name of the state
-        self._writing: deque[tuple[Transfer[None], list[Tensor]]] = deque()  # with what is copied
         self._task: int | None = None
-        self._configure(computes=False, warmup_steps=0, bucket_bytes=0)
-
-    def _configure(self, *, computes: bool, warmup_steps: int, bucket_bytes: int) -> None:
-        self._computes = computes
-        self._warmup_steps = warmup_steps
-        self._bucket_bytes = bucket_bytes
+        self._early: dict[int, _EarlyStep] = {}
+        self._spare: dict[
+            tuple[int, str], Tensor
+        ] = {}  # by parameter and name of its state; "" is for itself
+        self._writing: deque[tuple[Transfer[None], list[Tensor]]] = deque()  # with what was loaded
 
     # ------------------------------------------------------------------ on and off
 
     def attach(
-        self, parameters: Iterable[nn.Parameter], bucket_bytes: int, warmup_steps: int, *, computes: bool
+        self,
+        parameters: Iterable[nn.Parameter],
+        device: torch.device,
+        bucket_bytes: int,
+        warmup_steps: int,
+        *,
+        computes: bool,
     ) -> None:
-        """Observe the loop that trains these; with `computes`, overlap their steps with backward if it allows that."""
-        self._configure(computes=computes, warmup_steps=warmup_steps, bucket_bytes=bucket_bytes)
+        """Observe the loop that trains these; with `computes`, overlap their steps with backward if it allows that.
+
+        Args:
+            parameters: On the device, with state in the store; or on the host, to be stepped on the device.
+            device: Where steps are computed.
+            bucket_bytes: The parameters, gradients and state of one bucket.
+            warmup_steps: How many steps are observed first.
+            computes: Whether the plan has room for it.
+        """
+        self._device, self._computes = device, computes
+        self._bucket_bytes, self._warmup_steps = bucket_bytes, warmup_steps
         wanted = {id(each): each for each in parameters if each.requires_grad and each.is_leaf}
         for key in self._hooks.keys() - wanted.keys():
             parameter, hook = self._hooks.pop(key)
             hook.remove(parameter)
         for key in wanted.keys() - self._hooks.keys():
             self._hooks[key] = wanted[key], GradientHook(wanted[key], self._gradient_arrived)
+        if wanted:
+            self.subscribe()
 
     def detach(self) -> None:
         """Observe and compute no more."""
-        self.attach((), 0, 0, computes=False)
+        self.unsubscribe()
         self.drop()
-        self._spare.clear()
-        self._owners.clear()
-        self._arrived.clear()
-        self._loops.clear()
+        self.attach((), _HOST, 0, 0, computes=False)
+        for each in (self._spare, self._owners, self._arrived, self._loops):
+            each.clear()
 
-    def drop(self, *_: object) -> None:
-        """Drop what was computed and not committed; also a hook before the model's forward."""
+    def drop(self) -> None:
+        """Drop what was computed and not committed."""
         with self._lock:
             self._waiting.clear()
             self.rollbacks += len(self._early)
@@ -185,8 +199,8 @@ class OverlappedSteps:
             self.drop()
 
     @property
-    def allows(self) -> bool:
-        """Whether the loops of all optimizers seen allow their steps to overlap."""
+    def is_allowed(self) -> bool:
+        """Whether the loops of all optimizers that have stepped allow their steps to overlap."""
         return bool(self._loops) and all(loop.overlaps for loop in self._loops.values())
 
     # ------------------------------------------------------------------ in backward
@@ -200,7 +214,9 @@ class OverlappedSteps:
             overlaps = loop is not None and loop.overlaps
             before = self._arrived.get(key)
             passes = 1 if before is None else before.passes + 1
-            self._arrived[key] = _Arrival.of(gradient, passes, observed=not overlaps)
+            self._arrived[key] = _Arrival(
+                _key(gradient), passes, None if overlaps else _sum_of_words(gradient)
+            )
             if self._early.pop(key, None) is not None:
                 self.rollbacks += 1
             if passes > 1 or not overlaps or not self._can_compute(parameter, gradient):
@@ -230,21 +246,27 @@ class OverlappedSteps:
         if not leaves_gradients(optimizer):  # a gradient must be there for a step after a rollback
             return False
         state = optimizer.state.get(parameter) or {}
-        stored = [
-            value for value in state.values() if isinstance(value, Tensor) and self._mover.is_stored(value)
-        ]
+        copied = [value for value in state.values() if isinstance(value, Tensor) and self._is_copied(value)]
+        if parameter.device == _HOST:
+            copied += [parameter, gradient]
         # Copies from memory that is not page-locked hold up the thread that starts them.
-        is_fast = parameter.device.type != "cuda" or all(each.is_pinned() for each in stored)
+        is_fast = self._device.type != "cuda" or all(each.is_pinned() for each in copied)
         return (
-            bool(stored)
+            bool(copied)
+            and (bool(state) or not has_moments(optimizer))  # the first step makes it
             and is_fast
             and not any(value is None or isinstance(value, Moment) for value in state.values())
             and not any(isinstance(value, Tensor) for value in _settings(group).values())
-            and _is_plain(gradient)
-            and _is_plain(parameter)
+            and all(map(_is_plain, (gradient, parameter, *copied)))
+            and not group.get("fused")
+            and not group.get("capturable")  # counters would be on the device
             and step_bytes(parameter) <= LARGEST
             and not _in_several_processes()  # which average gradients after this
         )
+
+    def _is_copied(self, value: Tensor) -> bool:
+        """Return whether a state tensor is on the host between steps, and on the device for one."""
+        return value.device == _HOST and value.dim() > 0
 
     def _flush(self) -> None:
         """Compute the step of the next bucket."""
@@ -261,9 +283,7 @@ class OverlappedSteps:
                         loop.back_off()
 
     def _compute(self, parameters: Sequence[nn.Parameter]) -> None:
-        store = self._mover.store
-        assert isinstance(store, HostStateStore), "state is stored on the host"
-        device, lane = parameters[0].device, lane_of(parameters[0].device)
+        device, lane, engine = self._device, lane_of(self._device), self._engine
         ready = torch.cuda.current_stream(device).record_event() if lane is Lane.STREAM else None
         owners = [self._owner(each) for each in parameters]
         states = [
@@ -271,22 +291,27 @@ class OverlappedSteps:
             for (optimizer, _), each in zip(owners, parameters, strict=True)
             if optimizer
         ]
-        spares = [self._spare_for(*each) for each in zip(parameters, states, strict=True)]
-        loaded: list[dict[str, Any]] = []
+        spares = [self._spares_for(*each) for each in zip(parameters, states, strict=True)]
         copies: list[nn.Parameter] = []
+        loaded: list[dict[str, Any]] = []
 
-        def compute() -> Tensor:
+        def compute() -> Tensor | None:
             while len(self._writing) > 1:
                 self._writing.popleft()[0].wait()
             for state in states:
-                loaded.append({name: self._loaded(value, device) for name, value in state.items()})
+                loaded.append({name: self._load("optimizer state", value) for name, value in state.items()})
+            for parameter in parameters:
+                if parameter.device == _HOST:
+                    copies.append(nn.Parameter(self._load("parameters", parameter.detach())))
+                    copies[-1].grad = self._load("gradients", parameter.grad)
             if ready is not None:
                 torch.cuda.current_stream(device).wait_event(ready)
-            for parameter in parameters:
-                copies.append(nn.Parameter(parameter.detach().clone()))
-                copies[-1].grad = parameter.grad
-                if ready is not None and parameter.grad is not None:
-                    parameter.grad.record_stream(torch.cuda.current_stream(device))
+            for index, parameter in enumerate(parameters):
+                if parameter.device != _HOST:
+                    copies.insert(index, nn.Parameter(parameter.detach().clone()))
+                    copies[index].grad = parameter.grad
+                    if ready is not None and parameter.grad is not None:
+                        parameter.grad.record_stream(torch.cuda.current_stream(device))
             for group in {id(group): group for _, group in owners}.values():
                 of_group = [index for index, (_, each) in enumerate(owners) if each is group]
                 optimizer = owners[of_group[0]][0]
@@ -295,53 +320,67 @@ class OverlappedSteps:
                 step_alone(optimizer, group, list(stepped), stepped)
             for copy in copies:
                 copy.grad = None
-            return _traits_of(parameters)
+            here = [each for each in parameters if each.device != _HOST]
+            return _traits_of(here) if here else None
 
         def write() -> None:
-            for spare, new in zip(spares, loaded, strict=True):
+            for spare, copy, new in zip(spares, copies, loaded, strict=True):
                 for name, target in spare.items():
-                    target.copy_(new[name], non_blocking=True)
+                    target.copy_(copy.detach() if name == "" else new[name], non_blocking=True)
 
-        computed = store.engine.run(compute, lane, device)
-        written = store.engine.run(write, lane, device, outward=True, after=computed)
-        self._writing.append(
-            (written, [new[name] for spare, new in zip(spares, loaded, strict=True) for name in spare])
-        )
-        bucket = _Bucket(computed, written)
+        computed = engine.run(compute, lane, device)
+        written = engine.run(write, lane, device, outward=True, after=computed)
+        on_host = [index for index, each in enumerate(parameters) if each.device == _HOST]
+        values = [
+            value for new in loaded for value in new.values() if isinstance(value, Tensor) and value.dim()
+        ]
+        self._writing.append((written, [*values, *(copies[index].detach() for index in on_host)]))
+        rows = iter(range(len(parameters)))
         for index, parameter in enumerate(parameters):
             gradient, (_, group) = parameter.grad, owners[index]
             assert gradient is not None, "its gradient has just arrived"
-            self._early[id(parameter)] = EarlyStep(
+            if index in on_host:
+                new_values, traits = spares[index].pop(""), _known(_sample_of(parameter))
+            else:
+                new_values, traits = copies[index].detach(), _row_of(computed, next(rows))
+            self._early[id(parameter)] = _EarlyStep(
                 parameter,
                 gradient,
                 (parameter._version, gradient._version),
                 group,
                 _settings(group),
                 {name: (value, _version(value)) for name, value in states[index].items()},
-                copies[index].detach(),
+                new_values,
                 {**loaded[index], **spares[index]},
-                bucket,
-                index,
+                traits,
             )
 
-    def _spare_for(self, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Tensor]:
-        """Return memory on the host for the new state of a parameter."""
-        spare = {}
-        for name, value in state.items():
-            if isinstance(value, Tensor) and self._mover.is_stored(value):
-                key = id(parameter), name
-                if key not in self._spare or self._spare[key].shape != value.shape:
-                    self._spare[key] = self._mover.allocate_stored(value, parameter)
-                spare[name] = self._spare[key]
-        return spare
-
-    def _loaded(self, value: Any, device: torch.device) -> Any:
+    def _load(self, what: Any, value: Any) -> Any:
+        """Return what is on the host on the device, and a copy of counters and of what is there already."""
         if not isinstance(value, Tensor):
             return value
-        if not self._mover.is_stored(value):
+        if not self._is_copied(value):
             return value.clone()
-        self._mover.count_read(value)
-        return value.to(device, non_blocking=True)
+        self._meter.count_read(what, "host", value.nbytes)
+        return value.to(self._device, non_blocking=True)
+
+    def _spares_for(self, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Tensor]:
+        """Return memory on the host for what of a parameter and its state is there, by name; "" is the parameter."""
+        kept: dict[str, Any] = {"": parameter.detach(), **state} if parameter.device == _HOST else state
+        spares = {}
+        for name, value in kept.items():
+            if not isinstance(value, Tensor) or not self._is_copied(value):
+                continue
+            spare = self._spare.get((id(parameter), name))
+            if spare is None or spare.shape != value.shape or spare.stride() != value.stride():
+                if name and self._mover.is_stored(value):
+                    spare = self._mover.allocate_stored(value, parameter)
+                else:
+                    spare = self._pinned.empty_like(value, self._device, MASTERS_SHARE)
+                    spare = torch.empty_like(value) if spare is None else spare
+                self._spare[id(parameter), name] = spare
+            spares[name] = spare
+        return spares
 
     def _finish_writing(self) -> None:
         while self._writing:
@@ -349,14 +388,29 @@ class OverlappedSteps:
 
     # ------------------------------------------------------------------ in step()
 
-    def begin_step(self, optimizer: Optimizer) -> list[EarlyStep]:
+    def parameter_ids(self) -> Container[int]:
+        return self._hooks
+
+    def around_arithmetic(self, call: Callable[[], Any], optimizer: Optimizer) -> None:
+        """Step what has no early step, and then, which cannot fail, commit those that have."""
+        early = self._observe(optimizer)
+        if not early:
+            call()
+            return
+        done = {id(each.parameter) for each in early}
+        others = [each for each in members_of(optimizer) if id(each.parameter) not in done]
+        with SplitStep(optimizer) as split:
+            split.show(others)
+            if others:
+                call()
+        self._commit(early, optimizer)
+
+    def _observe(self, optimizer: Optimizer) -> list[_EarlyStep]:
         """Observe the loop of an optimizer that is about to step; return the early steps to commit."""
         with self._lock, torch.no_grad():
             groups = optimizer.param_groups
             members = [each for each in members_of(optimizer) if id(each.parameter) in self._hooks]
             stepped = {id(each.parameter): (each.parameter, groups[each.group]) for each in members}
-            if not stepped:
-                return []
             self._owners.update({key: (weakref.ref(optimizer), group) for key, (_, group) in stepped.items()})
             loop = self._loops.setdefault(optimizer, _Loop(self._warmup_steps))
             arrivals = [(parameter, self._arrived.pop(key, None)) for key, (parameter, _) in stepped.items()]
@@ -373,26 +427,37 @@ class OverlappedSteps:
                 loop.unchanged = 0
             return current
 
-    def commit(self, steps: Iterable[EarlyStep], optimizer: Optimizer) -> None:
-        """Make these steps."""
+    def _commit(self, steps: Iterable[_EarlyStep], optimizer: Optimizer) -> None:
         with self._lock, torch.no_grad(), self._meter.timing("optimizer state"):
+            self._finish_writing()
             for step in steps:
                 parameter, state = step.parameter, optimizer.state[step.parameter]
-                step.bucket.computed.wait()
-                if parameter.device.type == "cuda":
-                    step.values.record_stream(torch.cuda.current_stream(parameter.device))
-                parameter.copy_(step.values)
+                if parameter.device == _HOST:
+                    self._exchange("parameters", parameter, "", parameter, step.values)
+                else:
+                    if parameter.device.type == "cuda":
+                        step.values.record_stream(torch.cuda.current_stream(parameter.device))
+                    parameter.copy_(step.values)
                 for name, after in step.after.items():
                     before = state[name]
-                    if isinstance(before, Tensor) and self._mover.is_stored(before):
-                        self._spare[id(parameter), name] = before
-                        self._mover.count_written(after)
-                    if isinstance(before, Tensor) and not self._mover.is_stored(before):
-                        before.copy_(after)
-                    else:
+                    if not isinstance(before, Tensor):
                         state[name] = after
+                    elif self._is_copied(before):
+                        self._exchange("optimizer state", parameter, name, before, after)
+                    else:
+                        before.copy_(after)
                 self.commits += 1
-            self._finish_writing()
+
+    def _exchange(self, what: Any, parameter: nn.Parameter, name: str, kept: Tensor, spare: Tensor) -> None:
+        """Give a tensor on the host spare memory with new values; if there are views of its own, the values."""
+        self._meter.count_written(what, "host", kept.nbytes)
+        if has_other_views(kept):
+            kept.copy_(spare)
+            return
+        memory = kept.data
+        kept.data = spare
+        kept.as_strided((0,), (1,)).zero_()  # counts as a change in place, which it was
+        self._spare[id(parameter), name] = memory
 
 
 def _obstacle(arrivals: Iterable[tuple[Tensor, _Arrival | None]]) -> str | None:
@@ -416,30 +481,60 @@ def _obstacle(arrivals: Iterable[tuple[Tensor, _Arrival | None]]) -> str | None:
     return None
 
 
-def _with_equal_traits(steps: Sequence[EarlyStep]) -> list[EarlyStep]:
+# ---------------------------------------------------------------------- traits, see Note [Overlapped steps]
+
+
+def _with_equal_traits(steps: Sequence[_EarlyStep]) -> list[_EarlyStep]:
     """Return the steps whose gradient and parameter still have the traits that the step was computed from."""
-    if not steps or is_fake(steps[0].parameter):
-        return list(steps)
-    now = _traits_of([each.parameter for each in steps])
-    then = torch.stack([each.bucket.computed.wait()[each.row] for each in steps])
-    words = _WORDS[now.element_size()]  # as bits: NaN is equal to itself
-    are_equal = (now.view(words) == then.view(words)).all(dim=1).tolist()
-    return [step for step, is_equal in zip(steps, are_equal, strict=True) if is_equal]
+    equal = {id(each.parameter): True for each in steps}
+    on_device = [each for each in steps if each.parameter.device != _HOST]
+    if on_device:
+        now, then = (
+            _traits_of([each.parameter for each in on_device]),
+            torch.stack([each.traits() for each in on_device]),
+        )
+        words = _WORDS[now.element_size()]  # as bits: NaN is equal to itself
+        rows = (now.view(words) == then.view(words)).all(dim=1).tolist()
+        equal |= {id(each.parameter): row for each, row in zip(on_device, rows, strict=True)}
+    for each in steps:
+        if each.parameter.device == _HOST:
+            equal[id(each.parameter)] = torch.equal(_sample_of(each.parameter), each.traits())
+    return [each for each in steps if equal[id(each.parameter)]]
 
 
 def _traits_of(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return a row for each parameter: norm and largest value of its gradient, norm of itself."""
-    gradients = [each.grad for each in parameters if each.grad is not None]
-    norms, maxima = norms_and_maxima(gradients)
+    """Return a row for each parameter on a device: norm and largest value of its gradient, norm of itself."""
+    norms, maxima = norms_and_maxima([each.grad for each in parameters if each.grad is not None])
     return torch.stack([norms, maxima, norms_and_maxima([each.detach() for each in parameters])[0]], dim=1)
+
+
+def _sample_of(parameter: nn.Parameter) -> Tensor:
+    """Return every 61st element of a parameter on the host and of its gradient, as integers."""
+    assert parameter.grad is not None, "it was there when its step was computed"
+    samples = [_words_of(each)[::SAMPLED] for each in (parameter.detach(), parameter.grad)]
+    return torch.cat(samples)
+
+
+def _row_of(traits: Transfer[Tensor | None], row: int) -> Callable[[], Tensor]:
+    def get() -> Tensor:
+        rows = traits.wait()
+        assert rows is not None, "parameters on the device have traits"
+        return rows[row]
+
+    return get
+
+
+def _known(traits: Tensor) -> Callable[[], Tensor]:
+    return lambda: traits
+
+
+def _words_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(_WORDS[tensor.element_size()])
 
 
 def _sum_of_words(tensor: Tensor) -> Tensor | None:
     """Return the sum of a tensor's bits, as integers of the size of its elements."""
-    if is_fake(tensor) or not _is_plain(tensor):
-        return None
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    return flat.view(_WORDS[tensor.element_size()]).sum()
+    return None if is_fake(tensor) or not _is_plain(tensor) else _words_of(tensor).sum()
 
 
 def _key(tensor: Tensor) -> tuple[int, int, int]:

@@ -60,6 +60,9 @@ DEFAULT_BUCKET_BYTES = 64 * 2**20
 """What is loaded at once where the plan does not say: large enough to be read and written in long runs."""
 
 _HOST = torch.device("cpu")
+_SPARE_TIMES = (
+    7  # what a master takes with its gradient, two moments, and spare memory for all but the gradient
+)
 _FUSED_CHECK = "_need_device_dtype_check_for_fused"  # an attribute that fused steps leave behind
 _STORES: dict[Tier, type[StateStore]] = {"device": StateStore, "host": HostStateStore, "disk": DiskStateStore}
 
@@ -91,12 +94,13 @@ class OptimizerState:
             beside: list[nn.Parameter] = []
         else:
             in_buckets = wanted is not None and (tier == "host" or wanted.bucket_bytes > 0)
-            stored = ids_with_state_on_host(site.model, site.plan) | on_disk
-            beside = [each for each in stepped if id(each) not in stored]
+            elsewhere = ids_with_state_on_host(site.model, site.plan) | on_disk
+            beside = [each for each in stepped if id(each) not in elsewhere]
         if not in_buckets:
             stepped, beside = [each for each in stepped if id(each) in on_disk], []
         if not stepped and not eight_bit:
             states.restore()  # of a plan before this one
+            self._overlap(site, log, [], bucket_bytes)
             return
         capacity = None if site.config is None else site.config.max_cpu_offload_bytes
         if capacity is not None:
@@ -106,11 +110,29 @@ class OptimizerState:
             store = _STORES[tier](site.placement.store, capacity, site.placement.pinned)
         states.attach(stepped, store, bucket_bytes, eight_bit=eight_bit, beside=beside, logs=site.logs)
         log.add(states)  # which keeps state where it is until the next plan, or `restore`
-        if tier == "host" and wanted is not None and site.config.overlap_optimizer is not False:
-            apart = {id(each) for each in beside}
-            on_host = [each for each in stepped if id(each) not in apart]
-            states.overlap.attach(on_host, bucket_bytes, site.config.warmup_steps, computes=wanted.overlapped)
-            log.add_forward_pre_hook(site.model, states.overlap.before_forward)
+        apart = {id(each) for each in beside} | on_disk
+        stored = [each for each in stepped if id(each) not in apart] if tier == "host" else []
+        self._overlap(site, log, stored, bucket_bytes)
+
+    def _overlap(self, site: ModelSite, log: UndoLog, stored: list[nn.Parameter], bucket_bytes: int) -> None:
+        """Have steps overlap with backward, or observe whether they could: of parameters with state on the host."""
+        wanted, overlap = site.plan.optimizer, site.placement.states.overlap
+        is_allowed = site.config.overlap_optimizer is not False and site.device.type != "cpu"
+        masters = site.placement.host_masters(with_disk_bound=False) if site.placement.device_steps else []
+        cap = site.config.max_cpu_offload_bytes
+        if cap is not None and sum(_SPARE_TIMES * each.nbytes for each in masters) > cap:
+            masters = []
+        if wanted is None or not is_allowed or not (stored or masters):
+            overlap.detach()
+            return
+        overlap.attach(
+            [*stored, *masters],
+            site.device,
+            bucket_bytes,
+            site.config.warmup_steps,
+            computes=wanted.overlapped,
+        )
+        log.add_forward_pre_hook(site.model, overlap.before_forward)
 
 
 def ids_with_state_on_host(model: nn.Module, plan: Plan) -> set[int]:
@@ -210,8 +232,8 @@ class PlacementSteps(StepSubscriber):
     def follow(self, optimizer: Optimizer, *, unlock: bool = False) -> None:
         """Move an optimizer's state to where its parameters are now, with `unlock` out of page-locked memory.
 
-        As in `Optimizer.load_state_dict`, the counter of steps follows to an accelerator only where the implementation
-        wants it there. It never stays on one that its parameter has left.
+        As in `Optimizer.load_state_dict`, counters follow to an accelerator only where the implementation wants them
+        there. They never stay on one that their parameter has left.
         """
         placement = self._placement()
         if placement is None:
@@ -228,7 +250,8 @@ class PlacementSteps(StepSubscriber):
                         state[name] = value.clone()
                     continue
                 counts_on_device = group.get("fused") or group.get("capturable")
-                stays = name == "step" and parameter.device != _HOST and not counts_on_device
+                is_counter = name in ("step", "mu_product")
+                stays = is_counter and parameter.device != _HOST and not counts_on_device
                 if not stays and not placement.states.is_stored(value):
                     state[name] = value.to(parameter.device)
 

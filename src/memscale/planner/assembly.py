@@ -193,7 +193,7 @@ def _describe(point: Point) -> str:
         "8-bit optimizer": setting.eight_bit,
         f"optimizer state of {point.state_below} blocks on the host": point.state_below > 0,
         "stepped on the device": setting.device_step and offloaded > 0,
-        "stepped in backward": setting.overlapped and point.state_below > 0,
+        "stepped in backward": setting.overlapped and (point.state_below > 0 or offloaded > 0),
     }
     parts += [what for what, is_done in whole.items() if is_done]
     return ", ".join(parts) or ("stepped in buckets" if setting.bucketed else "as it is")
@@ -228,13 +228,14 @@ def _optimizer(chosen: Point, hardware: Hardware, rule: str, model: CostModel) -
         reasons.append(
             f"{size} of state, of {len(on_host)} layers on the device, are on the host between steps"
         )
-    if on_host and setting.overlapped:
-        reasons.append("stepped while backward goes on, committed by step()")
     if device_step:
         reasons.append(
             "parameters on the host are copied to the device for it, with gradients and state: that is faster than on "
             "the CPU"
         )
+    overlapped = setting.overlapped and (bool(on_host) or device_step)
+    if overlapped:
+        reasons.append("stepped while backward goes on, committed by step()")
     if setting.eight_bit:
         reasons.append("moments of large parameters take 2.03 bytes a parameter instead of 8")
     return OptimizerPlan(
@@ -243,7 +244,7 @@ def _optimizer(chosen: Point, hardware: Hardware, rule: str, model: CostModel) -
         bucket_bytes=bucket if on_disk or setting.bucketed else 0,
         eight_bit=setting.eight_bit,
         host_step="device" if device_step else "cpu",
-        overlapped=bool(on_host) and setting.overlapped,
+        overlapped=overlapped,
         rule=rule,
         reason="; ".join(reasons),
     )

@@ -170,6 +170,7 @@ class CostModel:
             everything <= pool,
             profile.fused_on_cpu,
             self.bucket_bytes if setting.device_step else 0,
+            setting.overlapped,
         )
         called = (block for block in profile.blocks if block.order >= 0)
         self.blocks = tuple(sorted(called, key=lambda block: block.order))
@@ -269,9 +270,13 @@ class CostModel:
         return max((sum(sent[first : first + self.prefetch + 1]) for first in range(len(sent))), default=0)
 
     def blocks_with_state_below(self, choices: Choices, number: int) -> list[int]:
-        """Return the last so many blocks on the device: their gradients come first, so that steps overlap the most."""
+        """Return so many blocks on the device, in order: the last layers, whose gradients come first, then others.
+
+        The longer backward goes on after a gradient has come, the more of a step it can hide; not that of embeddings.
+        """
         here = [index for index, choice in enumerate(choices) if not choice.offloaded]
-        return here[len(here) - min(number, len(here)) :]
+        here.sort(key=lambda index: (self.blocks[index].role != "repeated", -index))
+        return sorted(here[:number])
 
     def _with_state_below(
         self, start: int, option: Option[Choices], state_below: Collection[int]
@@ -285,7 +290,9 @@ class CostModel:
         if not moved:
             return option
         blocks = [self.blocks[index] for index, _ in moved]
-        copies = sum(each.parameter_bytes for each in blocks if self._is_early(each))
+        copies = sum(
+            self.blocks[index].parameter_bytes for index, choice in moved if self._is_early(index, choice)
+        )
         in_flight = max(self.bucket_bytes, *(each.parameter_bytes for each in blocks)) if copies else 0
         return replace(
             option,
@@ -296,21 +303,16 @@ class CostModel:
             stepping=option.stepping + copies,
         )
 
-    def _is_early(self, block: BlockProfile) -> bool:
-        """Return whether the step of a block with its state on the host is computed while backward goes on."""
-        return self.setting.overlapped and block.role == "repeated"
+    def _is_early(self, index: int, choice: Choice) -> bool:
+        return self.terms.steps_early(self.blocks[index], offloaded=choice.offloaded)
 
     def _state_time(self, index: int, choice: Choice) -> StepTime:
         """Return what copying the state of a block to the device and back takes: in buckets, both at once."""
         block, accumulated = self.blocks[index], self.terms.accumulated
         latency = 2 * self.terms.rates.latency * block.parameter_count
-        copies = self._state_copies(index)
-        if self._is_early(block):
-            copies = max(0.0, copies - self._cover(index, choice))
+        cover = self._cover(index, choice) if self._is_early(index, choice) else 0.0
+        copies = self.terms.exposed_early(block, cover, offloaded=False)
         return StepTime(transfers=copies / accumulated, overhead=latency / accumulated)
-
-    def _state_copies(self, index: int) -> float:
-        return self.blocks[index].optimizer_bytes / min(self.terms.link)
 
     def _cover(self, index: int, choice: Choice) -> float:
         """Return the time of a block's backward in which the link has nothing to copy for that."""
@@ -321,19 +323,23 @@ class CostModel:
             copied += int(max(block.used_bytes, block.gradient_bytes) * self.terms.working_share)
         return max(0.0, computing - copied / min(self.terms.link))
 
-    def _shared_cover(self, choices: Choices, state_below: Sequence[int]) -> StepTime:
-        """Return what steps that overlap with backward take less than by `_state_time`, which looks at blocks alone.
+    def _shared_cover(self, choices: Choices, state_below: Collection[int]) -> StepTime:
+        """Return what steps that overlap with backward take less together than if only their own block hid each.
 
-        From the first gradient on, the backward of all blocks hides the copies for the steps of all. Those of the last
-        block are not hidden.
+        From the first gradient on, the backward of all blocks hides the copies for all. Those of the last are not
+        hidden.
         """
-        early = [index for index in state_below if self._is_early(self.blocks[index])]
+        early = [
+            (self.terms.early_copies(self.blocks[index], offloaded=choice.offloaded), index, choice)
+            for index, choice in enumerate(choices)
+            if (index in state_below or choice.offloaded) and self._is_early(index, choice)
+        ]
         if not early:
             return StepTime()
-        alone = sum(self._state_time(index, choices[index]).transfers for index in early)
-        copies = sum(map(self._state_copies, early))
-        cover = sum(self._cover(index, choices[index]) for index in range(early[-1]))
-        return StepTime(transfers=max(self._state_copies(early[0]), copies - cover) - alone)
+        alone = sum(max(0.0, copies - self._cover(index, choice)) for copies, index, choice in early)
+        cover = sum(self._cover(index, choices[index]) for index in range(early[-1][1]))
+        together = max(early[0][0], sum(copies for copies, _, _ in early) - cover)
+        return StepTime(transfers=min(0.0, together - alone))
 
     def point(self, choices: Choices, state_below: int = 0) -> Point:
         """Return what choices for all blocks cost, with the optimizer state of so many on the host."""
@@ -353,8 +359,12 @@ class CostModel:
         trade = trade_of(frame, options)
         below = sum(all_bytes(block) for block in offloaded)
         moved = [self.blocks[index] for index in with_state_below]
-        # Overlapped steps write new state beside the old.
-        spare = sum(block.optimizer_bytes for block in moved if self._is_early(block))
+        # Overlapped steps write new state beside the old, and new parameters if they are there.
+        early = [pairs[index] for index, choice in enumerate(choices) if self._is_early(index, choice)]
+        spare = sum(all_bytes(block) - block.gradient_bytes for block, choice in early if choice.offloaded)
+        spare += sum(
+            block.optimizer_bytes for block, choice in early if block in moved and not choice.offloaded
+        )
         below += sum(block.optimizer_bytes for block in moved) + spare
         peak_below = below + sum(sent)
         if self._on_cpu and offloaded:
@@ -610,6 +620,8 @@ class CostModel:
             stepping += int(self._temporaries[0] * gradient)
         if self._accumulates:  # gradients are there from the first batch on
             live, stepping, gradient = live + gradient, stepping - gradient, 0
+        if any(choice.offloaded and self._is_early(start, choice) for choice in choices):
+            backward += 2 * self.bucket_bytes  # two buckets in flight
         if choices[0].saved_offloaded:
             backward += 0 if self.prefetch else self._held_input(start)
         elif choices[0].input_offloaded:

@@ -26,6 +26,7 @@ from memscale.config import Config
 from memscale.errors import ProfileError
 from memscale.hardware import Hardware
 from memscale.planner.assembly import unseen_bytes
+from memscale.planner.cost_model import PLAIN
 from memscale.planner.decide import cost_models, untouched_points
 from memscale.planner.frontier import fastest_within
 from memscale.planner.settings import Under
@@ -76,7 +77,7 @@ class Estimates:
             fastest_within(row, room, FRONTIER_WIDTH)
             for model in models
             for number in model.numbers_of_state_below(2)
-            for row in model.rows(range(len(model.blocks) - number, len(model.blocks)))
+            for row in model.rows(model.blocks_with_state_below((PLAIN,) * len(model.blocks), number))
         ]
         untouched = untouched_points(under, self.hardware, self.config)
         found = [point.seconds for point in untouched if point.peak_bytes <= room]

@@ -19,7 +19,7 @@ import gc
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -201,11 +201,9 @@ def _step(
     needs = optimizer or _adamw(model, device)
     in_buckets = planned.bucket_bytes > 0 and needs.moves and device.type != "cpu"
     on_host = ids_with_state_on_host(model, executor.plan) if executor is not None and in_buckets else set()
-    early = _EarlySteps(needs, planned.bucket_bytes)
+    early = _EarlySteps(needs, planned.bucket_bytes, device)
     if planned.overlapped and needs.overlaps:
-        early.attach(
-            each for each in model.parameters() if id(each) in on_host and each.device.type == device.type
-        )
+        early.attach(model, on_host, with_masters=planned.host_step == "device")
     tracker.reset_peak()
     with tracker.logging(device) as log:
         for number in range(min(2, config.gradient_accumulation_steps)):
@@ -261,6 +259,7 @@ def _step(
                 (parameter.nbytes, sum(each.nbytes for each in needs.state[name]))
                 for name, parameter in model.named_parameters()
                 if name in needs.state and parameter.grad is not None and parameter.device.type == "cpu"
+                if id(parameter) not in early.stepped
             ]
             _step_masters(masters, needs, planned.bucket_bytes or DEFAULT_BUCKET_BYTES, device)
         if on_disk and planned.bucket_bytes:
@@ -381,20 +380,22 @@ def _step_in_buckets(
 class _EarlySteps:
     """Allocates what steps in backward take: Note [Overlapped steps]."""
 
-    def __init__(self, needs: OptimizerNeeds, bucket_bytes: int) -> None:
+    def __init__(self, needs: OptimizerNeeds, bucket_bytes: int, device: torch.device) -> None:
         self.stepped: set[int] = set()  # ids of the parameters that are stepped so
         self._needs = needs
         self._bucket_bytes = bucket_bytes
+        self._device = device
         self._hooks: list[tuple[nn.Parameter, GradientHook]] = []
         self._waiting: list[nn.Parameter] = []
-        self._in_flight: deque[list[torch.Tensor]] = deque(maxlen=2)  # loaded state
-        self._copies: list[torch.Tensor] = []  # of parameters, until the step
+        self._in_flight: deque[list[torch.Tensor]] = deque()  # what is loaded
+        self._copies: list[torch.Tensor] = []  # of parameters on the device, until the step
 
-    def attach(self, parameters: Iterable[nn.Parameter]) -> None:
-        trained = (each for each in parameters if each.requires_grad and each.nbytes >= PAGE)
-        self._hooks = [
-            (each, GradientHook(each, self._arrived)) for each in trained if step_bytes(each) <= LARGEST
-        ]
+    def attach(self, model: nn.Module, with_state_on_host: Collection[int], *, with_masters: bool) -> None:
+        for each in model.parameters():
+            is_here = each.device.type == self._device.type
+            is_stepped = (id(each) in with_state_on_host and each.nbytes >= PAGE) if is_here else with_masters
+            if is_stepped and each.requires_grad and step_bytes(each) <= LARGEST:
+                self._hooks.append((each, GradientHook(each, self._arrived)))
 
     def detach(self) -> None:
         for parameter, hook in self._hooks:
@@ -408,13 +409,25 @@ class _EarlySteps:
             self.flush()
 
     def flush(self) -> None:
+        """Allocate what the next bucket takes."""
         waiting, self._waiting = self._waiting, []
         if len(self._in_flight) > 1:
             self._in_flight.popleft()
-        with torch.no_grad():
-            self._in_flight.append([torch.empty_like(each) for each in waiting for _ in range(2)])
-            self._copies += [torch.empty_like(each) for each in waiting]
-            _make_temporaries(waiting, self._needs)
+
+        def allocate(each: nn.Parameter) -> torch.Tensor:
+            return torch.empty_like(each, device=self._device, requires_grad=False)
+
+        loaded = [allocate(each) for each in waiting for _ in range(2)]  # two moments
+        masters = [each for each in waiting if each.device.type != self._device.type]
+        loaded += [allocate(each) for each in masters]
+        gradients = [allocate(each) for each in masters]
+        self._copies += [allocate(each) for each in waiting if each.device.type == self._device.type]
+        of_all, of_one = self._needs.temporaries
+        sizes = [int(of_all * each.nbytes) for each in waiting]
+        sizes += [max(each.nbytes for each in waiting)] * int(of_one) if waiting else []
+        made = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes if size]
+        del gradients, made
+        self._in_flight.append(loaded)
         self.stepped.update(map(id, waiting))
 
 

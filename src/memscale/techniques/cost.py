@@ -123,6 +123,7 @@ class CostTerms:
     fused_on_cpu: bool = True  # whether masters on the host can be stepped by a fused implementation
     # Bytes of masters on the host, gradients and state that are stepped on the device at a time; 0: on the CPU.
     step_bucket: int = 0
+    overlapped: bool = False  # whether such steps are computed while backward goes on
 
     @property
     def accumulated(self) -> int:
@@ -152,6 +153,19 @@ class CostTerms:
         d2h = (nbytes - gradient_bytes) / self.link[1] + rates.optimizer(gradient_bytes)
         launched = BUCKET_SECONDS * nbytes / self.step_bucket + OPTIMIZER_READS * rates.latency * tensors
         return max(launched, max(h2d, d2h) if self.page_locked else h2d + d2h)
+
+    def steps_early(self, block: BlockProfile, *, offloaded: bool) -> bool:
+        """Return whether the step of a block is computed while backward goes on, if its state is below the device."""
+        return self.overlapped and block.role == "repeated" and (self.step_bucket > 0 or not offloaded)
+
+    def early_copies(self, block: BlockProfile, *, offloaded: bool) -> float:
+        """Return the time of the copies for such a step, both ways at once: state, or parameters and gradients too."""
+        nbytes = block.optimizer_bytes + (2 * block.gradient_bytes if offloaded else 0)
+        return nbytes / min(self.link)
+
+    def exposed_early(self, block: BlockProfile, cover: float, *, offloaded: bool = True) -> float:
+        """Return what of that a block's own backward, with so much time free of copies, does not hide."""
+        return max(0.0, self.early_copies(block, offloaded=offloaded) - max(0.0, cover))
 
 
 @dataclass(frozen=True)
