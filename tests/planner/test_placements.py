@@ -52,7 +52,7 @@ def trained(
 
 
 @pytest.mark.matrix(7)
-@pytest.mark.parametrize("state_below", [0, 5, 9], ids="state of {} blocks on host".format)
+@pytest.mark.parametrize("state_below", [0, 4, 9], ids="state of {} blocks on host".format)
 @pytest.mark.parametrize("activations", ["inputs kept", "inputs offloaded", "saved offloaded"])
 @pytest.mark.parametrize("offloaded", [0, 3, 6], ids="{} layers offloaded".format)
 @pytest.mark.parametrize("prefetch", [0, 1], ids=["waiting", "prefetching"])

@@ -26,7 +26,7 @@ from properties.generator import Case, Piece, Stack
 from properties.loops import Seen, Training
 
 CAPACITY = "1GiB"
-ROUNDING = 1e-6  # of the largest value: the loss is in single precision
+ROUNDING = 1e-10  # of the largest value, in double precision
 LOSSLESS = {  # unless a case says otherwise
     "use_mixed_precision": False,
     "use_8bit_optimizer": False,

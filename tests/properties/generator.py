@@ -728,10 +728,10 @@ class RandomModel(nn.Module):
         logits = F.linear(h, self.embed.weight) if self.spec.head == "borrowed" else self.head(h)
         self.board.clear()
         extra = (
-            torch.stack([each.float() for each in beside]).sum() if beside else logits.float().mean() * 0.1
+            torch.stack([widened(each) for each in beside]).sum() if beside else widened(logits).mean() * 0.1
         )
         if self.spec.head == "two":
-            extra = extra + self.second(h).float().square().mean()
+            extra = extra + widened(self.second(h)).square().mean()
         if self.spec.result == "tuple":
             return logits, extra
         if self.spec.result == "dict":
@@ -745,7 +745,12 @@ class RandomModel(nn.Module):
 
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The loss that all loops use."""
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+    return F.cross_entropy(widened(logits).flatten(0, 1), labels.flatten())
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """In single precision, or in double if it is: what is compared up to rounding must not be rounded here."""
+    return tensor if tensor.dtype is torch.float64 else tensor.float()
 
 
 def build_model(case: Case) -> RandomModel:

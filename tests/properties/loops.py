@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils._pytree import tree_leaves
 
-from properties.generator import FEATURES, WORDS, Block, Case, StepSpec, build_model, loss_of
+from properties.generator import FEATURES, WORDS, Block, Case, StepSpec, build_model, loss_of, widened
 
 Wrap = Callable[[nn.Module, tuple[tuple[Any, ...], dict[str, Any]], Case], None]
 Seen = list[tuple[str, Any]]
@@ -120,11 +120,11 @@ class Training:
                 out = self.model(*args, **kwargs)
         labels = self._batch(number, micro, step)[1]
         if isinstance(out, torch.Tensor):
-            return [loss_of(out, labels), out.float().square().mean()]
+            return [loss_of(out, labels), widened(out).square().mean()]
         if isinstance(out, tuple):
             return [loss_of(out[0], labels), out[1]]
         if out.get("loss") is not None:
-            return [out["loss"], out["logits"].float().square().mean()]
+            return [out["loss"], widened(out["logits"]).square().mean()]
         return [loss_of(out["logits"], labels), out["extra"][0]]
 
     @contextlib.contextmanager
@@ -199,7 +199,7 @@ class Training:
         """
         if self.device.type == "cpu":
             return clip_grad_norm_(parameters, limit)
-        norms = torch.stack([each.grad.detach().cpu().float().norm() for each in parameters])
+        norms = torch.stack([widened(each.grad.detach().cpu()).norm() for each in parameters])
         total = norms.norm()
         for parameter in parameters:
             parameter.grad.mul_((limit / (total + 1e-6)).clamp(max=1.0).to(parameter.grad.device))
@@ -227,7 +227,7 @@ class Training:
         elif step.losses == "penalty":
             some = trained[: max(1, len(trained) // 2)]
             gradients = torch.autograd.grad(loss, some, create_graph=True, allow_unused=True)
-            penalty = [each.float().square().sum().to(self.device) for each in gradients if each is not None]
+            penalty = [widened(each).square().sum().to(self.device) for each in gradients if each is not None]
             if penalty:
                 loss = loss + torch.stack(penalty).sum()
             loss.backward()

@@ -131,7 +131,9 @@ class Activations:
         except TierFullError as error:
             if self._logs:
                 self._logs = False
-                logger.warning("Activations stay on the device from here on, as the tier is full. %s", error)
+                logger.warning(
+                    "Activations stay on the device from here on, as the tier is full. %s", str(error)
+                )
             return KeptTensor(tensor)
 
     def _store_storage(self, tensor: torch.Tensor, call: _Call) -> _SavedView:

@@ -20,7 +20,6 @@ gradient stays as it is: a sparse one, a view of a bucket, one with a graph of i
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from memscale._torch import (
     OUTSIDE_BACKWARD,
@@ -38,6 +36,7 @@ from memscale._torch import (
     graph_task_id,
     is_fake,
 )
+from memscale._util.gradient_hook import GradientHook
 from memscale._util.interrupts import raise_pending_interrupt
 from memscale.execution_plan import Tier
 from memscale.memory.tracker import ResidentPages
@@ -72,7 +71,7 @@ class PlacedParameter:
     tier: Tier = "device"  # between the calls of its layer
     disk_bound: bool = False  # the plan has it on disk, though it may be too small for that
     page_locked: bool = False  # in the model's page-locked memory
-    _gradient_hook: RemovableHandle | None = None
+    _gradient_hook: GradientHook | None = None
     _pages: ResidentPages | None = None  # what trackers are told of
 
     def move(self, tier: Tier, device: torch.device) -> None:
@@ -102,13 +101,10 @@ class PlacedParameter:
     def bring_to_memory(self) -> None:
         """Make it an ordinary parameter in host memory again, with an ordinary gradient."""
         self.tier = "host"
-        parameter, handle = self.parameter, self._gradient_hook
-        if handle is not None:
-            handle.remove()
+        parameter, gradient = self.parameter, self.parameter.grad
+        if self._gradient_hook is not None:
+            self._gradient_hook.remove(parameter)
             self._gradient_hook = None
-            if not parameter._post_accumulate_grad_hooks:
-                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # as it was
-        gradient = parameter.grad
         if self.store.holds(parameter):
             exchange_data(parameter, parameter.detach().clone())
         if gradient is not None and self.store.holds(gradient):
@@ -119,12 +115,11 @@ class PlacedParameter:
         """Have its gradient go to disk, if it gets one."""
         parameter = self.parameter
         if self._gradient_hook is None and parameter.requires_grad and parameter.is_leaf:
-            hook = _GradientHook(self)
-            self._gradient_hook = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._gradient_hook = GradientHook(parameter, self.gradient_arrived)
 
-    def gradient_arrived(self) -> None:
+    def gradient_arrived(self, parameter: nn.Parameter) -> None:
         """Move the gradient to disk: it was accumulated."""
-        if not self.store.holds(self.parameter):
+        if parameter is not self.parameter or not self.store.holds(parameter):
             return
         with self.meter.timing("offloading"):
             self._map_gradient()
@@ -151,20 +146,6 @@ class PlacedParameter:
         if self._pages is not None:
             self._pages.release()
             self._pages = None
-
-
-class _GradientHook:
-    """Moves a parameter's gradient to disk when it was accumulated."""
-
-    changes_parameter = False  # unlike an optimizer that steps here: see `ModuleFlags.check_parameters`
-
-    def __init__(self, placed: PlacedParameter) -> None:
-        self._placed = weakref.ref(placed)  # or a parameter of a dropped model would be in a cycle
-
-    def __call__(self, parameter: nn.Parameter) -> None:
-        placed = self._placed()
-        if placed is not None and placed.parameter is parameter:
-            placed.gradient_arrived()
 
 
 class ModelPlacement:
@@ -333,7 +314,10 @@ class ModelPlacement:
         """Return where parameters and buffers were before, by their names."""
         if self.device is None:
             return {}
-        found = {name: self._placed[id(each)].origin for name, each in model.named_parameters()}
+        found = {}
+        for name, each in model.named_parameters():  # the user may have replaced some since they were placed
+            placed = self._placed.get(id(each))
+            found[name] = each.device if placed is None else placed.origin
         moved = {id(module._buffers.get(name)): device for module, name, device in self._buffers}
         return found | {name: moved.get(id(each), each.device) for name, each in model.named_buffers()}
 
@@ -343,7 +327,8 @@ class ModelPlacement:
             module_path, _, name = path.rpartition(".")
             module = model.get_submodule(module_path)
             if name in module._parameters:
-                self._placed[id(module._parameters[name])].origin = origin
+                if (placed := self._placed.get(id(module._parameters[name]))) is not None:
+                    placed.origin = origin
             elif (buffer := module._buffers[name]) is not None and buffer.device != origin:
                 self._buffers.append((module, name, origin))
 

@@ -52,6 +52,7 @@ from memscale.optimizer.kinds import (
     why_32_bits,
     why_whole,
 )
+from memscale.optimizer.overlap import OverlappedSteps
 from memscale.optimizer.state_stores import PAGE, StateMover, StateStore, Stepped, tensors_in
 from memscale.tiers.disk import DiskStore
 
@@ -90,6 +91,7 @@ class BucketedSteps(StepSubscriber):
         self._wholes: dict[int, Tensor] = {}  # the parameter of the slice that is being stepped
         self._eight_bit: EightBitState | None = None
         self._mover = StateMover(StateStore(disk), self._meter)
+        self.overlap = OverlappedSteps(self._mover, self._meter)
         self._configuration: tuple[list[int], list[int], set[int], StateStore, int]
         self._configuration = ([], [], set(), self._mover.store, 1)
         self._configure([], [], set(), self._mover.store, 1, logs=False)
@@ -160,6 +162,7 @@ class BucketedSteps(StepSubscriber):
         configuration = [*map(id, wanted)], [*map(id, quantized)], apart, store, bucket_bytes
         if self._configuration != configuration:
             same_moments = [*map(id, quantized)] == self._configuration[1]
+            self.overlap.detach()
             for optimizer in list(self._optimizers):
                 self._bring_back(optimizer, keep_eight_bits=same_moments)
             self._configure(wanted, quantized, apart, store, bucket_bytes, logs=logs)
@@ -169,6 +172,7 @@ class BucketedSteps(StepSubscriber):
     def restore(self) -> None:
         """Change no steps any more, and bring all state back beside its parameters, in 32 bits."""
         self.unsubscribe()
+        self.overlap.detach()
         for optimizer in list(self._optimizers):
             self._bring_back(optimizer)
         self._configure([], [], set(), StateStore(self._disk), 1, logs=False)
@@ -305,9 +309,13 @@ class BucketedSteps(StepSubscriber):
         bucketed: deque[Stepped] = deque()
         idle: list[Stepped] = []
         others: list[Member] = []
+        early = self.overlap.begin_step(optimizer)
+        done = {id(each.parameter) for each in early}
         try:
             # Room for all state that the step will store, before a parameter is changed.
             for member in members_of(optimizer):
+                if id(member.parameter) in done:
+                    continue
                 each, is_ours = self._stepped(optimizer, member), id(member.parameter) in self._parameters
                 if member.parameter.grad is not None and (is_ours or each.quantized):
                     new = new_state.of(optimizer.param_groups[member.group], member.parameter)
@@ -316,6 +324,7 @@ class BucketedSteps(StepSubscriber):
                     others.append(member)
                     if is_ours:  # no gradient now, but maybe state: loaded from a checkpoint, or from before
                         idle.append(self._reserve(optimizer, each))
+            self.overlap.commit(early, optimizer)
             buckets = self._buckets(optimizer, bucketed, others)
             with SplitStep(optimizer) as split, contextlib.closing(buckets):
                 for bucket, shown in buckets:
@@ -492,10 +501,14 @@ def slice_length(optimizer: Optimizer, parameter: Tensor, needed: int, limit: in
         is_whole = not isinstance(value, Tensor) or (_is_flat(value) and value.shape == parameter.shape)
         if name in STATE_NAMES and not is_whole:
             return None
-    # In whole pages, and so in whole blocks of 8-bit moments.
-    share = int(parameter.nbytes * (limit / needed)) // PAGE * PAGE
-    length = max(LEAST_SLICE_BYTES, share) // parameter.element_size()
+    length = slice_bytes(parameter.nbytes, needed, limit) // parameter.element_size()
     return length if length < parameter.numel() else None
+
+
+def slice_bytes(nbytes: int, needed: int, bucket_bytes: int) -> int:
+    """Return the bytes of one slice of a parameter of `nbytes`, which needs more with all that belongs to it."""
+    # In whole pages, and so in whole blocks of 8-bit moments.
+    return max(LEAST_SLICE_BYTES, int(nbytes * (bucket_bytes / needed)) // PAGE * PAGE)
 
 
 def _is_flat(tensor: Tensor) -> bool:

@@ -19,6 +19,7 @@ from memscale.optimizer.kinds import (
     NewState,
     arithmetic_of,
     is_fused_on_cpu,
+    leaves_gradients,
     step_alone,
     why_32_bits,
     why_whole,
@@ -49,6 +50,7 @@ class OptimizerNeeds:
     eight_bit: bool  # whether its moments can be kept in 8 bits
     fused_on_cpu: bool = True  # whether parameters on the host can be stepped by a fused implementation
     steps_on_device: bool = True  # whether they can be stepped on the device: Note [Device twins]
+    overlaps: bool = True  # whether its steps can be computed in backward: Note [Overlapped steps]
     notes: tuple[str, ...] = ()  # for the plan
 
 
@@ -98,6 +100,7 @@ def needs_of(optimizer: Optimizer, model: nn.Module, place: Place) -> OptimizerN
             group.get("fused") or is_fused_on_cpu(optimizer, group) for group in optimizer.param_groups
         ),
         steps_on_device=whole is None and not has_own and not is_sparse,
+        overlaps=whole is None and leaves_gradients(optimizer),
         notes=notes,
     )
 

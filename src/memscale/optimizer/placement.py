@@ -106,6 +106,11 @@ class OptimizerState:
             store = _STORES[tier](site.placement.store, capacity, site.placement.pinned)
         states.attach(stepped, store, bucket_bytes, eight_bit=eight_bit, beside=beside, logs=site.logs)
         log.add(states)  # which keeps state where it is until the next plan, or `restore`
+        if tier == "host" and wanted is not None and site.config.overlap_optimizer is not False:
+            apart = {id(each) for each in beside}
+            on_host = [each for each in stepped if id(each) not in apart]
+            states.overlap.attach(on_host, bucket_bytes, site.config.warmup_steps, computes=wanted.overlapped)
+            log.add_forward_pre_hook(site.model, states.overlap.before_forward)
 
 
 def ids_with_state_on_host(model: nn.Module, plan: Plan) -> set[int]:

@@ -291,11 +291,15 @@ def profile_settings(
         if not bucketed or not CostModel(needs, hardware, config).buckets_are_free:
             under.append((setting, needs))
         if bucketed:
-            under.append((replace(setting, bucketed=True), needs))
-            # It takes memory of the device: both are tried.
-            moves = config.enable_offloading and (optimizer is None or optimizer.steps_on_device)
-            if moves and not setting.eight_bit and CostModel(needs, hardware, config).device_step_pays:
-                under.append((replace(setting, bucketed=True, device_step=True), needs))
+            in_buckets = replace(setting, bucketed=True)
+            under.append((in_buckets, needs))
+            # These take memory of the device: they are tried beside steps without.
+            costs = CostModel(needs, hardware, config)
+            moves = config.enable_offloading and not setting.eight_bit
+            on_device = moves and (optimizer is None or optimizer.steps_on_device) and costs.device_step_pays
+            overlaps = moves and (optimizer is None or optimizer.overlaps) and costs.may_overlap
+            if on_device or overlaps:
+                under.append((replace(in_buckets, device_step=on_device, overlapped=overlaps), needs))
     return ProfiledModel(profile, under, optimizer)
 
 

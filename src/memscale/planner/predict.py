@@ -18,7 +18,8 @@ import functools
 import gc
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memscale._torch import DDP_STATIC_GRAPH_REDUCED, FAKE_TENSOR_LOGGER, disable_current_modes, pytree
+from memscale._util.gradient_hook import GradientHook
 from memscale._util.snapshots import RngState
 from memscale.checkpointing.model_call import ModelCall, reached_outputs
 from memscale.config import Config
@@ -33,8 +35,10 @@ from memscale.execution_plan import OptimizerPlan, Plan, PredictionSource
 from memscale.executor import Executor
 from memscale.memory.allocator import CachingAllocator
 from memscale.memory.tracker import MemoryTracker
+from memscale.optimizer.bucketed_steps import slice_bytes
 from memscale.optimizer.eight_bit import moment_bytes, parameters_in_eight_bits
 from memscale.optimizer.needs import OptimizerNeeds, StateTensor
+from memscale.optimizer.overlap import LARGEST, step_bytes
 from memscale.optimizer.placement import DEFAULT_BUCKET_BYTES, ids_with_state_on_host, takes_all_state
 from memscale.optimizer.state_stores import PAGE
 from memscale.planner.cost_model import adamw_temporaries
@@ -194,6 +198,14 @@ def _step(
     if executor is not None:
         on_disk = {id(each) for each in executor.placement.on_disk}
         planned = executor.plan.optimizer or planned
+    needs = optimizer or _adamw(model, device)
+    in_buckets = planned.bucket_bytes > 0 and needs.moves and device.type != "cpu"
+    on_host = ids_with_state_on_host(model, executor.plan) if executor is not None and in_buckets else set()
+    early = _EarlySteps(needs, planned.bucket_bytes)
+    if planned.overlapped and needs.overlaps:
+        early.attach(
+            each for each in model.parameters() if id(each) in on_host and each.device.type == device.type
+        )
     tracker.reset_peak()
     with tracker.logging(device) as log:
         for number in range(min(2, config.gradient_accumulation_steps)):
@@ -212,13 +224,9 @@ def _step(
                 after_loss = len(log)
                 backward(loss)
                 del loss
+            early.flush()
             call.release()
         after_backward = len(log)
-        needs = optimizer or _adamw(model, device)
-        in_buckets = planned.bucket_bytes > 0 and needs.moves and device.type != "cpu"
-        on_host = (
-            ids_with_state_on_host(model, executor.plan) if executor is not None and in_buckets else set()
-        )
         here = {
             name: parameter
             for name, parameter in model.named_parameters()
@@ -230,13 +238,23 @@ def _step(
         in_8_bits: set[int] = set()
         if needs.eight_bit and planned.eight_bit:
             in_8_bits = {id(each) for each in parameters_in_eight_bits(model)}
+        staying: dict[int, list[int]] = {}  # state that is there between steps, by the parameter's id
         for parameter, size in _state_sizes(here, needs, on_disk, in_8_bits, device):
             if id(parameter) not in below or size < PAGE:  # what is smaller than a page stays
+                staying.setdefault(id(parameter), []).append(size)
+
+        def reserve_state(parameter: nn.Parameter) -> None:
+            for size in staying.pop(id(parameter), ()):
                 tracker.reserve(size, device, "optimizer state")  # tensors would take a tenth of a simulation
-        stepped = [each for each in here.values() if id(each) not in on_disk]
+
+        stepped = [
+            each for each in here.values() if id(each) not in on_disk and id(each) not in early.stepped
+        ]
         if in_buckets:
-            _step_in_buckets(stepped, needs, planned.bucket_bytes, on_host | in_8_bits)
-        else:
+            _step_in_buckets(stepped, needs, planned.bucket_bytes, on_host | in_8_bits, reserve_state)
+        for parameter in here.values():
+            reserve_state(parameter)
+        if not in_buckets:
             _make_temporaries(stepped, needs)
         if planned.host_step == "device" and needs.steps_on_device and device.type != "cpu":
             masters = [
@@ -250,6 +268,7 @@ def _step(
             trained = (each for each in model.parameters() if each.requires_grad and id(each) in on_disk)
             whole = sum(4 * each.nbytes for each in trained)
             torch.empty(min(planned.bucket_bytes, whole), dtype=torch.uint8)
+        early.detach()
         for parameter in model.parameters():
             parameter.grad = None
     # Without state to come, the first step may need as much as the later ones: the allocator's blocks are new.
@@ -311,28 +330,36 @@ def _state_sizes(
 
 
 def _step_in_buckets(
-    here: Sequence[nn.Parameter], needs: OptimizerNeeds, bucket_bytes: int, loaded: Collection[int]
+    here: Sequence[nn.Parameter],
+    needs: OptimizerNeeds,
+    bucket_bytes: int,
+    loaded: Collection[int],
+    reserve_state: Callable[[nn.Parameter], None],
 ) -> None:
     """Allocate and release the loaded state and temporaries of a step, of one bucket of parameters after the other.
 
-    The state of one bucket is copied back while that of the next comes.
+    What stays is reserved with its bucket, as the first step makes it: the allocator's blocks depend on the order. The
+    state of one bucket is copied back while that of the next comes.
     """
     of_all, of_one = needs.temporaries
     before: list[torch.Tensor] = []
 
-    def step(bucket: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    def step(bucket: Sequence[tuple[nn.Parameter, int, int]]) -> list[torch.Tensor]:
         def allocate(nbytes: int) -> torch.Tensor:
             return torch.empty(nbytes, dtype=torch.uint8, device=here[0].device)
 
-        state = [allocate(size) for size, tensors in bucket for _ in range(tensors)]
-        temporaries = [int(of_all * size) for size, _ in bucket]
-        temporaries += [max(size for size, _ in bucket)] * int(of_one)
+        state = []
+        for parameter, size, tensors in bucket:
+            reserve_state(parameter)
+            state += [allocate(size) for _ in range(tensors)]
+        temporaries = [int(of_all * size) for _, size, _ in bucket]
+        temporaries += [max(size for _, size, _ in bucket)] * int(of_one)
         made = [allocate(size) for size in temporaries if size]
         del made
         return state
 
-    # The bytes of each parameter, and how many such tensors of state are loaded.
-    bucket: list[tuple[int, int]] = []
+    # Parameters, their bytes or those of a slice, and how many such tensors of state are loaded.
+    bucket: list[tuple[nn.Parameter, int, int]] = []
     filled = 0
     for parameter in here:
         tensors = 2 if id(parameter) in loaded and parameter.nbytes >= PAGE else 0
@@ -340,14 +367,55 @@ def _step_in_buckets(
         if bucket and filled + needed > bucket_bytes:
             before, bucket, filled = step(bucket), [], 0
         if needed > bucket_bytes:  # in slices
-            for _ in range(2):
-                before = step([(bucket_bytes // (2 + tensors), tensors)])
+            length = slice_bytes(parameter.nbytes, needed, bucket_bytes)
+            for start in range(0, parameter.nbytes, length):
+                before = step([(parameter, min(length, parameter.nbytes - start), tensors)])
         else:
-            bucket.append((parameter.nbytes, tensors))
+            bucket.append((parameter, parameter.nbytes, tensors))
             filled += needed
     if bucket:
         before = step(bucket)
     del before
+
+
+class _EarlySteps:
+    """Allocates what steps in backward take: Note [Overlapped steps]."""
+
+    def __init__(self, needs: OptimizerNeeds, bucket_bytes: int) -> None:
+        self.stepped: set[int] = set()  # ids of the parameters that are stepped so
+        self._needs = needs
+        self._bucket_bytes = bucket_bytes
+        self._hooks: list[tuple[nn.Parameter, GradientHook]] = []
+        self._waiting: list[nn.Parameter] = []
+        self._in_flight: deque[list[torch.Tensor]] = deque(maxlen=2)  # loaded state
+        self._copies: list[torch.Tensor] = []  # of parameters, until the step
+
+    def attach(self, parameters: Iterable[nn.Parameter]) -> None:
+        trained = (each for each in parameters if each.requires_grad and each.nbytes >= PAGE)
+        self._hooks = [
+            (each, GradientHook(each, self._arrived)) for each in trained if step_bytes(each) <= LARGEST
+        ]
+
+    def detach(self) -> None:
+        for parameter, hook in self._hooks:
+            hook.remove(parameter)
+        self._copies.clear()
+        self._in_flight.clear()
+
+    def _arrived(self, parameter: nn.Parameter) -> None:
+        self._waiting.append(parameter)
+        if sum(map(step_bytes, self._waiting)) >= self._bucket_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if len(self._in_flight) > 1:
+            self._in_flight.popleft()
+        with torch.no_grad():
+            self._in_flight.append([torch.empty_like(each) for each in waiting for _ in range(2)])
+            self._copies += [torch.empty_like(each) for each in waiting]
+            _make_temporaries(waiting, self._needs)
+        self.stepped.update(map(id, waiting))
 
 
 def _step_masters(

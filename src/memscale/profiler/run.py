@@ -16,6 +16,7 @@ counters are restored. Forward hooks of the user do run.
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -278,13 +279,21 @@ def profile_model(
         )
     try:
         return profile_empirical(model, sample, reason=f"a real run ({why_not_static})")
-    except (torch.OutOfMemoryError, ProfileError):
-        raise
     except Exception as error:
+        # The activations in its frames take memory, and their graph keeps parameters from being swapped.
+        traceback.clear_frames(error.__traceback__)
+        if isinstance(error, (torch.OutOfMemoryError, ProfileError)):
+            raise
+        devices = sorted({str(parameter.device) for parameter in model.parameters()})
+        advice = (
+            "Pass as sample_input what you pass to the model in training."
+            if len(devices) < 2
+            else f"Its parameters are on {' and '.join(devices)}; while some are offloaded, a model that can't be run "
+            "on fake tensors can't be profiled again. Pass the largest batch as sample_input to plan once."
+        )
         raise ProfileError(
             f"{name} does not run on the sample: {type(error).__name__}: {_first_line(error)}. The sample "
-            f"was: {sample.describe() or 'no tensors'}. Pass as sample_input what you pass to the model in "
-            "training."
+            f"was: {sample.describe() or 'no tensors'}. {advice}"
         ) from error
 
 

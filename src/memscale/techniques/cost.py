@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from memscale.config import Config
-from memscale.execution_plan import Checkpointing
+from memscale.execution_plan import Checkpointing, StepTime
 from memscale.hardware import Hardware
 from memscale.profiler.profile import BlockProfile, ModelProfile, OpProfile
 
@@ -92,11 +92,12 @@ class Rates:
     def backward(self, block: BlockProfile) -> float:
         return self.seconds(block.backward_flops, block.backward_half_flops, block.backward_traffic)
 
-    def step(self, profile: ModelProfile, accumulated: int = 1) -> float:
+    def step(self, profile: ModelProfile, accumulated: int = 1) -> StepTime:
         """Return the time of a whole plain step for one batch of those that are `accumulated` for the optimizer's."""
         blocks = sum(self.forward(block) + self.backward(block) for block in profile.blocks)
         other = self.seconds(profile.other_flops, profile.other_half_flops, profile.other_traffic)
-        return blocks + other + self.optimizer(profile.gradient_bytes) / accumulated
+        stepping = self.optimizer(profile.gradient_bytes) / accumulated
+        return StepTime(compute=blocks + other, device_step=stepping)
 
     def optimizer(self, gradient_bytes: int) -> float:
         """Return the time of Adam on the device, by torch's foreach implementation."""
@@ -163,7 +164,7 @@ class BlockOption:
     """
 
     technique: str  # its name
-    seconds: float  # what it adds to the time of a step
+    time: StepTime  # what it adds to the time of a step
     target: Literal["activations", "parameters"] = "activations"
     held_bytes: int = 0  # what forward then holds for backward on the device, all calls together
     returned_bytes: int = 0  # what comes back for backward, one call at a time
@@ -173,3 +174,7 @@ class BlockOption:
     keep: tuple[OpProfile, ...] = ()  # the operations whose outputs are not recomputed
     settings: Checkpointing | None = None  # the technique's entry in the `LayerPlan`, if it has one
     reason: str = ""  # what is done, in words and numbers; the planner adds to it why
+
+    @property
+    def seconds(self) -> float:
+        return self.time.total
