@@ -284,7 +284,7 @@ class Config:
         offload_dir: Where the disk tier keeps its files.
         max_disk_offload_gb: The most disk to offload to, in GB (10⁹ bytes). 0: none; None: what is free. Below an
             accelerator the disk is used where nothing fits with the host memory that there is, or that is allowed.
-        fused_host_step: Step parameters that are kept on the host of an accelerator by torch's fused CPU
+        fused_host_step: Where the CPU steps parameters that are on the host of an accelerator, do it by torch's fused
             implementation, where the optimizer has one and was given neither `foreach` nor `fused`: several times as
             fast as torch's loop, with other last bits. False: to the bit as the plain model.
         overlap_optimizer: Compute steps whose state is on the host while backward goes on, and commit them by

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from memscale import Config, Plan
+from memscale.execution_plan import OptimizerPlan
 from memscale.executor import Executor
 from memscale.hardware import virtual_hardware
+from memscale.optimizer.needs import needs_of
 from memscale.planner.assembly import Verdict, plan_of
 from memscale.planner.cost_model import Choice, CostModel, full_checkpointing
 from memscale.planner.make_plan import profile_settings
 from memscale.planner.predict import Step, predict, rehearsal
 from memscale.profiler import Place, Sample
 from memscale.simulator import simulate
+from support.offloaded import plan_of as offloaded_plan
 
 GPU = "RTX 3090"
 HARDWARE = virtual_hardware(GPU)
@@ -27,14 +32,18 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(n_layer=6, n_embd=512, n_head=8, vocab_size=8192)).train()
 
 
-def trained(plan: Plan) -> int:
+def trained(
+    plan: Plan,
+    batch: torch.Tensor = TOKENS,
+    make: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: torch.optim.AdamW(model.parameters()),
+) -> int:
     """Return the peak of two steps of training with a plan."""
     with simulate(GPU) as simulation:
         model = gpt2()
         Executor(model, plan, CONFIG, device=simulation.device).attach()
-        tokens = TOKENS.to(simulation.device)
+        tokens = batch.to(simulation.device)
         simulation.tracker.reset_peak()
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = make(model)
         for _ in range(2):
             model(input_ids=tokens, labels=tokens).loss.backward()
             optimizer.step()
@@ -47,16 +56,19 @@ def trained(plan: Plan) -> int:
 @pytest.mark.parametrize("activations", ["inputs kept", "inputs offloaded", "saved offloaded"])
 @pytest.mark.parametrize("offloaded", [0, 3, 6], ids="{} layers offloaded".format)
 @pytest.mark.parametrize("prefetch", [0, 1], ids=["waiting", "prefetching"])
+@pytest.mark.parametrize("host_step", ["cpu", "device"], ids="stepped on the {}".format)
 def test_predicted_is_what_training_needs(
-    state_below: int, activations: str, offloaded: int, prefetch: int
+    state_below: int, activations: str, offloaded: int, prefetch: int, host_step: str
 ) -> None:
     with torch.device("meta"):
         model = gpt2()
     sample = Sample((), {"input_ids": TOKENS, "labels": TOKENS})
     with rehearsal(model):
         known = profile_settings(model, sample, CONFIG, HARDWARE)
-    setting, needs = known.under[-1]
-    assert setting.bucketed
+    device_step = host_step == "device"
+    setting, needs = next(
+        each for each in known.under if each[0].bucketed and each[0].device_step == device_step
+    )
     costs = CostModel(needs, HARDWARE, CONFIG, setting, prefetch)
     layers = [index for index, block in enumerate(costs.blocks) if block.role == "repeated"]
     choices = list(full_checkpointing(costs.blocks))
@@ -72,6 +84,7 @@ def test_predicted_is_what_training_needs(
     assert plan.optimizer is not None
     assert plan.optimizer.bucket_bytes > 0
     assert (plan.optimizer.state == "host") == bool(state_below)
+    assert plan.optimizer.host_step == (host_step if offloaded else "cpu")
     with rehearsal(model):
         predicted = predict(model, plan, sample, Place.of(HARDWARE.device), CONFIG, Step(1, 1))
     peak = trained(predicted)
@@ -80,3 +93,31 @@ def test_predicted_is_what_training_needs(
     # Estimated. Without prefetching what is saved comes back tensor by tensor, and is estimated as a whole.
     rough = prefetch or activations == "saved offloaded"
     assert point.peak_bytes == pytest.approx(peak, rel=0.1 if rough else 0.05)
+
+
+@pytest.mark.parametrize("bucket", [2**20, 2**23, 2**26], ids="{} bytes".format)
+@pytest.mark.parametrize("kind", ["AdamW", "RMSprop", "SGD"])
+def test_the_peak_of_a_step_on_the_device_is_predicted(kind: str, bucket: int) -> None:
+    """All parameters are on the host, and a batch of a few tokens needs less than two buckets."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+
+    with torch.device("meta"):
+        model = gpt2()
+    tokens = TOKENS[:1, :8]
+    plan = offloaded_plan(
+        model,
+        to="host",
+        activations=False,
+        optimizer=OptimizerPlan(bucket_bytes=bucket, host_step="device"),
+    )
+    place, sample = Place.of(HARDWARE.device), Sample((), {"input_ids": tokens, "labels": tokens})
+    with rehearsal(model):
+        needs = needs_of(make(model), model, place)
+        predicted = predict(model, plan, sample, place, CONFIG, Step(1, 1), needs)
+    peak = trained(predicted, tokens, make)
+    assert predicted.predicted_peak_bytes == pytest.approx(peak, rel=0.01)
+    if bucket > 2**23:
+        assert predicted.peak_at == "optimizer step"
+        assert peak > 2 * bucket

@@ -141,7 +141,7 @@ class StepTime:
         recomputation: forward again in backward, of checkpointed layers and of tiles.
         transfers: copies of parameters, gradients, activations and optimizer state that no computation hides.
         device_step: the optimizer's arithmetic on the device.
-        host_step: that on offloaded masters: by the host's CPU, or through files on disk.
+        host_step: that on offloaded masters: by the host's CPU, on the device with the copies for it, or through files.
         overhead: what does not depend on sizes: hooks, launches, the latency of copies.
 
     Example:

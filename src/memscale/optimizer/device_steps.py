@@ -80,9 +80,7 @@ class DeviceSteps:
         self._meter = meter or Meter()
         self._engine = Engine(AsyncOffloadConfig())
         self._lane = lane_of(device)
-        self._made: dict[
-            str, Any
-        ] = {}  # the state, after the step, of the master whose slices are being stepped
+        self._made: dict[str, Any] = {}  # the state after the step of a master that is stepped in slices
         self.buckets_run = 0
 
     def takes(self, optimizer: Optimizer, member: Member) -> bool:
