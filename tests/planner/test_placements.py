@@ -75,8 +75,7 @@ def test_predicted_is_what_training_needs(
     with rehearsal(model):
         predicted = predict(model, plan, sample, Place.of(HARDWARE.device), CONFIG, Step(1, 1))
     peak = trained(predicted)
-    assert peak <= predicted.predicted_peak_bytes + predicted.allowance_bytes
-    assert predicted.predicted_peak_bytes == pytest.approx(peak, rel=0.01)
+    assert predicted.predicted_peak_bytes == peak  # to the byte: the allocator gets the same requests
     # Estimated. Without prefetching what is saved comes back tensor by tensor, and is estimated as a whole.
     rough = prefetch or activations == "saved offloaded"
     assert point.peak_bytes == pytest.approx(peak, rel=0.1 if rough else 0.05)
