@@ -6,6 +6,8 @@ goes between two comments, each alone on its line, the first with the name of th
     <!-- table: rtx3090_plain -->
     <!-- /table -->
 
+Simulated results have a second table, NAME_step_time, which takes their step times apart.
+
 What was between them is replaced, so figures in the documentation are never typed. `--check` changes nothing
 and fails if something would change.
 """
@@ -19,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from memscale.benchmarks.models import unknown_name
-from memscale.benchmarks.results import Results, cells
+from memscale.benchmarks.results import Results, cells, mode_text
 from memscale.errors import ConfigError, MemScaleError
 
 __all__ = ["check_into", "main", "markdown", "replace_tables", "write_into"]
@@ -43,7 +45,42 @@ def markdown(results: Results) -> str:
         *map(_line, text.rows),
         "",
         *(f"{remark}  " for remark in text.remarks),  # two spaces: a line break in Markdown
-        f"Made by {_code(results.command)} (torch {results.torch}, transformers {results.transformers}).",
+        _made_by(results),
+    ]
+    return "\n".join(lines)
+
+
+def _made_by(results: Results) -> str:
+    return f"Made by {_code(results.command)} (torch {results.torch}, transformers {results.transformers})."
+
+
+_PARTS = {
+    "compute": "compute",
+    "recomputation": "recomputation",
+    "transfers": "exposed transfers",
+    "device_step": "optimizer, device",
+    "host_step": "optimizer, host",
+    "overhead": "overhead",
+}
+
+
+def step_time_markdown(results: Results) -> str:
+    """The step times of these results, taken apart, in milliseconds."""
+    rows = [row for row in results.rows if row.step_time is not None]
+    lines = [
+        _line(["model", "mode", *_PARTS.values(), "step (ms)", "over none"]),
+        _line(["---", "---", *["---:"] * (len(_PARTS) + 2)]),
+    ]
+    plain = {row.model: row.step_time for row in rows if row.mode == "none"}
+    for row in rows:
+        times = [*(getattr(row.step_time, part) for part in _PARTS), row.step_time.total]
+        ratio = f"{times[-1] / plain[row.model].total:.2f} ×" if row.model in plain else "–"
+        cell = [f"{1e3 * seconds:.1f}" if seconds else "–" for seconds in times]
+        lines.append(_line([row.model, mode_text(row), *cell, ratio]))
+    lines += [
+        "",
+        "Milliseconds of one step, estimated by the cost model; nothing was timed.  ",
+        _made_by(results),
     ]
     return "\n".join(lines)
 
@@ -167,7 +204,10 @@ def _run(files: Sequence[Path], into: Sequence[Path], *, check: bool) -> int:
     for file in files:
         if file.stem in tables:
             raise ConfigError(f"{file}: there is another results file with the name {file.stem!r}.")
-        tables[file.stem] = markdown(Results.read(file))
+        results = Results.read(file)
+        tables[file.stem] = markdown(results)
+        if any(row.step_time for row in results.rows):
+            tables[f"{file.stem}_step_time"] = step_time_markdown(results)
     if not into:
         for name, text in tables.items():
             print(f"<!-- table: {name} -->\n\n{text}\n\n<!-- /table -->\n")

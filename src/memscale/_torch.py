@@ -110,6 +110,12 @@ def at_end_of_backward(method: Callable[..., None], *args: object) -> None:
     engine.queue_callback(call)
 
 
+def norms_and_maxima(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm and the largest value of each tensor, by one kernel each on CUDA."""
+    many = list(tensors)
+    return torch.stack(torch._foreach_norm(many)), torch.stack(torch._foreach_max(many))
+
+
 def backward_keeps_graph() -> bool:
     """Return whether the running pass was asked to keep its graph; True where that is not known."""
     return not in_backward() or bool(_ask(_autograd, "_get_current_graph_task_keep_graph", otherwise=True))

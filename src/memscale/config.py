@@ -247,6 +247,7 @@ class ConfigFields(TypedDict, total=False):
     offload_dir: str | os.PathLike[str] | None
     max_disk_offload_gb: float | None
     fused_host_step: bool
+    overlap_optimizer: bool | None
     gradient_accumulation_steps: int
 
 
@@ -270,7 +271,7 @@ class Config:
         force_optimize: Optimize also a model that fits as it is.
         use_static_profiling: Profile without running the model, on fake tensors.
         use_empirical_fallback: Where that fails, run the model to profile it.
-        warmup_steps: Training steps to watch before what was measured is trusted. Not implemented yet: only 2 is taken.
+        warmup_steps: Training steps in which the loop is observed before optimizer steps overlap with backward.
         enable_logging: Log the hardware and the plan.
         log_file: A file to log to as well.
         observability_port: Serve metrics for Prometheus on this port of 127.0.0.1; 0 for any that is free.
@@ -286,9 +287,12 @@ class Config:
         fused_host_step: Step parameters that are kept on the host of an accelerator by torch's fused CPU
             implementation, where the optimizer has one and was given neither `foreach` nor `fused`: several times as
             fast as torch's loop, with other last bits. False: to the bit as the plain model.
+        overlap_optimizer: Compute steps whose state is on the host while backward goes on, and commit them by
+            `optimizer.step()`: the numbers are the same, whatever the loop does. None: once the loop was seen to leave
+            gradients as backward makes them; True: plan for that from the start; False: never.
         gradient_accumulation_steps: Batches for each `optimizer.step()`: a plan spreads the time of a step over so
-            many, and counts the gradients that wait for it. Nothing is accumulated by it; the loop does that. A
-            `Trainer`'s own is taken if this is not given.
+            many, and counts the gradients that wait for it. Nothing is accumulated by it; the loop does that. If
+            it is not given, a `Trainer`'s own is taken, or what a loop is seen to do in its first two steps.
 
     Raises:
         ConfigError: A value is out of range, or asks for what is not implemented yet.
@@ -313,7 +317,7 @@ class Config:
     force_optimize: bool = _setting(False, _boolean)
     use_static_profiling: bool = _setting(True, _boolean)
     use_empirical_fallback: bool = _setting(True, _boolean)
-    warmup_steps: int = _setting(2, _not_yet(_steps, 2))
+    warmup_steps: int = _setting(2, _steps)
     enable_logging: bool = _setting(True, _boolean)
     log_file: str | None = _setting(None, _optional(_path))
     observability_port: int | None = _setting(None, _optional(_port))
@@ -325,6 +329,7 @@ class Config:
     offload_dir: str | None = _setting(None, _optional(_path))
     max_disk_offload_gb: float | None = _setting(None, _offload_limit)
     fused_host_step: bool = _setting(True, _boolean)
+    overlap_optimizer: bool | None = _setting(None, _optional(_boolean))
     gradient_accumulation_steps: int = _setting(1, _batches)
 
     # `dataclasses.replace` calls the class with every field, so that it would set them all. It passes init-only

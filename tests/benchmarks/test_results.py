@@ -9,6 +9,7 @@ import pytest
 
 from memscale.benchmarks import Results, Row
 from memscale.errors import ConfigError
+from memscale.execution_plan import StepTime
 
 FIELDS = [
     "model",
@@ -54,6 +55,14 @@ def test_a_row_that_did_not_fit_says_so():
     assert values["peak_bytes"] is None
     assert values["baseline_bytes"] is None
     assert values["note"] == "does not fit: needs more"
+
+
+def test_a_step_time_is_there_where_it_was_estimated(tmp_path):
+    row = dataclasses.replace(ROW, step_time=StepTime(compute=0.25, overhead=0.5))
+    assert row.to_dict()["step_time"] == dataclasses.asdict(row.step_time)
+    assert list(row.to_dict()) == [*FIELDS, "step_time"]
+    results = dataclasses.replace(RESULTS, rows=(row,))
+    assert Results.from_json(results.to_json()) == results
 
 
 def test_a_row_is_frozen():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memscale.benchmarks import Case, Results, Row, run_suite
 from memscale.benchmarks import run as run_module
-from memscale.benchmarks.models import DEFAULT_MODELS, MODELS, find_device
+from memscale.benchmarks.models import DEFAULT_MODELS, MODELS, Published, find_device
 from memscale.errors import ConfigError, ConfigTypeError, HardwareError
 from memscale.hardware import GpuSpec, HostSpec
 from memscale.memory.tracker import MemoryTracker
@@ -87,9 +88,23 @@ def test_a_mode_is_compared_to_the_plain_model(tiny):
     assert aggressive.reduction == round(1 - aggressive.peak_bytes / tiny.peak_bytes, 4)
     assert aggressive.time_ratio > 1  # predicted: a simulation has no clock
     assert aggressive.host_bytes > 0
+    assert aggressive.time_ratio == round(aggressive.step_time.total / tiny.step_time.total, 3)
+    assert aggressive.step_time.host_step > 0
+    assert tiny.step_time.host_step == 0
 
     (alone,) = run_suite(["gpt2-tiny"], ["aggressive"], on="1GiB")
     assert alone == aggressive
+
+
+def test_a_budget_is_the_published_peak(monkeypatch):
+    with pytest.raises(ConfigError, match="gpt2-tiny has none"):
+        run_suite(["gpt2-tiny"], ["budget"])
+    assert run_module.config_of(Case.of("gpt2-xl"), "budget").memory_budget_bytes == 9.25 * GIB
+    small = dataclasses.replace(MODELS["gpt2-tiny"], published=Published(None, 20 * MIB / GIB))
+    monkeypatch.setitem(MODELS, "gpt2-tiny", small)
+    plain, row = run_suite(["gpt2-tiny"], ["none", "budget"], on="1GiB")
+    assert row.mode == "budget"
+    assert row.peak_bytes <= 20 * MIB < plain.peak_bytes
 
 
 @pytest.mark.slow

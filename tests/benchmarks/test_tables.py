@@ -11,6 +11,7 @@ from benchmarks.tables import main, markdown, replace_tables
 from memscale.benchmarks import Results, Row
 from memscale.benchmarks.results import cells
 from memscale.errors import ConfigError
+from memscale.execution_plan import StepTime
 
 GIB = 2**30
 MEDIUM = Row(
@@ -76,6 +77,32 @@ def test_modes_have_reduction_and_time():
     assert column(rows, "host (GiB)") == ["0.00", "6.00"]
     assert column(rows, "published (GiB)") == ["10.87", "2.61"]
     assert column(rows, "error") == ["+0.0%", "–"] or column(rows, "error") == ["-0.0%", "–"]
+
+
+def test_a_budget_is_named_by_its_size():
+    row = dataclasses.replace(XL, mode="budget", peak_bytes=9 * GIB, note=None)
+    assert column([row], "mode") == ["memory_budget 9.25 GiB"]
+    assert column([row], "published (GiB)") == ["9.25"]
+
+
+def test_step_times_are_taken_apart(tmp_path):
+    time = StepTime(compute=0.2, device_step=0.05)
+    offloaded = StepTime(compute=0.2, recomputation=0.05, transfers=0.1, host_step=0.1, overhead=0.0005)
+    rows = (
+        dataclasses.replace(MEDIUM, step_time=time),
+        dataclasses.replace(BALANCED, step_time=offloaded),
+        dataclasses.replace(XL, on="cpu", source="measured"),
+    )
+    results, page = tmp_path / "gpu.json", tmp_path / "page.md"
+    dataclasses.replace(RESULTS, rows=rows).write(results)
+    page.write_text("<!-- table: gpu_step_time -->\n<!-- /table -->\n")
+    assert main([str(results), "--into", str(page)]) == 0
+    lines = page.read_text().splitlines()
+    assert [line for line in lines if line.startswith("| gpt2")] == [
+        "| gpt2-medium | none | 200.0 | – | – | 50.0 | – | – | 250.0 | 1.00 × |",
+        "| gpt2-medium | balanced | 200.0 | 50.0 | 100.0 | – | 100.0 | 0.5 | 450.5 | 1.80 × |",
+    ]
+    assert any("estimated" in line for line in lines)
 
 
 def test_markdown_says_source_command_and_versions():

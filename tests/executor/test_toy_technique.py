@@ -14,6 +14,7 @@ from torch import nn
 
 import memscale
 from memscale import Config
+from memscale.execution_plan import StepTime
 from memscale.executor.registry import LAYER_TECHNIQUES
 from memscale.profiler.profile import BlockProfile
 from memscale.techniques.base import LayerSite
@@ -50,7 +51,7 @@ class NarrowSaves:
             conversions = terms.rates.seconds(0, 0, 2 * block.saved_bytes + 2 * half)
             yield BlockOption(
                 NAME,
-                conversions + LAUNCH_SECONDS,
+                StepTime(transfers=conversions, overhead=LAUNCH_SECONDS),
                 held_bytes=half,
                 returned_bytes=half,
                 reason="saved in 16 bits",

@@ -250,3 +250,105 @@ def test_a_model_that_trains_in_eval_mode_is_planned_for(planned: list[str]) -> 
     model.eval()
     model(words(100))
     assert len(planned) == 1
+
+
+# Accumulated gradients -----------------------------------------------------------------------------
+
+
+def accumulate(model: nn.Module, groups: list[int], *, zero_first: bool = False, length: int = 64) -> None:
+    """Make one optimizer step for each group of batches; of a group of 0 it is left out, as by a `GradScaler`."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ids = words(length)
+    for batches in groups:
+        for _ in range(batches or 1):
+            loss = model(ids=ids, labels=ids)
+            if zero_first:
+                optimizer.zero_grad()
+            loss.backward()
+        if batches:
+            optimizer.step()
+        if not zero_first:
+            optimizer.zero_grad()
+
+
+def test_accumulation_is_observed_and_planned_for_once(
+    planned: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, ids = build(), words(64)
+    config = Config(mode="aggressive")
+    memscale.wrap(model, config, {"ids": ids, "labels": ids})
+    executor = model._memscale_executor
+    before = executor.plan
+    accumulate(model, [3, 3])
+    assert (executor.plan, planned) == (before, [])  # it is known after the second step
+    with caplog.at_level(logging.INFO, "memscale"):
+        accumulate(model, [3, 3, 5, 1, 1])
+    assert len(planned) == 1
+    assert executor.config.gradient_accumulation_steps == 3
+    assert executor.report().plans == 2
+    told = memscale.plan(build(), {"ids": ids, "labels": ids}, config.replace(gradient_accumulation_steps=3))
+    assert executor.plan == told
+    assert executor.plan.baseline_peak_bytes > before.baseline_peak_bytes
+    assert sum("gradients of 3 batches are accumulated" in each.getMessage() for each in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "zero_first"),
+    [
+        ([1] * 6, False),
+        ([1] * 6, True),
+        ([0, 0, 1, 1, 1], False),
+        ([0, 0, 1, 1, 1], True),
+        ([4, 1, 4, 4], False),
+    ],
+    ids=["plain loop", "gradients stay until backward", "skipped steps", "skipped, stay", "once only"],
+)
+def test_loops_that_do_not_accumulate_are_not_planned_again(
+    groups: list[int], zero_first: bool, planned: list[str]
+) -> None:
+    model, ids = build(), words(64)
+    memscale.wrap(model, QUIET, {"ids": ids, "labels": ids})
+    accumulate(model, groups, zero_first=zero_first)
+    assert planned == []
+    assert model._memscale_executor.config is QUIET
+
+
+def test_what_the_user_says_is_not_observed(planned: list[str]) -> None:
+    model, ids = build(), words(64)
+    config = QUIET.replace(gradient_accumulation_steps=1)
+    memscale.wrap(model, config, {"ids": ids, "labels": ids})
+    accumulate(model, [3, 3, 3])
+    assert planned == []
+    assert model._memscale_executor.config is config
+
+
+def test_two_forwards_of_one_batch_are_no_accumulation(planned: list[str]) -> None:
+    model, ids = build(), words(64)
+    memscale.wrap(model, QUIET, {"ids": ids, "labels": ids})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(4):
+        optimizer.zero_grad()
+        (model(ids=ids, labels=ids) + model(ids=ids, labels=ids)).backward()
+        optimizer.step()
+    assert planned == []
+
+
+def test_it_is_planned_for_the_largest_batch_so_far(planned: list[str]) -> None:
+    model = build()
+    memscale.wrap(model, QUIET.replace(force_optimize=True), {"ids": words(512), "labels": words(512)})
+    batch = model._memscale_executor.plan.batch
+    accumulate(model, [2, 2, 2])
+    assert len(planned) == 1
+    assert model._memscale_executor.plan.batch == batch
+    assert "512" in batch
+
+
+def test_no_more_plans_are_made_for_it_than_a_run_may_have(
+    planned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PlannedBatches, "is_full", property(lambda batches: True))
+    model, ids = build(), words(64)
+    memscale.wrap(model, QUIET, {"ids": ids, "labels": ids})
+    accumulate(model, [3, 3, 3])
+    assert planned == []
+    assert model._memscale_executor.config.gradient_accumulation_steps == 3  # for what recovery plans

@@ -20,7 +20,7 @@ from memscale.errors import is_out_of_memory
 from memscale.testing import executing
 
 QUIET = Config(enable_logging=False, enable_offloading=False)
-WIDTH, LAYERS, WORDS = 16, 4, 32
+WIDTH, LAYERS, WORDS = 16, 5, 32
 aten = torch.ops.aten
 
 

@@ -14,7 +14,7 @@ import torch
 from memscale._util.terminal import table
 from memscale.benchmarks.models import DEFAULT_MODELS, MODELS, device_name
 from memscale.benchmarks.results import Results, Row, cells, check_writable, command_line
-from memscale.benchmarks.run import MODES, run_suite
+from memscale.benchmarks.run import BUDGET, MODES, run_suite
 from memscale.errors import ConfigError, ConfigTypeError, HardwareError, MemScaleError
 from memscale.units import format_bytes
 
@@ -65,7 +65,11 @@ def _parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(MODELS)} (default: {','.join(DEFAULT_MODELS)})",
     )
     parser.add_argument(
-        "--modes", type=_names, default=["none"], metavar="A,B", help=f"of {', '.join(MODES)} (default: none)"
+        "--modes",
+        type=_names,
+        default=["none"],
+        metavar="A,B",
+        help=f"of {', '.join(MODES)}, and {BUDGET}: the published peak as memory_budget (default: none)",
     )
     parser.add_argument("--batch", type=int, metavar="N", help="samples in a batch (default: the model's)")
     parser.add_argument("--seq", type=int, metavar="N", help="tokens in a sample (default: the model's)")

@@ -7,13 +7,14 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from memscale._util.terminal import Column
 from memscale.benchmarks.models import MODELS, PUBLISHED_ON, Published, device_name, find_device
 from memscale.errors import ConfigError, MemScaleError, shown
+from memscale.execution_plan import StepTime
 from memscale.hardware import GpuSpec
 
 SCHEMA = 1
@@ -31,7 +32,7 @@ class Row:
     params: int  # tied ones once
     batch: int  # samples
     seq: int  # tokens in a sample
-    mode: str  # "none" is the plain model
+    mode: str  # "none" is the plain model, "budget" one with the published peak as its memory_budget
     on: str  # the device as it was asked for
     source: Source
     baseline_bytes: int | None  # the peak in mode "none"; None if that does not fit
@@ -40,19 +41,23 @@ class Row:
     disk_bytes: int
     reduction: float | None  # 1 - peak / baseline
     time_ratio: float | None  # of a step, relative to mode "none"
-    note: str | None = None  # why there is no peak; in JSON only where there is one
+    # In JSON only where there is one:
+    step_time: StepTime | None = None  # estimated, where the row is simulated
+    note: str | None = None  # why there is no peak
 
     def to_dict(self) -> dict[str, object]:
-        values = asdict(self)
-        if self.note is None:
-            del values["note"]
-        return values
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if value is not None or name not in ("step_time", "note")
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Row:
         """Return the row that `to_dict` wrote; raise a ConfigError if a field is missing or unknown."""
         try:
-            return cls(**values)
+            row = cls(**values)
+            return replace(row, step_time=row.step_time and StepTime(**values["step_time"]))
         except TypeError as error:
             raise ConfigError(
                 f"Not a row of results ({error}): make the file anew with python -m memscale.benchmarks."
@@ -167,7 +172,7 @@ def cells(rows: Sequence[Row]) -> Cells:
         _Field("model", lambda row: row.model, "left"),
         _Field("params", lambda row: f"{row.params / 1e6:,.1f} M"),
         _Field("batch × seq", lambda row: f"{row.batch} × {row.seq}"),
-        _Field("mode", lambda row: row.mode, "left"),
+        _Field("mode", mode_text, "left"),
         _Field(f"peak ({unit_name})", lambda row: size(row.peak_bytes)),
         _Field("reduction", _reduction, shown=modes),
         _Field("step time", _time, shown=modes),
@@ -184,6 +189,12 @@ def cells(rows: Sequence[Row]) -> Cells:
     )
 
 
+def mode_text(row: Row) -> str:
+    """Return the mode of a row; of one with a budget, that."""
+    published = MODELS[row.model].published if row.model in MODELS and row.mode == "budget" else None
+    return row.mode if published is None else f"memory_budget {published.peak_gib} GiB"
+
+
 def _reduction(row: Row) -> str:
     return _NOTHING if row.reduction is None or row.mode == "none" else f"{row.reduction:.1%}"
 
@@ -197,7 +208,7 @@ def _published_for(row: Row) -> Published | None:
     model = MODELS.get(row.model)
     if model is None or model.published is None or (row.batch, row.seq) != (model.batch, model.seq):
         return None
-    if row.source != "simulated" or row.mode not in ("none", _DEFAULT_MODE):
+    if row.source != "simulated" or row.mode not in ("none", _DEFAULT_MODE, "budget"):
         return None
     try:
         device = find_device(row.on)

@@ -31,13 +31,15 @@ from memscale.benchmarks.models import (
 from memscale.benchmarks.results import Row, Source
 from memscale.config import Config, OptimizationMode
 from memscale.errors import ConfigError, ProfileError, shown
-from memscale.execution_plan import Plan
+from memscale.execution_plan import Plan, StepTime
 from memscale.executor import Executor, executor_of
 from memscale.hardware import GpuSpec, read_host, virtual_hardware
 from memscale.hardware.calibrate import CALIBRATION_VARIABLE
 from memscale.memory.process import measure_in_fresh_process, rss_bytes
+from memscale.planner.assembly import plain_time
 from memscale.planner.make_plan import make_plan
-from memscale.profiler import sample_of
+from memscale.planner.predict import rehearsal
+from memscale.profiler import Place, Sample, profile_model, sample_of
 from memscale.simulator import simulate
 from memscale.units import format_bytes
 
@@ -46,6 +48,9 @@ MODES: dict[str, Config | None] = {
     **{mode.value: Config(mode=mode, enable_logging=False) for mode in OptimizationMode},
 }
 """The modes there are, by name: without MemScale, and with what `wrap` does in each of its modes."""
+
+BUDGET = "budget"
+"""Beside `MODES`: what `wrap` does within a `memory_budget` of the peak that others published for the model."""
 
 _ENDLESS = 2**50
 _LEARNING_RATE = 1e-4
@@ -83,6 +88,7 @@ class _Outcome:
     step_seconds: float | None = None
     note: str | None = None
     time_ratio: float | None = None  # predicted; measured ones come from the seconds
+    step_time: StepTime | None = None  # estimated; of those that are measured, none
 
 
 def run_suite(
@@ -96,9 +102,9 @@ def run_suite(
 ) -> Iterator[Row]:
     """Run every model in every mode, one after the other; a row comes as soon as it is there.
 
-    All arguments are checked before anything runs: names in `MODELS` and `MODES`, the name of a GPU or a size to
-    simulate (or "cpu" to train for real), samples in a batch and tokens in a sample (the model's own by default),
-    training steps.
+    All arguments are checked before anything runs: names in `MODELS` and `MODES`, or `BUDGET`, the name of a GPU or a
+    size to simulate (or "cpu" to train for real), samples in a batch and tokens in a sample (the model's own by
+    default), training steps.
 
     Raises:
         ConfigError: A model, mode or number is not allowed.
@@ -114,9 +120,23 @@ def run_suite(
     cases = [Case.of(name, batch, seq, steps) for name in models]
     wanted = list(modes)
     for mode in wanted:
-        if mode not in MODES:
-            raise unknown_name("mode", mode, MODES)
+        if mode not in (*MODES, BUDGET):
+            raise unknown_name("mode", mode, (*MODES, BUDGET))
+        for case in cases:
+            config_of(case, mode)
     return _rows(cases, wanted, on.strip(), device)
+
+
+def config_of(case: Case, mode: str) -> Config | None:
+    """Return the Config of a mode for a case; raise a ConfigError if there is no published peak to be its budget."""
+    if mode != BUDGET:
+        return MODES[mode]
+    published = case.model.published
+    if published is None:
+        raise ConfigError(
+            f"Mode {BUDGET} takes the published peak of a model, and {case.model.name} has none: leave it out."
+        )
+    return Config(memory_budget=f"{published.peak_gib}GiB", enable_logging=False)
 
 
 def _rows(cases: list[Case], modes: list[str], on: str, device: Device) -> Iterator[Row]:
@@ -145,6 +165,7 @@ def _rows(cases: list[Case], modes: list[str], on: str, device: Device) -> Itera
                 disk_bytes=found.disk_bytes,
                 reduction=0.0 if mode == "none" else _reduction(found, baseline),
                 time_ratio=1.0 if mode == "none" else _ratio(found, baseline),
+                step_time=found.step_time,
                 note=found.note,
             )
 
@@ -193,7 +214,9 @@ def _simulated(case: Case, mode: str, device: GpuSpec | int) -> _Outcome:
 
 
 def _simulate(case: Case, mode: str, device: GpuSpec | int) -> _Outcome:
-    plan = _plan(case, mode, device)
+    config = config_of(case, mode)
+    plan = None if config is None else _plan(case, config, device)
+    step_time = _plain_time(case, device) if plan is None else plan.step_time
     try:
         with simulate(device) as simulation:
             model = case.model.build()
@@ -205,22 +228,37 @@ def _simulate(case: Case, mode: str, device: GpuSpec | int) -> _Outcome:
             simulation.tracker.reset_peak()  # the host held the weights until now, which is not training
             _train(model, inputs, case.steps)
         ratio = None if plan is None else round(plan.predicted_time_ratio, 3)
-        return _Outcome(simulation.peak_bytes, host_bytes=simulation.host_peak_bytes, time_ratio=ratio)
+        return _Outcome(
+            simulation.peak_bytes,
+            host_bytes=simulation.host_peak_bytes,
+            time_ratio=ratio,
+            step_time=step_time,
+        )
     except torch.OutOfMemoryError:
-        return _Outcome(None)
+        return _Outcome(None, step_time=step_time if plan is None else None)
     finally:
         gc.collect()  # modules and autograd graphs are cycles: the next case starts without this one's
 
 
-def _plan(case: Case, mode: str, device: GpuSpec | int) -> Plan | None:
+def _plan(case: Case, config: Config, device: GpuSpec | int) -> Plan:
     """Return what `wrap` would do on that device; the model is on the meta device."""
-    config = MODES[mode]
-    if config is None:
-        return None
+    model, sample = _on_meta(case)
+    return make_plan(model, sample, config, virtual_hardware(device))
+
+
+def _plain_time(case: Case, device: GpuSpec | int) -> StepTime:
+    """Return the estimated time of a step without MemScale, to which ratios are relative."""
+    model, sample = _on_meta(case)
+    hardware = virtual_hardware(device)
+    with rehearsal(model):
+        profile = profile_model(model, sample, Place.of(hardware.device))
+    return plain_time(profile, hardware, Config())
+
+
+def _on_meta(case: Case) -> tuple[nn.Module, Sample]:
     with torch.device("meta"):
         model = case.model.build()
-        inputs = case.model.inputs(case.batch, case.seq)
-    return make_plan(model, sample_of(inputs), config, virtual_hardware(device))
+        return model, sample_of(case.model.inputs(case.batch, case.seq))
 
 
 def _measured(case: Case, mode: str) -> _Outcome:
@@ -262,7 +300,7 @@ def measured_steps(case: Case, mode: str) -> tuple[list[float], int]:
     building the model in memory.
     """
     os.environ[CALIBRATION_VARIABLE] = "none"  # results are to be compared between machines
-    config = MODES[mode]
+    config = config_of(case, mode)
     with torch.device("cpu" if config is None else "meta"):
         torch.manual_seed(0)
         model = case.model.build()

@@ -31,7 +31,7 @@ from torch import nn
 from memscale.checkpointing.keep import calls_to_keep
 from memscale.checkpointing.region import run_region
 from memscale.errors import WrapError
-from memscale.execution_plan import Checkpointing
+from memscale.execution_plan import Checkpointing, StepTime
 from memscale.profiler.profile import BlockProfile, OpProfile
 from memscale.techniques.base import LayerSite
 from memscale.techniques.cost import HOOK_SECONDS, BlockOption, CostTerms
@@ -78,7 +78,7 @@ class GradientCheckpointing:
                 reason += f"; keeps {format_bytes(kept_bytes * block.calls)} that are expensive to compute"
             yield BlockOption(
                 self.name,
-                HOOK_SECONDS + seconds,
+                StepTime(recomputation=seconds, overhead=HOOK_SECONDS),
                 held_bytes=kept_bytes * block.calls,
                 returned_bytes=max(0, block.saved_bytes // max(1, block.calls) - kept_bytes),
                 reruns_forward=True,

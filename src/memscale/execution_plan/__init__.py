@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+import operator
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from memscale.errors import PlanError
@@ -85,6 +86,9 @@ class OptimizerPlan:
             arithmetic. 0: with ``state="device"`` the parameters on the device are stepped all at once, else a default.
         eight_bit: Adam's moments are kept in 8 bits between steps.
         layers: with ``state="host"``, the layers whose state is there; all of it if there are none.
+        host_step: where the parameters are stepped that are in host memory, with gradients and state: on the CPU, or on
+            the device, a bucket of them at a time.
+        overlapped: with ``state="host"``, steps are computed while backward goes on, if the training loop allows it.
         rule: the planner's rule that decided.
         reason: that rule in words and numbers.
     """
@@ -93,8 +97,10 @@ class OptimizerPlan:
     bucket_bytes: int = 0
     eight_bit: bool = False
     layers: tuple[str, ...] = ()
+    host_step: Literal["cpu", "device"] = "cpu"
     rule: str = ""
     reason: str = ""
+    overlapped: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,45 @@ class LayerPlan:
     offloading: Offloading | None = None
     tiling: Tiling | None = None
     recompute_flops: int = 0
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Where the time of a step goes, in seconds, estimated from the device's rates.
+
+    Attributes:
+        compute: forward and backward, each once.
+        recomputation: forward again in backward, of checkpointed layers and of tiles.
+        transfers: copies of parameters, gradients, activations and optimizer state that no computation hides.
+        device_step: the optimizer's arithmetic on the device.
+        host_step: that on offloaded masters: by the host's CPU, or through files on disk.
+        overhead: what does not depend on sizes: hooks, launches, the latency of copies.
+
+    Example:
+        >>> both = StepTime(compute=1.0) + StepTime(recomputation=0.25, overhead=0.25)
+        >>> both.total
+        1.5
+    """
+
+    compute: float = 0.0
+    recomputation: float = 0.0
+    transfers: float = 0.0
+    device_step: float = 0.0
+    host_step: float = 0.0
+    overhead: float = 0.0
+
+    def __add__(self, other: StepTime) -> StepTime:
+        return StepTime(*map(operator.add, self.parts, other.parts))
+
+    @property
+    def parts(self) -> tuple[float, ...]:
+        """Return the seconds of each part, in the order of the fields."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def total(self) -> float:
+        """Return the seconds of the whole step."""
+        return sum(self.parts)
 
 
 @dataclass(frozen=True)
@@ -165,6 +210,7 @@ class Plan:
             is an estimate.
         predicted_time_ratio: step time with the plan over step time without it.
         baseline_seconds: step time without it, estimated from the device's rates.
+        step_time: step time with it, estimated likewise, by what it is spent on.
         baseline_saved_bytes: what the plain forward saves on the device for backward.
         predicted_saved_bytes: what forward saves there with this plan.
         host_bytes: host memory that the plan uses beside the device.
@@ -188,6 +234,7 @@ class Plan:
     predicted_peak_bytes: int = 0
     predicted_time_ratio: float = 1.0
     baseline_seconds: float = 0.0
+    step_time: StepTime = StepTime()
     baseline_saved_bytes: int = 0
     predicted_saved_bytes: int = 0
     host_bytes: int = 0
@@ -212,7 +259,7 @@ class Plan:
     @property
     def predicted_seconds(self) -> float:
         """Return the step time with this plan, estimated from the device's rates."""
-        return self.baseline_seconds * self.predicted_time_ratio
+        return self.step_time.total
 
     @property
     def actions(self) -> tuple[object, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from memscale._util.terminal import Terminal, clean, table, wrap
-from memscale.execution_plan import LayerPlan, LossTiling, OptimizerPlan, Plan, Precision
+from memscale.execution_plan import LayerPlan, LossTiling, OptimizerPlan, Plan, Precision, StepTime
 from memscale.units import format_bytes
 
 MOST_TRADES = 12  # points of the frontier that a table shows; a plan may have hundreds
@@ -37,6 +37,8 @@ def explain_plan(plan: Plan, *, trades: bool = True, terminal: Terminal | None =
     parts = [table(title, columns, rows, terminal=screen)]
     columns = ["totals", "plain", "with this plan", "change"]
     parts.append(table("", columns, _total_rows(plan), terminal=screen))
+    if plan.step_time.total:
+        parts += wrap(_step_time(plan.step_time), screen.width)
     if plan.frontier and trades:
         count = len(plan.frontier)
         most = min(count, MOST_TRADES)  # evenly spread, with both ends
@@ -68,7 +70,7 @@ def _layer_rows(layers: Iterable[LayerPlan]) -> Iterator[tuple[str | None, ...]]
             "; ".join(_technique(technique, first) for technique in first.techniques) or None,
             f"{first.rule}: {first.reason}" if first.rule else first.reason,
             format_bytes(saved) if saved else None,
-            _seconds(seconds) if seconds else None,
+            f"+{_seconds(seconds)}" if seconds else None,
         )
 
 
@@ -83,6 +85,7 @@ def _whole_rows(plan: Plan) -> Iterator[tuple[str | None, ...]]:
         state = plan.optimizer.state
         parts = ["8-bit"] * plan.optimizer.eight_bit + [f"state on {state}"] * (state != "device")
         parts += ["in buckets"] * (plan.optimizer.bucket_bytes > 0)
+        parts += ["host parameters stepped on the device"] * (plan.optimizer.host_step == "device")
         rows.append(("(optimizer)", ", ".join(parts), plan.optimizer))
     for where, what, entry in rows:
         yield where, what or None, f"{entry.rule}: {entry.reason}" if entry.rule else entry.reason, None, None
@@ -117,6 +120,12 @@ def _total_rows(plan: Plan) -> Iterator[tuple[str, str | None, str | None, str |
     yield "step time", _ratio(1.0), _ratio(ratio), f"{100 * (ratio - 1):+.1f}%"
 
 
+def _step_time(time: StepTime) -> str:
+    names = (field.name.replace("_", " ") for field in dataclasses.fields(time))
+    parts = (f"{name} {_seconds(part)}" for name, part in zip(names, time.parts, strict=True) if part)
+    return f"A step takes {_seconds(time.total)} (estimated): {', '.join(parts)}."
+
+
 def _peak_at(plan: Plan) -> str:
     return f" (in {clean(plan.peak_at)})" if plan.peak_at else ""
 
@@ -128,5 +137,5 @@ def _ratio(value: float) -> str:
 def _seconds(value: float) -> str:
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if abs(value) * factor >= 1:
-            return f"{value * factor:+.3g} {unit}"
-    return f"{value * 1e6:+.3g} µs"
+            return f"{value * factor:.3g} {unit}"
+    return f"{value * 1e6:.3g} µs"

@@ -36,7 +36,7 @@ from memscale.config import Config
 from memscale.errors import WrapError
 from memscale.execution_plan import LayerPlan, Offloading, Plan, Tier
 from memscale.executor.registry import LAYER_TECHNIQUES, MODEL_TECHNIQUES
-from memscale.observe.counters import Meter
+from memscale.observe.counters import Accumulation, Meter
 from memscale.observe.report import Report
 from memscale.offload.layer import bring_inputs
 from memscale.offload.loading import forget_pending
@@ -174,6 +174,7 @@ class Executor:
         self.placement.fused_host_step = config.fused_host_step
         self.technique_state: dict[str, Any] = {}  # what techniques keep from one plan to the next
         self.batches = PlannedBatches()  # that the model's plans were made for so far
+        self.accumulation = Accumulation(config.warmup_steps)
         self.optimizer: OptimizerNeeds | None = None  # what plans assume of its memory; None for AdamW
         self._guard = guard
         self._is_calling_back = False
@@ -527,6 +528,7 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         return
     called = override_of(model)
     executor.meter.forward_pass()
+    executor.accumulation.begin_batch(lambda: any(each.grad is not None for each in model.parameters()))
     executor._is_calling_back = True
     try:
         callback(executor, args, kwargs)

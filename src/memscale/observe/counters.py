@@ -127,6 +127,42 @@ class Totals:
     seconds_lost: dict[str, float | None] = field(default_factory=dict)  # None where it cannot be measured
 
 
+class Accumulation:
+    """Counts the batches whose gradients add up for each of an optimizer's first steps.
+
+    Example:
+        >>> watch = Accumulation(steps=2)
+        >>> for _ in range(2):
+        ...     for has_gradients in (False, True, True):
+        ...         watch.begin_batch(lambda: has_gradients)
+        ...     watch.end_step()
+        >>> watch.batches_per_step
+        3
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._to_watch = steps
+        self._batches = 0  # since the last step
+        self._least = 0  # of the steps so far: one that was skipped has its batches in the next
+
+    def begin_batch(self, has_gradients: Callable[[], bool]) -> None:
+        """Count a forward pass in training, which adds to a batch before it if that has left gradients."""
+        if self._to_watch:
+            self._batches = self._batches + 1 if self._batches and has_gradients() else 1
+
+    def end_step(self) -> None:
+        """Note an optimizer's step; of several optimizers the first one's."""
+        if self._to_watch and self._batches:
+            self._least = min(self._least or self._batches, self._batches)
+            self._to_watch -= 1
+            self._batches = 0
+
+    @property
+    def batches_per_step(self) -> int | None:
+        """Batches for each step; None until enough steps were watched."""
+        return None if self._to_watch else self._least
+
+
 class Meter:
     """Counts of one executor, over all of its plans."""
 

@@ -20,7 +20,6 @@ gradient stays as it is: a sparse one, a view of a bucket, one with a graph of i
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from memscale._torch import (
     OUTSIDE_BACKWARD,
@@ -38,12 +36,14 @@ from memscale._torch import (
     graph_task_id,
     is_fake,
 )
+from memscale._util.gradient_hook import GradientHook
 from memscale._util.interrupts import raise_pending_interrupt
 from memscale.execution_plan import Tier
 from memscale.memory.tracker import ResidentPages
 from memscale.observe.counters import Meter
 from memscale.offload.materialise import Materialised, materialise, swap_keeping_hooks
 from memscale.optimizer.bucketed_steps import BucketedSteps
+from memscale.optimizer.device_steps import DeviceSteps
 from memscale.optimizer.eight_bit import is_dense
 from memscale.optimizer.placement import PlacementSteps
 from memscale.simulator.simulate import PLAIN_KINDS
@@ -71,7 +71,7 @@ class PlacedParameter:
     tier: Tier = "device"  # between the calls of its layer
     disk_bound: bool = False  # the plan has it on disk, though it may be too small for that
     page_locked: bool = False  # in the model's page-locked memory
-    _gradient_hook: RemovableHandle | None = None
+    _gradient_hook: GradientHook | None = None
     _pages: ResidentPages | None = None  # what trackers are told of
 
     def move(self, tier: Tier, device: torch.device) -> None:
@@ -101,13 +101,10 @@ class PlacedParameter:
     def bring_to_memory(self) -> None:
         """Make it an ordinary parameter in host memory again, with an ordinary gradient."""
         self.tier = "host"
-        parameter, handle = self.parameter, self._gradient_hook
-        if handle is not None:
-            handle.remove()
+        parameter, gradient = self.parameter, self.parameter.grad
+        if self._gradient_hook is not None:
+            self._gradient_hook.remove(parameter)
             self._gradient_hook = None
-            if not parameter._post_accumulate_grad_hooks:
-                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # as it was
-        gradient = parameter.grad
         if self.store.holds(parameter):
             exchange_data(parameter, parameter.detach().clone())
         if gradient is not None and self.store.holds(gradient):
@@ -118,12 +115,11 @@ class PlacedParameter:
         """Have its gradient go to disk, if it gets one."""
         parameter = self.parameter
         if self._gradient_hook is None and parameter.requires_grad and parameter.is_leaf:
-            hook = _GradientHook(self)
-            self._gradient_hook = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._gradient_hook = GradientHook(parameter, self.gradient_arrived)
 
-    def gradient_arrived(self) -> None:
+    def gradient_arrived(self, parameter: nn.Parameter) -> None:
         """Move the gradient to disk: it was accumulated."""
-        if not self.store.holds(self.parameter):
+        if parameter is not self.parameter or not self.store.holds(parameter):
             return
         with self.meter.timing("offloading"):
             self._map_gradient()
@@ -152,20 +148,6 @@ class PlacedParameter:
             self._pages = None
 
 
-class _GradientHook:
-    """Moves a parameter's gradient to disk when it was accumulated."""
-
-    changes_parameter = False  # unlike an optimizer that steps here: see `ModuleFlags.check_parameters`
-
-    def __init__(self, placed: PlacedParameter) -> None:
-        self._placed = weakref.ref(placed)  # or a parameter of a dropped model would be in a cycle
-
-    def __call__(self, parameter: nn.Parameter) -> None:
-        placed = self._placed()
-        if placed is not None and placed.parameter is parameter:
-            placed.gradient_arrived()
-
-
 class ModelPlacement:
     """Where one model's tensors are while it is wrapped, and where they were before.
 
@@ -179,6 +161,7 @@ class ModelPlacement:
         host_capacity: The most host memory for parameters that are on the host instead of on an accelerator, with their
             gradients and optimizer state; None for no other limit than the host's own.
         fused_host_step: Whether those are stepped by torch's fused implementation, where there is one.
+        device_steps: Steps those on the device instead of on the CPU; None if the plan does not.
         states: Where optimizer state is kept between steps, and what of it is in 8 bits.
     """
 
@@ -188,6 +171,7 @@ class ModelPlacement:
         self.device: torch.device | None = None
         self.host_capacity: int | None = None
         self.fused_host_step = True
+        self.device_steps: DeviceSteps | None = None
         self.store = store or DiskStore()
         self.pinned = pinned or PinnedMemory()
         self.states = BucketedSteps(self.store, meter)
@@ -287,6 +271,7 @@ class ModelPlacement:
         """Move everything where it was before the first :meth:`place_parameters`."""
         self._steps.unsubscribe()
         self.states.restore()
+        self.device_steps = None
         for placed in self._placed.values():
             if placed.tier == "disk":
                 placed.bring_to_memory()
@@ -300,7 +285,7 @@ class ModelPlacement:
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
         for optimizer in list(self._steps.optimizers):
-            self._steps.follow(optimizer)
+            self._steps.follow(optimizer, unlock=self.device is not None and self.device.type == "cuda")
         self._steps.optimizers.clear()
         self._placed.clear()
         self._buffers.clear()

@@ -24,7 +24,7 @@ from torch import nn
 from memscale._torch import FakeTensor
 from memscale._util.locks import LateLock
 from memscale.checkpointing.technique import SlicesStage
-from memscale.execution_plan import Tier
+from memscale.execution_plan import StepTime, Tier
 from memscale.memory.process import fix_malloc_threshold, restore_malloc_threshold
 from memscale.offload.activations import Activations, OffloadActivationsStage
 from memscale.offload.layer import OffloadedLayer
@@ -63,16 +63,23 @@ class Offloading:
         latency = rates.latency * max(1, block.parameter_count)
         fetch = _fetch_seconds(block, terms)
         gradients = share * block.gradient_bytes / terms.link[1] + latency
-        stepping = rates.optimizer_below(block.gradient_bytes, fused=terms.config.fused_host_step)
-        stepping -= rates.optimizer(block.gradient_bytes)
+        on_device = rates.optimizer(block.gradient_bytes)
+        on_host = terms.step_below(block.gradient_bytes, block.optimizer_bytes, block.parameter_count)
+        # Of the copies' time, what does not depend on their sizes.
+        fixed = latency * (2 if terms.prefetch else 2 * max(1, block.calls) + 1)
         for recomputed in (False, True):
             forward, backward = fetch, fetch + gradients
             if terms.prefetch:
                 cover = rates.backward(block) + rates.forward(block) * recomputed
                 forward = max(latency, fetch - rates.forward(block))
                 backward = max(latency, max(fetch, gradients) - cover)
-            seconds = HOOK_SECONDS + forward + backward + max(0.0, stepping) / terms.accumulated
-            yield BlockOption("offloading", seconds, target="parameters", reruns_forward=recomputed)
+            time = StepTime(
+                transfers=forward + backward - fixed,
+                device_step=-on_device / terms.accumulated,
+                host_step=max(on_host, on_device) / terms.accumulated,
+                overhead=HOOK_SECONDS + fixed,
+            )
+            yield BlockOption("offloading", time, target="parameters", reruns_forward=recomputed)
 
     def unsupported_reason(self, site: LayerSite) -> str | None:
         if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):
@@ -112,7 +119,7 @@ def _kept_activations(block: BlockProfile, terms: CostTerms) -> Iterator[BlockOp
     nbytes = block.large_saved_bytes
     for parameters_offloaded in (False, True):
         taken = _fetch_seconds(block, terms) if parameters_offloaded else 0.0
-        seconds = activation_seconds(
+        time = activation_time(
             nbytes + block.boundary_bytes,
             terms,
             (terms.rates.forward(block), max(0.0, terms.rates.backward(block) - taken)),
@@ -120,23 +127,23 @@ def _kept_activations(block: BlockProfile, terms: CostTerms) -> Iterator[BlockOp
         )
         yield BlockOption(
             "offloading",
-            HOOK_SECONDS + seconds,
+            time + StepTime(overhead=HOOK_SECONDS),
             held_bytes=block.saved_bytes - nbytes,
             returned_bytes=nbytes // max(1, block.calls),
         )
 
 
-def activation_seconds(
+def activation_time(
     nbytes: int, terms: CostTerms, cover: tuple[float, float] = (0.0, 0.0), count: int = 1
-) -> float:
-    """Return the seconds of copying `count` activations to their tier and back.
+) -> StepTime:
+    """Return the time of copying `count` activations to their tier and back.
 
     With prefetching, less `cover`: the time of the computation beside each of the two.
     """
     h2d, d2h = terms.link
     in_forward, in_backward = cover if terms.prefetch else (0.0, 0.0)
     exposed = max(0.0, nbytes / d2h - in_forward) + max(0.0, nbytes / h2d - in_backward)
-    return exposed + 2 * terms.rates.latency * count
+    return StepTime(transfers=exposed, overhead=2 * terms.rates.latency * count)
 
 
 class Transfers:

@@ -52,6 +52,7 @@ from memscale.optimizer.kinds import (
     why_32_bits,
     why_whole,
 )
+from memscale.optimizer.overlap import OverlappedSteps
 from memscale.optimizer.state_stores import PAGE, StateMover, StateStore, Stepped, tensors_in
 from memscale.tiers.disk import DiskStore
 
@@ -90,6 +91,7 @@ class BucketedSteps(StepSubscriber):
         self._wholes: dict[int, Tensor] = {}  # the parameter of the slice that is being stepped
         self._eight_bit: EightBitState | None = None
         self._mover = StateMover(StateStore(disk), self._meter)
+        self.overlap = OverlappedSteps(self._mover, self._meter)
         self._configuration: tuple[list[int], list[int], set[int], StateStore, int]
         self._configuration = ([], [], set(), self._mover.store, 1)
         self._configure([], [], set(), self._mover.store, 1, logs=False)
@@ -160,6 +162,7 @@ class BucketedSteps(StepSubscriber):
         configuration = [*map(id, wanted)], [*map(id, quantized)], apart, store, bucket_bytes
         if self._configuration != configuration:
             same_moments = [*map(id, quantized)] == self._configuration[1]
+            self.overlap.detach()
             for optimizer in list(self._optimizers):
                 self._bring_back(optimizer, keep_eight_bits=same_moments)
             self._configure(wanted, quantized, apart, store, bucket_bytes, logs=logs)
@@ -169,6 +172,7 @@ class BucketedSteps(StepSubscriber):
     def restore(self) -> None:
         """Change no steps any more, and bring all state back beside its parameters, in 32 bits."""
         self.unsubscribe()
+        self.overlap.detach()
         for optimizer in list(self._optimizers):
             self._bring_back(optimizer)
         self._configure([], [], set(), StateStore(self._disk), 1, logs=False)
@@ -305,9 +309,13 @@ class BucketedSteps(StepSubscriber):
         bucketed: deque[Stepped] = deque()
         idle: list[Stepped] = []
         others: list[Member] = []
+        early = self.overlap.begin_step(optimizer)
+        done = {id(each.parameter) for each in early}
         try:
             # Room for all state that the step will store, before a parameter is changed.
             for member in members_of(optimizer):
+                if id(member.parameter) in done:
+                    continue
                 each, is_ours = self._stepped(optimizer, member), id(member.parameter) in self._parameters
                 if member.parameter.grad is not None and (is_ours or each.quantized):
                     new = new_state.of(optimizer.param_groups[member.group], member.parameter)
@@ -316,6 +324,7 @@ class BucketedSteps(StepSubscriber):
                     others.append(member)
                     if is_ours:  # no gradient now, but maybe state: loaded from a checkpoint, or from before
                         idle.append(self._reserve(optimizer, each))
+            self.overlap.commit(early, optimizer)
             buckets = self._buckets(optimizer, bucketed, others)
             with SplitStep(optimizer) as split, contextlib.closing(buckets):
                 for bucket, shown in buckets:
@@ -362,11 +371,11 @@ class BucketedSteps(StepSubscriber):
             if length is not None:
                 yield from self._slices(optimizer, bucket[0], length)
             else:
-                # Whatever is not bucketed is stepped once, too: with the last bucket.
-                shown = [each.member for each in bucket]
-                yield bucket, shown if bucketed else [*shown, *others]
-                others = others if bucketed else []
-        if others:
+                yield bucket, [each.member for each in bucket]
+        if (
+            others
+        ):  # after the state of the last bucket is released: host masters may be stepped on the device
+            self._mover.finish_writing()
             yield [], others
 
     def _run_bucket(self, optimizer: Optimizer, bucket: list[Stepped], call: Callable[[], Any]) -> None:
@@ -423,18 +432,9 @@ class BucketedSteps(StepSubscriber):
     # ------------------------------------------------------------------ slices
 
     def _slice_length(self, optimizer: Optimizer, parameter: Tensor, needed: int) -> int | None:
-        """Return the elements of a slice that needs no more than the limit; None for what is stepped whole."""
-        if needed <= self._bucket_bytes or arithmetic_of(type(optimizer)) not in ELEMENTWISE:
+        if self._eight_bit is not None and self._eight_bit.has_failed:
             return None
-        failed = self._eight_bit is not None and self._eight_bit.has_failed
-        if not _is_flat(parameter) or parameter.grad is None or not _is_flat(parameter.grad) or failed:
-            return None
-        for name, value in optimizer.state.get(parameter, {}).items():
-            is_whole = not isinstance(value, Tensor) or (_is_flat(value) and value.shape == parameter.shape)
-            if name in STATE_NAMES and not is_whole:
-                return None
-        length = slice_bytes(parameter.nbytes, needed, self._bucket_bytes) // parameter.element_size()
-        return length if length < parameter.numel() else None
+        return slice_length(optimizer, parameter, needed, self._bucket_bytes)
 
     def _slices(self, optimizer: Optimizer, stepped: Stepped, length: int) -> Iterator[_Bucket]:
         """Yield the slices of one parameter, each a bucket. See Note [Slices]."""
@@ -486,6 +486,23 @@ class BucketedSteps(StepSubscriber):
         if name in tensors:
             return tensors[name]
         return Moment(**tensors, signed=MOMENTS[name], shape=parameter.shape, stride=parameter.stride())
+
+
+def slice_length(optimizer: Optimizer, parameter: Tensor, needed: int, limit: int) -> int | None:
+    """Return the elements of a slice of a parameter, which needs so many bytes, within a limit; None for all of it.
+
+    See Note [Slices].
+    """
+    if needed <= limit or arithmetic_of(type(optimizer)) not in ELEMENTWISE:
+        return None
+    if not _is_flat(parameter) or parameter.grad is None or not _is_flat(parameter.grad):
+        return None
+    for name, value in optimizer.state.get(parameter, {}).items():
+        is_whole = not isinstance(value, Tensor) or (_is_flat(value) and value.shape == parameter.shape)
+        if name in STATE_NAMES and not is_whole:
+            return None
+    length = slice_bytes(parameter.nbytes, needed, limit) // parameter.element_size()
+    return length if length < parameter.numel() else None
 
 
 def slice_bytes(nbytes: int, needed: int, bucket_bytes: int) -> int:

@@ -42,6 +42,9 @@ FOREACH_DIFFERS = frozenset({optim.ASGD, optim.NAdam, optim.RAdam})
 
 FOREACH_DIFFERS_IN_16_BITS = FOREACH_DIFFERS | {optim.Adagrad}  # it stores the quotient's numerator
 
+_LEAVES_GRADIENTS = frozenset({optim.Adam, optim.NAdam, optim.RAdam, optim.RMSprop, optim.SGD})
+"""Those whose ``foreach`` implementation computes nothing in the memory of gradients, nesterov left out."""
+
 MOMENTS: Mapping[str, bool] = {
     "exp_avg": True,
     "exp_avg_sq": False,
@@ -95,6 +98,23 @@ def why_whole(optimizer: Optimizer) -> str | None:
     if any(group.get("differentiable") for group in (optimizer.defaults, *optimizer.param_groups)):
         return "differentiable=True: gradients flow through its state"
     return None
+
+
+def leaves_gradients(optimizer: Optimizer) -> bool:
+    """Return whether a step of this optimizer leaves gradients as they are."""
+    nesterov = any(group.get("nesterov") for group in optimizer.param_groups)
+    return arithmetic_of(type(optimizer)) in _LEAVES_GRADIENTS and not nesterov
+
+
+def is_fused_on_cpu(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Return whether a group's parameters on a CPU can be stepped by torch's fused implementation, unless told so."""
+    return (
+        arithmetic_of(type(optimizer)) in FUSED_ON_CPU
+        and not isinstance(group["lr"], Tensor)
+        and group.get("foreach", False) is None
+        and group.get("fused", False) is None
+        and not group.get("capturable")
+    )
 
 
 def has_moments(optimizer: Optimizer) -> bool:
@@ -187,6 +207,9 @@ def step_alone(
     # Not by its __init__, by which torch wraps the step of the class: hooks of a subclass would run twice.
     other = owner.__new__(owner)
     settings = {name: 0.01 if isinstance(value, Tensor) else value for name, value in group.items()}
+    # With its other attributes, some of which fused implementations ask for; and without torch's mark that it has
+    # warned of `capturable`, a step beside an accelerator reads that setting, which Adafactor's groups do not have.
+    vars(other).update(vars(optimizer))
     vars(other).update(
         defaults=dict(optimizer.defaults),
         state=defaultdict(dict) if state is None else state,

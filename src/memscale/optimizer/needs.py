@@ -15,7 +15,15 @@ from torch.optim import Optimizer
 from memscale.errors import WrapError
 from memscale.memory.allocator import CachingAllocator
 from memscale.optimizer.eight_bit import is_moment
-from memscale.optimizer.kinds import NewState, arithmetic_of, step_alone, why_32_bits, why_whole
+from memscale.optimizer.kinds import (
+    NewState,
+    arithmetic_of,
+    is_fused_on_cpu,
+    leaves_gradients,
+    step_alone,
+    why_32_bits,
+    why_whole,
+)
 from memscale.profiler import ModelProfile, Place, find_blocks
 
 _SIDE = 1024  # of the matrices that a step is simulated with
@@ -40,6 +48,9 @@ class OptimizerNeeds:
     temporaries: tuple[float, float]
     moves: bool  # whether its state can be on another tier between steps
     eight_bit: bool  # whether its moments can be kept in 8 bits
+    fused_on_cpu: bool = True  # whether parameters on the host can be stepped by a fused implementation
+    steps_on_device: bool = True  # whether they can be stepped on the device: Note [Device twins]
+    overlaps: bool = True  # whether its steps can be computed in backward: Note [Overlapped steps]
     notes: tuple[str, ...] = ()  # for the plan
 
 
@@ -77,8 +88,20 @@ def needs_of(optimizer: Optimizer, model: nn.Module, place: Place) -> OptimizerN
         temporaries = (0.0, 2.0) if place.kind == "cpu" else (1.0, 0.0)  # as for AdamW
     else:
         temporaries = _simulated_temporaries(optimizer, place)
+    has_own = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    is_sparse = arithmetic_of(type(optimizer)) is torch.optim.SparseAdam
     return OptimizerNeeds(
-        kind, state, temporaries, moves=whole is None, eight_bit=why_32_bits(optimizer) is None, notes=notes
+        kind,
+        state,
+        temporaries,
+        moves=whole is None,
+        eight_bit=why_32_bits(optimizer) is None,
+        fused_on_cpu=all(
+            group.get("fused") or is_fused_on_cpu(optimizer, group) for group in optimizer.param_groups
+        ),
+        steps_on_device=whole is None and not has_own and not is_sparse,
+        overlaps=whole is None and leaves_gradients(optimizer),
+        notes=notes,
     )
 
 
@@ -106,6 +129,7 @@ def with_optimizer(
         blocks=tuple(replace(block, optimizer_bytes=by_block.get(block.name, 0)) for block in profile.blocks),
         optimizer_bytes=sum(map(bytes_of, needs.state)),
         step_temporaries=needs.temporaries,
+        fused_on_cpu=needs.fused_on_cpu,
     )
 
 

@@ -8,10 +8,11 @@ torch steps parameters on an accelerator by its ``foreach`` implementation, and 
 loop over them. So the master copies on the host of a model that computes on an accelerator are stepped in calls of
 their own, and the parameters on the device keep their implementation. For the masters it is
 
-- torch's *fused* CPU implementation for 32-bit parameters where the class has one (:data:`FUSED_ON_CPU`) and the user
-  has set neither ``foreach`` nor ``fused``: one pass over memory, no temporaries, and about 4 times as fast as the loop
-  (``benchmarks/host_step.py``). It rounds in other places: a step differs from the loop's by 2e-7 of the weights
-  (their norms; ``tests/optimizer/test_host_steps.py`` compares both with 64 bits);
+- that of the device, with ``OptimizerPlan(host_step="device")`` (Note [Device twins]);
+- else torch's *fused* CPU implementation for 32-bit parameters where the class has one (:data:`FUSED_ON_CPU`) and the
+  user has set neither ``foreach`` nor ``fused``: one pass over memory, no temporaries, and about 4 times as fast as
+  the loop (``benchmarks/host_step.py``). It rounds in other places: a step differs from the loop's by 2e-7 of the
+  weights (their norms; ``tests/optimizer/test_host_steps.py`` compares both with 64 bits);
 - else, or with ``Config(fused_host_step=False)``, what rounds as the device would have: ``foreach`` for the classes of
   :data:`FOREACH_DIFFERS`, with 16-bit parameters for those of :data:`FOREACH_DIFFERS_IN_16_BITS`, the loop for all
   others. In 16 bits a CPU's ``foreach`` itself rounds what CUDA's does not: :func:`memscale._torch.foreach_mul_`.
@@ -35,15 +36,16 @@ from memscale.config import Config
 from memscale.errors import TierFullError
 from memscale.execution_plan import Plan, Tier
 from memscale.optimizer.bucketed_steps import BucketedSteps, bytes_of_gradient
+from memscale.optimizer.device_steps import DeviceSteps
 from memscale.optimizer.eight_bit import is_dense, parameters_in_eight_bits, stored_layout
 from memscale.optimizer.interceptor import Member, SplitStep, StepOrder, StepSubscriber, members_of
 from memscale.optimizer.kinds import (
     FOREACH_DIFFERS,
     FOREACH_DIFFERS_IN_16_BITS,
-    FUSED_ON_CPU,
     STATE_NAMES,
     NewState,
     arithmetic_of,
+    is_fused_on_cpu,
     why_whole,
 )
 from memscale.optimizer.state_stores import DiskStateStore, HostStateStore, StateStore
@@ -70,6 +72,11 @@ class OptimizerState:
 
     def attach(self, site: ModelSite, log: UndoLog) -> None:
         states, wanted = site.placement.states, site.plan.optimizer
+        bucket_bytes = (wanted.bucket_bytes if wanted else 0) or DEFAULT_BUCKET_BYTES
+        on_device = wanted is not None and wanted.host_step == "device" and site.device.type != "cpu"
+        site.placement.device_steps = (
+            DeviceSteps(site.device, bucket_bytes, site.placement.pinned, site.meter) if on_device else None
+        )
         eight_bit = parameters_in_eight_bits(site.model) if wanted is not None and wanted.eight_bit else []
         tier: Tier = "device" if wanted is None else wanted.state
         if tier == "host" and site.device.type == "cpu":
@@ -97,9 +104,13 @@ class OptimizerState:
         store = states.store
         if type(store) is not _STORES[tier] or store.capacity != capacity:
             store = _STORES[tier](site.placement.store, capacity, site.placement.pinned)
-        bucket_bytes = (wanted.bucket_bytes if wanted else 0) or DEFAULT_BUCKET_BYTES
         states.attach(stepped, store, bucket_bytes, eight_bit=eight_bit, beside=beside, logs=site.logs)
         log.add(states)  # which keeps state where it is until the next plan, or `restore`
+        if tier == "host" and wanted is not None and site.config.overlap_optimizer is not False:
+            apart = {id(each) for each in beside}
+            on_host = [each for each in stepped if id(each) not in apart]
+            states.overlap.attach(on_host, bucket_bytes, site.config.warmup_steps, computes=wanted.overlapped)
+            log.add_forward_pre_hook(site.model, states.overlap.before_forward)
 
 
 def ids_with_state_on_host(model: nn.Module, plan: Plan) -> set[int]:
@@ -159,26 +170,45 @@ class PlacementSteps(StepSubscriber):
         if placement is None or placement.device is None:
             call()
             return
-        ids, calls = placement.parameter_ids(), defaultdict[tuple[str, bool], list[Member]](list)
+        calls, twins = defaultdict[tuple[str, bool], list[Member]](list), list[Member]()
+        on_device, states = placement.device_steps, placement.states
+        masters = {id(each) for each in placement.host_masters()} if on_device else set()
         for member in members_of(optimizer):
-            parameter, kind = member.parameter, ("device", False)
-            is_placed = id(placement.states.whole_of(parameter)) in ids
-            if is_placed and parameter.device == _HOST and placement.device != _HOST:
-                group = optimizer.param_groups[member.group]
-                fused = placement.fused_host_step and _takes_fused(optimizer, group, parameter)
-                # Fused SGD takes momentum of all parameters, or of none.
-                is_new = optimizer.state.get(parameter, {}).get("momentum_buffer") is None
-                kind = ("fused", is_new) if fused else ("host", False)
-            calls[kind].append(member)
+            if (
+                on_device is not None
+                and id(member.parameter) in masters
+                and not states.quantizes(optimizer, member.parameter)
+                and on_device.takes(optimizer, member)
+            ):
+                twins.append(member)
+            else:
+                calls[self._implementation_of(member, optimizer, placement)].append(member)
         with SplitStep(optimizer) as split:
+            if on_device and twins and not on_device.run(optimizer, twins, split, call):
+                for member in twins:
+                    calls[self._implementation_of(member, optimizer, placement)].append(member)
             for (implementation, _), members in calls.items():
-                if len(calls) > 1:
+                if twins or len(calls) > 1:
                     split.show(members)
                 with _implementation(implementation, optimizer, placement.device):
                     call()
 
-    def follow(self, optimizer: Optimizer) -> None:
-        """Move an optimizer's state to where its parameters are now.
+    def _implementation_of(
+        self, member: Member, optimizer: Optimizer, placement: ModelPlacement
+    ) -> tuple[str, bool]:
+        """Return by what to step a parameter where it is, and what else must be equal of those in one call."""
+        parameter = member.parameter
+        is_placed = id(placement.states.whole_of(parameter)) in placement.parameter_ids()
+        if not is_placed or parameter.device != _HOST or placement.device == _HOST:
+            return "device", False
+        group = optimizer.param_groups[member.group]
+        if not (placement.fused_host_step and _takes_fused(optimizer, group, parameter)):
+            return "host", False
+        # Fused SGD takes momentum of all parameters, or of none.
+        return "fused", optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+
+    def follow(self, optimizer: Optimizer, *, unlock: bool = False) -> None:
+        """Move an optimizer's state to where its parameters are now, with `unlock` out of page-locked memory.
 
         As in `Optimizer.load_state_dict`, the counter of steps follows to an accelerator only where the implementation
         wants it there. It never stays on one that its parameter has left.
@@ -191,7 +221,11 @@ class PlacementSteps(StepSubscriber):
             parameter, group = member.parameter, optimizer.param_groups[member.group]
             state = optimizer.state.get(parameter, {}) if id(parameter) in ids else {}
             for name, value in state.items():
-                if not isinstance(value, Tensor) or value.device == parameter.device:
+                if not isinstance(value, Tensor):
+                    continue
+                if value.device == parameter.device:
+                    if unlock and value.device == _HOST and value.is_pinned():
+                        state[name] = value.clone()
                     continue
                 counts_on_device = group.get("fused") or group.get("capturable")
                 stays = name == "step" and parameter.device != _HOST and not counts_on_device
@@ -209,11 +243,7 @@ def _takes_fused(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor)
     moments = [value for name, value in state.items() if name in STATE_NAMES and isinstance(value, Tensor)]
     operands = [parameter, *moments] if parameter.grad is None else [parameter, parameter.grad, *moments]
     return (
-        arithmetic_of(type(optimizer)) in FUSED_ON_CPU
-        and not isinstance(group["lr"], Tensor)
-        and group.get("foreach", False) is None
-        and group.get("fused", False) is None
-        and not group.get("capturable")
+        is_fused_on_cpu(optimizer, group)
         and parameter.dtype in (torch.float32, torch.float64)
         and all(each.layout is torch.strided and each.dtype is parameter.dtype for each in operands)
         and all(each.stride() == parameter.stride() for each in operands)

@@ -122,7 +122,7 @@ class HostStateStore(StateStore):
     ) -> None:
         super().__init__(disk, capacity, pinned)
         self.memory = HostMemory(sys.maxsize if capacity is None else capacity, pinned)
-        self._engine = Engine(AsyncOffloadConfig())
+        self.engine = Engine(AsyncOffloadConfig())
 
     def takes(self, parameter: Tensor) -> bool:
         return parameter.device != _HOST
@@ -134,7 +134,7 @@ class HostStateStore(StateStore):
 
     def prefetch(self, stored: Tensor, parameter: Tensor) -> Transfer[Tensor]:
         device = parameter.device
-        return self._engine.run(lambda: stored.to(device, non_blocking=True), _lane(device), device)
+        return self.engine.run(lambda: stored.to(device, non_blocking=True), lane_of(device), device)
 
     def write(self, stored: Tensor, values: Tensor) -> Transfer[None]:
         device = values.device
@@ -142,10 +142,11 @@ class HostStateStore(StateStore):
         def copy() -> None:
             stored.copy_(values, non_blocking=True)
 
-        return self._engine.run(copy, _lane(device), device, outward=True)
+        return self.engine.run(copy, lane_of(device), device, outward=True)
 
 
-def _lane(device: torch.device) -> Lane:
+def lane_of(device: torch.device) -> Lane:
+    """Return where copies run beside a step on a device."""
     return Lane.STREAM if device.type == "cuda" else Lane.CALLER
 
 
@@ -214,7 +215,13 @@ class StateMover:
             return torch.empty_like(like, device=parameter.device)
         stored = self._reserved.pop((id(parameter), path), None)
         if stored is None or not _fits(stored, like):
-            stored = self.store.allocate(like, parameter)
+            return self.allocate_stored(like, parameter)
+        self._stored[id(stored)] = stored
+        return stored
+
+    def allocate_stored(self, like: Tensor, parameter: Tensor) -> Tensor:
+        """Return a tensor of the store for state of a parameter, as large as `like`, or raise a TierFullError."""
+        stored = self.store.allocate(like, parameter)
         self._stored[id(stored)] = stored
         return stored
 
@@ -230,7 +237,7 @@ class StateMover:
         for path, holder, tensor in tensors_in(state):
             if self.is_stored(tensor):
                 each.origins[path] = tensor
-                self._count(tensor, self._meter.count_read)
+                self.count_read(tensor)
                 transfer = self._loading.pop(id(tensor), None)
                 holder[path[-1]] = transfer.wait() if transfer else self.store.load(tensor, each.parameter)
 
@@ -253,7 +260,7 @@ class StateMover:
                 continue
             holder[path[-1]] = stored
             if self.is_stored(stored):
-                self._count(stored, self._meter.count_written)
+                self.count_written(stored)
                 self.store.release_pages(stored)
 
     def _write(self, stored: Tensor, values: Tensor) -> None:
@@ -295,6 +302,14 @@ class StateMover:
         if self.is_stored(whole):
             self._stored[id(view)] = view
         return view
+
+    def count_read(self, stored: Tensor) -> None:
+        """Count a stored tensor that was loaded."""
+        self._count(stored, self._meter.count_read)
+
+    def count_written(self, stored: Tensor) -> None:
+        """Count a stored tensor that was written."""
+        self._count(stored, self._meter.count_written)
 
     def _count(self, stored: Tensor, count: Callable[..., None]) -> None:
         self.bytes_moved += stored.nbytes

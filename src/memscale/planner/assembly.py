@@ -17,6 +17,7 @@ from memscale.execution_plan import (
     Offloading,
     OptimizerPlan,
     Plan,
+    StepTime,
     Tier,
     Tiling,
 )
@@ -25,9 +26,11 @@ from memscale.planner.cost_model import PLAIN, Choice, CostModel, Point, all_byt
 from memscale.planner.settings import Under
 from memscale.profiler import find_blocks
 from memscale.profiler.profile import BlockProfile, ModelProfile
+from memscale.techniques.cost import Rates
 from memscale.units import format_bytes
 
 SECONDS_DIGITS = 9  # decimals of seconds in a plan: its text must not depend on the last bit of a float
+STEP_DIGITS = 12  # decimals of the seconds of a step, which may be few
 RATIO_DIGITS = 6  # decimals of ratios
 NOT_CALLED = "not-called"  # the rule of a block that forward does not call
 BY_STRUCTURE = "by-structure"
@@ -41,6 +44,7 @@ WHY_KEPT = {
     "small-model": "the model needs little of the device as it is",
     "least-peak": "dropping it would not lower the peak",
     "least-peak-within-1.15x": "computing it again would not lower the peak, or take too long",
+    "least-peak-within-1.5x": "computing it again would not lower the peak, or take too long",
     "least-peak-within-2x": "computing it again would not lower the peak, or take too long",
     "fastest-at-24%": "the peak is at 24% of the plain one without it",
     "fastest-within-utilization": "target_gpu_utilization leaves room for it",
@@ -79,6 +83,15 @@ def plain_point(profile: ModelProfile, hardware: Hardware, config: Config) -> Po
     return model.point((PLAIN,) * len(model.blocks))
 
 
+def plain_time(profile: ModelProfile, hardware: Hardware, config: Config) -> StepTime:
+    """Return the time of a step of the model as it is."""
+    return _rounded(Rates.of(hardware).step(profile, config.gradient_accumulation_steps))
+
+
+def _rounded(time: StepTime) -> StepTime:
+    return StepTime(*(round(part, STEP_DIGITS) + 0.0 for part in time.parts))
+
+
 def plan_of(
     verdict: Verdict,
     profile: ModelProfile,
@@ -94,6 +107,10 @@ def plan_of(
     same = (needs for setting, needs in under if setting.whole_steps == chosen.setting.whole_steps)
     needs = next(same, profile)
     model = CostModel(needs, hardware, config, chosen.setting, chosen.prefetch)
+    plain_step, time = plain_time(profile, hardware, config), model.step_time(chosen)
+    again = max(0.0, time.compute - plain_step.compute)  # what tiles compute once more
+    time = _rounded(time + StepTime(compute=-again, recomputation=again))
+    baseline = plain_step.total
     return Plan(
         layers=_LayerPlans(verdict, model, config).of(needs),
         device=hardware.describe(),
@@ -101,8 +118,9 @@ def plan_of(
         batch=profile.batch,
         baseline_peak_bytes=plain.peak_bytes,
         predicted_peak_bytes=chosen.peak_bytes,
-        predicted_time_ratio=_ratio(chosen, plain),
-        baseline_seconds=float(f"{plain.seconds:.{RATIO_DIGITS}g}"),
+        predicted_time_ratio=_ratio(time.total, baseline),
+        baseline_seconds=baseline,
+        step_time=time,
         baseline_saved_bytes=plain.saved_bytes,
         predicted_saved_bytes=chosen.saved_bytes,
         host_bytes=0 if hardware.offloads_to_disk else chosen.peak_below_bytes,
@@ -112,7 +130,7 @@ def plan_of(
         unseen_bytes=unseen,
         notes=(*chosen.setting.notes, *verdict.notes, *_profile_notes(profile, unseen)),
         frontier=tuple(
-            FrontierPoint(_describe(point), point.peak_bytes, _ratio(point, plain), unseen)
+            FrontierPoint(_describe(point), point.peak_bytes, _ratio(point.seconds, baseline), unseen)
             for point in pareto_frontier(points)
         ),
         precision=chosen.setting.precision,
@@ -174,6 +192,8 @@ def _describe(point: Point) -> str:
         "" if setting.precision is None else setting.precision.dtype: setting.precision is not None,
         "8-bit optimizer": setting.eight_bit,
         f"optimizer state of {point.state_below} blocks on the host": point.state_below > 0,
+        "stepped on the device": setting.device_step and offloaded > 0,
+        "stepped in backward": setting.overlapped and point.state_below > 0,
     }
     parts += [what for what, is_done in whole.items() if is_done]
     return ", ".join(parts) or ("stepped in buckets" if setting.bucketed else "as it is")
@@ -184,8 +204,8 @@ def _range(numbers: set[int]) -> str:
     return str(least) if least == most else f"{least} to {most}"
 
 
-def _ratio(point: Point, plain: Point) -> float:
-    return round(point.seconds / plain.seconds, RATIO_DIGITS) if plain.seconds else 1.0
+def _ratio(seconds: float, plain: float) -> float:
+    return round(seconds / plain, RATIO_DIGITS) if plain else 1.0
 
 
 def _optimizer(chosen: Point, hardware: Hardware, rule: str, model: CostModel) -> OptimizerPlan | None:
@@ -193,8 +213,9 @@ def _optimizer(chosen: Point, hardware: Hardware, rule: str, model: CostModel) -
     on_disk = hardware.offloads_to_disk and any(choice.offloaded for choice in chosen.choices)
     if not (on_disk or setting.eight_bit or setting.bucketed):
         return None
-    pairs = list(zip(model.blocks, chosen.choices, strict=True))[: chosen.state_below]
-    on_host = [block for block, choice in pairs if block.optimizer_bytes and not choice.offloaded]
+    with_state_below = model.blocks_with_state_below(chosen.choices, chosen.state_below)
+    device_step = model.terms.step_bucket > 0 and any(choice.offloaded for choice in chosen.choices)
+    on_host = [model.blocks[index] for index in with_state_below if model.blocks[index].optimizer_bytes]
     reasons = []
     if on_disk:
         reasons.append(f"stepped {format_bytes(bucket)} at a time, parameters and gradients too")
@@ -207,6 +228,13 @@ def _optimizer(chosen: Point, hardware: Hardware, rule: str, model: CostModel) -
         reasons.append(
             f"{size} of state, of {len(on_host)} layers on the device, are on the host between steps"
         )
+    if on_host and setting.overlapped:
+        reasons.append("stepped while backward goes on, committed by step()")
+    if device_step:
+        reasons.append(
+            "parameters on the host are copied to the device for it, with gradients and state: that is faster than on "
+            "the CPU"
+        )
     if setting.eight_bit:
         reasons.append("moments of large parameters take 2.03 bytes a parameter instead of 8")
     return OptimizerPlan(
@@ -214,6 +242,8 @@ def _optimizer(chosen: Point, hardware: Hardware, rule: str, model: CostModel) -
         layers=tuple(block.name for block in on_host),
         bucket_bytes=bucket if on_disk or setting.bucketed else 0,
         eight_bit=setting.eight_bit,
+        host_step="device" if device_step else "cpu",
+        overlapped=bool(on_host) and setting.overlapped,
         rule=rule,
         reason="; ".join(reasons),
     )
@@ -258,7 +288,7 @@ class _LayerPlans:
             if choice.saved_offloaded:
                 what = "what it saves for backward"
             else:
-                seconds += self.model.input_seconds(index)
+                seconds += self.model.input_time(index).total
             reason += f"{', and so does' if reason else f'on the {tier} is'} {what} ({format_bytes(size)})"
         reasons = [each for each in (reason, layer.reason if layer.techniques else "") if each]
         return replace(

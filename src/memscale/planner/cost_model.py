@@ -9,15 +9,16 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from memscale.checkpointing.technique import can_recompute, worth_keeping
 from memscale.config import Config
+from memscale.execution_plan import StepTime
 from memscale.executor.registry import LAYER_TECHNIQUES
 from memscale.hardware import Hardware
-from memscale.offload.technique import activation_seconds
+from memscale.offload.technique import activation_time
 from memscale.planner.frontier import Option, Row, trade_of
 from memscale.planner.settings import NOTHING, Setting
 from memscale.profiler.profile import BlockProfile, ModelProfile
@@ -81,7 +82,7 @@ class Point:
     peak_below_bytes: int = 0  # the most there at once: those, in whole pages on disk, and activations
     setting: Setting = NOTHING
     prefetch: int = 0  # how many layers ahead parameters are fetched
-    state_below: int = 0  # the optimizer state of so many blocks, the first ones, is on the host
+    state_below: int = 0  # the optimizer state of so many blocks, the last ones on the device, is on the host
 
 
 def spans(choices: Sequence[Choice]) -> Iterator[tuple[int, int]]:
@@ -158,8 +159,17 @@ class CostModel:
         if pool is None:
             pool = int(hardware.host.total_ram_bytes * PAGE_LOCKED_SHARE)
         everything = profile.parameter_bytes + profile.gradient_bytes + profile.optimizer_bytes
+        # How much of parameters, gradients and loaded state is stepped at once, where that is done in buckets.
+        share = int(profile.parameter_bytes * BUCKET_SHARE)
+        self.bucket_bytes = min(LARGEST_BUCKET, max(SMALLEST_BUCKET, share))
         self.terms = CostTerms(
-            Rates.of(hardware), config, setting.working_share, prefetch > 0, everything <= pool
+            Rates.of(hardware),
+            config,
+            setting.working_share,
+            prefetch > 0,
+            everything <= pool,
+            profile.fused_on_cpu,
+            self.bucket_bytes if setting.device_step else 0,
         )
         called = (block for block in profile.blocks if block.order >= 0)
         self.blocks = tuple(sorted(called, key=lambda block: block.order))
@@ -167,9 +177,6 @@ class CostModel:
         self._accumulates = config.gradient_accumulation_steps > 1
         self._room_below = room_below(hardware, config) if config.enable_offloading else 0
         self._stacks = Counter(block.container for block in self.blocks)
-        # How much of parameters, gradients and loaded state is stepped at once, where that is done in buckets.
-        share = int(profile.parameter_bytes * BUCKET_SHARE)
-        self.bucket_bytes = min(LARGEST_BUCKET, max(SMALLEST_BUCKET, share))
         self._temporaries = profile.step_temporaries or adamw_temporaries(hardware.device.kind)
         layers = [block for block in self.blocks if block.role == "repeated"]
         odd = [block for block in self.blocks if block.role != "repeated" and can_recompute(block)]
@@ -216,8 +223,8 @@ class CostModel:
         most = len(self.blocks) if may and not self.terms.rates.below_is_disk else 0
         return sorted({round(most * part / parts) for part in range(parts + 1)})
 
-    def rows(self, state_below: int = 0) -> Iterator[Row[Choices]]:
-        """Yield rows with every choice that is allowed at every position, the state of the first blocks on the host.
+    def rows(self, state_below: Collection[int] = ()) -> Iterator[Row[Choices]]:
+        """Yield rows with every choice that is allowed at every position, the state of some of them on the host.
 
         Blocks outside of stacks, which may share parameters, are offloaded together or not at all: a row for each. Of
         the layers of stacks the last ones are offloaded, as many as pay.
@@ -243,12 +250,13 @@ class CostModel:
                 ]
                 if self.prefetch and saved_offloaded and not sent:
                     continue
-                for index in range(state_below):
-                    options[index] = tuple(
-                        self._with_state_below(index, each, state_below) for each in options[index]
-                    )
+                if state_below:
+                    options = [
+                        tuple(self._with_state_below(index, each, state_below) for each in here)
+                        for index, here in enumerate(options)
+                    ]
                 in_flight = self._in_flight([max(sent)] * len(self.blocks)) if sent else 0
-                frame = self._frame(odd_offloaded, self.prefetch, state_below > 0, in_flight)
+                frame = self._frame(odd_offloaded, self.prefetch, bool(state_below), in_flight, True)
                 yield replace(frame, options=options)
 
     def _in_flight(self, sent: Sequence[int]) -> int:
@@ -260,36 +268,94 @@ class CostModel:
             return 0
         return max((sum(sent[first : first + self.prefetch + 1]) for first in range(len(sent))), default=0)
 
-    def _with_state_below(self, start: int, option: Option[Choices], state_below: int) -> Option[Choices]:
-        """Return an option with the state of those of its blocks on the host that are among the first ones.
+    def blocks_with_state_below(self, choices: Choices, number: int) -> list[int]:
+        """Return the last so many blocks on the device: their gradients come first, so that steps overlap the most."""
+        here = [index for index, choice in enumerate(choices) if not choice.offloaded]
+        return here[len(here) - min(number, len(here)) :]
 
-        It is copied to the device and back in buckets, both at once.
+    def _with_state_below(
+        self, start: int, option: Option[Choices], state_below: Collection[int]
+    ) -> Option[Choices]:
+        """Return an option with the state of those of its blocks on the host that are on the device themselves.
+
+        An overlapped step has the new values of parameters beside them from backward to the step's end.
         """
-        pairs = zip(self.blocks[start:state_below], option.what, strict=False)
-        moved = [block for block, choice in pairs if not choice.offloaded]
-        seconds = sum(each.optimizer_bytes for each in moved) / min(self.terms.link)
-        seconds += 2 * self.terms.rates.latency * sum(each.parameter_count for each in moved)
-        resident = option.resident - sum(each.optimizer_bytes for each in moved)
-        return replace(option, seconds=option.seconds + seconds / self.terms.accumulated, resident=resident)
+        pairs = [(start + offset, choice) for offset, choice in enumerate(option.what)]
+        moved = [(index, choice) for index, choice in pairs if index in state_below and not choice.offloaded]
+        if not moved:
+            return option
+        blocks = [self.blocks[index] for index, _ in moved]
+        copies = sum(each.parameter_bytes for each in blocks if self._is_early(each))
+        in_flight = max(self.bucket_bytes, *(each.parameter_bytes for each in blocks)) if copies else 0
+        return replace(
+            option,
+            seconds=option.seconds + sum((self._state_time(*each) for each in moved), StepTime()).total,
+            resident=option.resident - sum(each.optimizer_bytes for each in blocks),
+            backward=option.backward + in_flight,
+            gradient=option.gradient + copies,
+            stepping=option.stepping + copies,
+        )
+
+    def _is_early(self, block: BlockProfile) -> bool:
+        """Return whether the step of a block with its state on the host is computed while backward goes on."""
+        return self.setting.overlapped and block.role == "repeated"
+
+    def _state_time(self, index: int, choice: Choice) -> StepTime:
+        """Return what copying the state of a block to the device and back takes: in buckets, both at once."""
+        block, accumulated = self.blocks[index], self.terms.accumulated
+        latency = 2 * self.terms.rates.latency * block.parameter_count
+        copies = self._state_copies(index)
+        if self._is_early(block):
+            copies = max(0.0, copies - self._cover(index, choice))
+        return StepTime(transfers=copies / accumulated, overhead=latency / accumulated)
+
+    def _state_copies(self, index: int) -> float:
+        return self.blocks[index].optimizer_bytes / min(self.terms.link)
+
+    def _cover(self, index: int, choice: Choice) -> float:
+        """Return the time of a block's backward in which the link has nothing to copy for that."""
+        block, rates = self.blocks[index], self.terms.rates
+        computing = rates.backward(block) + rates.forward(block) * choice.recompute
+        copied = self.activation_bytes_below(index, choice)
+        if choice.offloaded:
+            copied += int(max(block.used_bytes, block.gradient_bytes) * self.terms.working_share)
+        return max(0.0, computing - copied / min(self.terms.link))
+
+    def _shared_cover(self, choices: Choices, state_below: Sequence[int]) -> StepTime:
+        """Return what steps that overlap with backward take less than by `_state_time`, which looks at blocks alone.
+
+        From the first gradient on, the backward of all blocks hides the copies for the steps of all. Those of the last
+        block are not hidden.
+        """
+        early = [index for index in state_below if self._is_early(self.blocks[index])]
+        if not early:
+            return StepTime()
+        alone = sum(self._state_time(index, choices[index]).transfers for index in early)
+        copies = sum(map(self._state_copies, early))
+        cover = sum(self._cover(index, choices[index]) for index in range(early[-1]))
+        return StepTime(transfers=max(self._state_copies(early[0]), copies - cover) - alone)
 
     def point(self, choices: Choices, state_below: int = 0) -> Point:
-        """Return what choices for all blocks cost, with the optimizer state of the first ones on the host."""
+        """Return what choices for all blocks cost, with the optimizer state of so many on the host."""
         pairs = list(zip(self.blocks, choices, strict=True))
+        with_state_below = self.blocks_with_state_below(choices, state_below)
         offloaded = [block for block, choice in pairs if choice.offloaded]
         odd_offloaded = any(block.role != "repeated" for block in offloaded)
         prefetch = min(self.prefetch, len(offloaded))
         options = []
         for start, stop in spans(choices):
             option = self._option(start, choices[start:stop], odd_offloaded, prefetch)
-            if start < state_below:
-                option = self._with_state_below(start, option, state_below)
-            options.append(option)
+            options.append(self._with_state_below(start, option, with_state_below))
         sent = [self.activation_bytes_below(index, choice) for index, choice in enumerate(choices)]
         saved_below = [size for size, choice in zip(sent, choices, strict=True) if choice.saved_offloaded]
-        frame = self._frame(odd_offloaded, prefetch, state_below > 0, self._in_flight(saved_below))
+        in_flight = self._in_flight(saved_below)
+        frame = self._frame(odd_offloaded, prefetch, state_below > 0, in_flight, bool(offloaded))
         trade = trade_of(frame, options)
         below = sum(all_bytes(block) for block in offloaded)
-        below += sum(block.optimizer_bytes for block, choice in pairs[:state_below] if not choice.offloaded)
+        moved = [self.blocks[index] for index in with_state_below]
+        # Overlapped steps write new state beside the old.
+        spare = sum(block.optimizer_bytes for block in moved if self._is_early(block))
+        below += sum(block.optimizer_bytes for block in moved) + spare
         peak_below = below + sum(sent)
         if self._on_cpu and offloaded:
             peak_below += SLAB_BYTES + sum(map(self._unused_in_pages, offloaded))
@@ -298,13 +364,23 @@ class CostModel:
             choices,
             trade.peak,
             saved,
-            trade.seconds,
+            trade.seconds + self._shared_cover(choices, with_state_below).total,
             below,
             peak_below,
             self.setting,
             self.prefetch if any(sent) else prefetch,
             state_below,
         )
+
+    def step_time(self, point: Point) -> StepTime:
+        """Return where the seconds of a point of this model go; they differ from its own by rounding."""
+        times = [self.terms.rates.step(self._profile, self.terms.accumulated)]
+        for start, stop in spans(point.choices):
+            choices = point.choices[start:stop]
+            times.append(self._time(start, choices))
+        below = self.blocks_with_state_below(point.choices, point.state_below)
+        times += [self._state_time(index, point.choices[index]) for index in below]
+        return sum(times, self._shared_cover(point.choices, below))
 
     def without_transfers(self, point: Point, nbytes: int) -> Point:
         """Return a point that has at least so many bytes of activations less on the tier below, if it has as many."""
@@ -331,7 +407,9 @@ class CostModel:
             return 0
         return int(all_bytes(block) / block.parameter_bytes * PAGE_BYTES * block.parameter_count)
 
-    def _row(self, odd_offloaded: bool, prefetch: int, loads_state: bool, in_flight: int) -> Row[Choices]:
+    def _row(
+        self, odd_offloaded: bool, prefetch: int, loads_state: bool, in_flight: int, has_masters: bool
+    ) -> Row[Choices]:
         """Return the row without options: what is in use whatever is chosen."""
         profile, blocks = self._profile, self.blocks
         other_saved = profile.other_saved_bytes + in_flight
@@ -344,15 +422,18 @@ class CostModel:
         other_gradients = profile.gradient_bytes - sum(block.gradient_bytes for block in blocks)
         if self._accumulates:  # they are there from the first batch on
             constant, other_gradients = constant + other_gradients, 0
+        temporaries = self._step_temporaries(odd_offloaded, loads_state)
+        if has_masters:
+            temporaries = max(temporaries, self._device_step_bytes())
         return Row(
             options=[()] * len(blocks),
             dropped=[block.dropped_bytes for block in blocks],
             constant=constant,
-            seconds=self.terms.rates.step(profile, self.terms.accumulated),
+            seconds=self.terms.rates.step(profile, self.terms.accumulated).total,
             loss=profile.loss_peak_bytes,
             tail=profile.tail_peak_bytes + prefetched,
             # What forward saves outside of the blocks is released before the optimizer steps.
-            stepping=other_gradients + self._step_temporaries(odd_offloaded, loads_state) - other_saved,
+            stepping=other_gradients + temporaries - other_saved,
         )
 
     def _prefetched(self, index: int, towards: int, prefetch: int, odd_offloaded: bool) -> int:
@@ -375,6 +456,29 @@ class CostModel:
         loaded = loads_state or self.setting.eight_bit
         parameters = min(bucket // 4 if loaded else bucket // 2, self._profile.gradient_bytes)
         return int(of_all * parameters) + int(of_one * min(largest, parameters)) + (bucket if loaded else 0)
+
+    def _device_step_bytes(self) -> int:
+        """Return what stepping masters of the host on the device takes there: two buckets, temporaries of one."""
+        profile, bucket = self._profile, self.terms.step_bucket
+        copied = 2 * profile.gradient_bytes + profile.optimizer_bytes
+        parameters = min(bucket, copied) * profile.gradient_bytes // max(1, copied)
+        return min(2 * bucket, copied) + int(sum(self._temporaries) * parameters)
+
+    @property
+    def device_step_pays(self) -> bool:
+        """Whether stepping all parameters, as masters on the host, takes less time on the device than on the CPU."""
+        profile = self._profile
+        tensors = sum(block.parameter_count for block in profile.blocks)
+        needs = profile.gradient_bytes, profile.optimizer_bytes, tensors
+        on_device = replace(self.terms, step_bucket=self.bucket_bytes).step_below(*needs)
+        return on_device < replace(self.terms, step_bucket=0).step_below(*needs)
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether the loop is known to allow steps in backward; without page-locked memory they would hold that up."""
+        config = self.terms.config
+        allowed = config.overlap_optimizer is True and config.gradient_accumulation_steps == 1
+        return allowed and self.terms.page_locked and not self.terms.rates.below_is_disk
 
     # Positions ---------------------------------------------------------------------------------------
 
@@ -484,7 +588,6 @@ class CostModel:
 
     def _cost(self, start: int, choices: Choices, prefetched: tuple[int, int]) -> Option[Choices]:
         parts = [self._part(start + offset, choice) for offset, choice in enumerate(choices)]
-        seconds = sum(part.seconds for part in parts)
         held = forward = 0
         if choices[0].input_offloaded:
             held = -self._held_input(start)
@@ -503,9 +606,7 @@ class CostModel:
         for block in resident:  # the state of embeddings stays in 32 bits
             share = self.setting.state_share if block.role == "repeated" else 1.0
             live += int(block.optimizer_bytes * share)
-        if self.setting.bucketed:
-            seconds += self._exposed_in_buckets(gradient)
-        else:
+        if not self.setting.bucketed:
             stepping += int(self._temporaries[0] * gradient)
         if self._accumulates:  # gradients are there from the first batch on
             live, stepping, gradient = live + gradient, stepping - gradient, 0
@@ -513,10 +614,9 @@ class CostModel:
             backward += 0 if self.prefetch else self._held_input(start)
         elif choices[0].input_offloaded:
             backward += self.input_bytes(start)
-            seconds += self.input_seconds(start)
         return Option(
             what=choices,
-            seconds=seconds,
+            seconds=self._time(start, choices).total,
             resident=live,
             held=held,
             forward=forward + prefetched[0],
@@ -525,6 +625,21 @@ class CostModel:
             stepping=stepping,
             span=len(parts),
         )
+
+    def _time(self, start: int, choices: Choices) -> StepTime:
+        """Return what choices for one block or segment add to the time of a step."""
+        time = StepTime()
+        for index, choice in enumerate(choices, start):
+            for option in (self.activation_option(index, choice), self.parameter_option(index, choice)):
+                time += StepTime() if option is None else option.time
+        if self.setting.bucketed:
+            pairs = zip(self.blocks[start : start + len(choices)], choices, strict=True)
+            resident = sum(block.gradient_bytes for block, choice in pairs if not choice.offloaded)
+            exposed = self._exposed_in_buckets(resident)
+            time += StepTime(overhead=exposed)
+        if choices[0].input_offloaded and not choices[0].saved_offloaded:
+            time += self.input_time(start)
+        return time
 
     def _exposed_in_buckets(self, gradient_bytes: int) -> float:
         """Return what buckets add to a step: the device computes one while the calls for the next are launched."""
@@ -555,8 +670,7 @@ class CostModel:
         if choice.chained:
             returned += self._held_input(index)
         working = self._working(block) if offloaded or has_copy else 0
-        seconds = sum(option.seconds for option in options if option is not None)
-        return _Part(block, offloaded, reruns, held, returned, working, seconds)
+        return _Part(block, offloaded, reruns, held, returned, working)
 
     def _held_input(self, index: int) -> int:
         """Return what of a block's input the block before it holds."""
@@ -573,10 +687,10 @@ class CostModel:
         before = self.blocks[index - 1]
         return min(self.blocks[index].boundary_bytes, before.output_bytes + before.passed_bytes)
 
-    def input_seconds(self, index: int) -> float:
+    def input_time(self, index: int) -> StepTime:
         """Return the time of offloading a block's input, which its own forward and backward cover."""
         covered = self.terms.rates.forward(self.blocks[index])
-        return activation_seconds(self.input_bytes(index), self.terms, (covered, covered))
+        return activation_time(self.input_bytes(index), self.terms, (covered, covered))
 
     def _working(self, block: BlockProfile) -> int:
         """Return the bytes of a working copy of a block's parameters."""
@@ -615,7 +729,6 @@ class _Part(NamedTuple):
     held: int  # inside of it between forward and backward
     returned: int  # what comes back when backward reaches it
     working: int  # the working copy of its parameters, if it has one
-    seconds: float  # what its options add to a step
 
 
 def all_bytes(block: BlockProfile) -> int:

@@ -4,7 +4,8 @@
 |---|---|
 | CONSERVATIVE | the least peak whose step time is within 1.15 × of the fastest plan that fits |
 | BALANCED | the model fits as it is: the fastest plan at 24% of the plain peak or less, or the least peak at twice \
-the plain step time where that is too slow; it does not fit: the fastest plan within `target_gpu_utilization` |
+the plain step time where that is too slow (1.5 times it where optimizer steps overlap with backward); it does not \
+fit: the fastest plan within `target_gpu_utilization` |
 | AGGRESSIVE | the least peak; within 2% of it the fastest plan; of equal peaks the one that holds the least |
 | a memory budget | the fastest plan that fits it |
 | any mode but AGGRESSIVE, and the plain step needs less than 10% of the device | nothing is done |
@@ -32,6 +33,7 @@ from memscale.units import format_bytes
 CONSERVATIVE_TIME = 1.15  # times the fastest plan that fits
 BALANCED_SHARE = 0.24  # of the plain peak
 BALANCED_TIME = 2.0  # times the plain step
+OVERLAPPED_TIME = 1.5  # the same where steps are known to overlap with backward
 # Of the least peak, or of what it saves if that is less: what a faster plan may need more.
 AGGRESSIVE_SHARE = 0.02
 UNTOUCHED_SHARE = 0.1  # of the device: a model whose plain step needs less is left as it is
@@ -106,7 +108,8 @@ def cost_models(
     """Yield the cost model of each setting, with prefetching where that is possible and wanted."""
     depth = _prefetch_depth(hardware, config) if prefetch else 0
     for setting, needs in under:
-        yield CostModel(needs, hardware, config, setting, depth)
+        if not (setting.device_step and hardware.offloads_to_disk):
+            yield CostModel(needs, hardware, config, setting, depth)
 
 
 def frontier_points(
@@ -206,10 +209,11 @@ def _by_rule(
         if smallest.peak_bytes <= most:
             return Verdict(_fastest(fitting, most), "fastest-within-utilization", within=most)
         return Verdict(fitting[0], "fastest-that-fits", within=room)
-    most, limit = int(BALANCED_SHARE * plain.peak_bytes), BALANCED_TIME * plain.seconds
+    times = OVERLAPPED_TIME if any(point.setting.overlapped for point in points) else BALANCED_TIME
+    most, limit = int(BALANCED_SHARE * plain.peak_bytes), times * plain.seconds
     if smallest.peak_bytes <= most and _fastest(fitting, most).seconds <= limit:
         return Verdict(_fastest(fitting, most), "fastest-at-24%", within=most)
-    return Verdict(_slowest(fitting, limit), "least-peak-within-2x", at_most=limit)
+    return Verdict(_slowest(fitting, limit), f"least-peak-within-{times:g}x", at_most=limit)
 
 
 def _shortage(smallest: Point, room: int) -> str:
@@ -234,11 +238,11 @@ def _refined(verdict: Verdict, under: Under, hardware: Hardware, config: Config,
     room = room_below(hardware, config)
     for model in cost_models(same, hardware, config, prefetch=prefetch):
         if limit is not None:
-            for row in model.rows(best.state_below):
+            for row in model.rows(model.blocks_with_state_below(best.choices, best.state_below)):
                 trade = fastest_within(row, limit)
-                if trade is not None and trade.seconds < best.seconds:
-                    point = model.point(_choices(trade), best.state_below)
-                    best = point if point.peak_below_bytes <= room else best
+                point = best if trade is None else model.point(_choices(trade), best.state_below)
+                is_allowed = point.peak_below_bytes <= room and point.peak_bytes <= limit
+                best = point if is_allowed and point.seconds < best.seconds else best
             while best.state_below:  # no more state on the host than must be
                 point = model.point(best.choices, best.state_below - 1)
                 if point.peak_bytes > limit:

@@ -76,7 +76,7 @@ class Estimates:
             fastest_within(row, room, FRONTIER_WIDTH)
             for model in models
             for number in model.numbers_of_state_below(2)
-            for row in model.rows(number)
+            for row in model.rows(range(len(model.blocks) - number, len(model.blocks)))
         ]
         untouched = untouched_points(under, self.hardware, self.config)
         found = [point.seconds for point in untouched if point.peak_bytes <= room]

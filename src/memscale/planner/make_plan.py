@@ -271,8 +271,7 @@ def profile_settings(
         config = config.replace(use_8bit_optimizer=False)
     # Where the user has switched everything off, steps are left whole as well.
     is_allowed = config.enable_checkpointing or config.enable_offloading or config.use_8bit_optimizer
-    moves = optimizer is None or optimizer.moves
-    bucketed = is_allowed and moves and hardware.device.kind != "cpu"
+    bucketed = is_allowed and (optimizer is None or optimizer.moves) and hardware.device.kind != "cpu"
     under = []
     for setting in settings_for(hardware, config, *sizes):
         needs = profile
@@ -292,7 +291,15 @@ def profile_settings(
         if not bucketed or not CostModel(needs, hardware, config).buckets_are_free:
             under.append((setting, needs))
         if bucketed:
-            under.append((replace(setting, bucketed=True), needs))
+            in_buckets = replace(setting, bucketed=True)
+            under.append((in_buckets, needs))
+            # These take memory of the device: they are tried beside steps without.
+            costs = CostModel(needs, hardware, config)
+            moves = config.enable_offloading and not setting.eight_bit
+            on_device = moves and (optimizer is None or optimizer.steps_on_device) and costs.device_step_pays
+            overlaps = moves and (optimizer is None or optimizer.overlaps) and costs.may_overlap
+            if on_device or overlaps:
+                under.append((replace(in_buckets, device_step=on_device, overlapped=overlaps), needs))
     return ProfiledModel(profile, under, optimizer)
 
 

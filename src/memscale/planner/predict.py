@@ -18,7 +18,8 @@ import functools
 import gc
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memscale._torch import DDP_STATIC_GRAPH_REDUCED, FAKE_TENSOR_LOGGER, disable_current_modes, pytree
+from memscale._util.gradient_hook import GradientHook
 from memscale._util.snapshots import RngState
 from memscale.checkpointing.model_call import ModelCall, reached_outputs
 from memscale.config import Config
@@ -36,7 +38,8 @@ from memscale.memory.tracker import MemoryTracker
 from memscale.optimizer.bucketed_steps import slice_bytes
 from memscale.optimizer.eight_bit import moment_bytes, parameters_in_eight_bits
 from memscale.optimizer.needs import OptimizerNeeds, StateTensor
-from memscale.optimizer.placement import ids_with_state_on_host, takes_all_state
+from memscale.optimizer.overlap import LARGEST, step_bytes
+from memscale.optimizer.placement import DEFAULT_BUCKET_BYTES, ids_with_state_on_host, takes_all_state
 from memscale.optimizer.state_stores import PAGE
 from memscale.planner.cost_model import adamw_temporaries
 from memscale.profiler.recorder import backward_targets, loss_of
@@ -195,6 +198,14 @@ def _step(
     if executor is not None:
         on_disk = {id(each) for each in executor.placement.on_disk}
         planned = executor.plan.optimizer or planned
+    needs = optimizer or _adamw(model, device)
+    in_buckets = planned.bucket_bytes > 0 and needs.moves and device.type != "cpu"
+    on_host = ids_with_state_on_host(model, executor.plan) if executor is not None and in_buckets else set()
+    early = _EarlySteps(needs, planned.bucket_bytes)
+    if planned.overlapped and needs.overlaps:
+        early.attach(
+            each for each in model.parameters() if id(each) in on_host and each.device.type == device.type
+        )
     tracker.reset_peak()
     with tracker.logging(device) as log:
         for number in range(min(2, config.gradient_accumulation_steps)):
@@ -213,13 +224,9 @@ def _step(
                 after_loss = len(log)
                 backward(loss)
                 del loss
+            early.flush()
             call.release()
         after_backward = len(log)
-        needs = optimizer or _adamw(model, device)
-        in_buckets = planned.bucket_bytes > 0 and needs.moves and device.type != "cpu"
-        on_host = (
-            ids_with_state_on_host(model, executor.plan) if executor is not None and in_buckets else set()
-        )
         here = {
             name: parameter
             for name, parameter in model.named_parameters()
@@ -240,18 +247,28 @@ def _step(
             for size in staying.pop(id(parameter), ()):
                 tracker.reserve(size, device, "optimizer state")  # tensors would take a tenth of a simulation
 
-        stepped = [each for each in here.values() if id(each) not in on_disk]
+        stepped = [
+            each for each in here.values() if id(each) not in on_disk and id(each) not in early.stepped
+        ]
         if in_buckets:
             _step_in_buckets(stepped, needs, planned.bucket_bytes, on_host | in_8_bits, reserve_state)
         for parameter in here.values():
             reserve_state(parameter)
         if not in_buckets:
             _make_temporaries(stepped, needs)
+        if planned.host_step == "device" and needs.steps_on_device and device.type != "cpu":
+            masters = [
+                (parameter.nbytes, sum(each.nbytes for each in needs.state[name]))
+                for name, parameter in model.named_parameters()
+                if name in needs.state and parameter.grad is not None and parameter.device.type == "cpu"
+            ]
+            _step_masters(masters, needs, planned.bucket_bytes or DEFAULT_BUCKET_BYTES, device)
         if on_disk and planned.bucket_bytes:
             # A bucket of the parameters on disk with gradients and two moments, or all of them if that is less.
             trained = (each for each in model.parameters() if each.requires_grad and id(each) in on_disk)
             whole = sum(4 * each.nbytes for each in trained)
             torch.empty(min(planned.bucket_bytes, whole), dtype=torch.uint8)
+        early.detach()
         for parameter in model.parameters():
             parameter.grad = None
     # Without state to come, the first step may need as much as the later ones: the allocator's blocks are new.
@@ -359,6 +376,69 @@ def _step_in_buckets(
     if bucket:
         before = step(bucket)
     del before
+
+
+class _EarlySteps:
+    """Allocates what steps in backward take: Note [Overlapped steps]."""
+
+    def __init__(self, needs: OptimizerNeeds, bucket_bytes: int) -> None:
+        self.stepped: set[int] = set()  # ids of the parameters that are stepped so
+        self._needs = needs
+        self._bucket_bytes = bucket_bytes
+        self._hooks: list[tuple[nn.Parameter, GradientHook]] = []
+        self._waiting: list[nn.Parameter] = []
+        self._in_flight: deque[list[torch.Tensor]] = deque(maxlen=2)  # loaded state
+        self._copies: list[torch.Tensor] = []  # of parameters, until the step
+
+    def attach(self, parameters: Iterable[nn.Parameter]) -> None:
+        trained = (each for each in parameters if each.requires_grad and each.nbytes >= PAGE)
+        self._hooks = [
+            (each, GradientHook(each, self._arrived)) for each in trained if step_bytes(each) <= LARGEST
+        ]
+
+    def detach(self) -> None:
+        for parameter, hook in self._hooks:
+            hook.remove(parameter)
+        self._copies.clear()
+        self._in_flight.clear()
+
+    def _arrived(self, parameter: nn.Parameter) -> None:
+        self._waiting.append(parameter)
+        if sum(map(step_bytes, self._waiting)) >= self._bucket_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if len(self._in_flight) > 1:
+            self._in_flight.popleft()
+        with torch.no_grad():
+            self._in_flight.append([torch.empty_like(each) for each in waiting for _ in range(2)])
+            self._copies += [torch.empty_like(each) for each in waiting]
+            _make_temporaries(waiting, self._needs)
+        self.stepped.update(map(id, waiting))
+
+
+def _step_masters(
+    masters: Sequence[tuple[int, int]], needs: OptimizerNeeds, bucket_bytes: int, device: torch.device
+) -> None:
+    """Allocate and release what stepping masters on the device takes, given their bytes and those of their state.
+
+    See Note [Device twins]: two buffers, as large as the largest bucket, and the temporaries of a bucket.
+    """
+    buckets: list[tuple[int, int]] = []  # the bytes of each, and of the parameters in it
+    for nbytes, state in masters:
+        needed = 2 * nbytes + state
+        if needed > bucket_bytes:  # in slices
+            buckets += [(bucket_bytes, nbytes * bucket_bytes // needed)] * 2
+        elif buckets and buckets[-1][0] + needed <= bucket_bytes:
+            buckets[-1] = (buckets[-1][0] + needed, buckets[-1][1] + nbytes)
+        else:
+            buckets.append((needed, nbytes))
+    if buckets:
+        largest, parameters = (max(sizes) for sizes in zip(*buckets, strict=True))
+        sizes = [*[largest] * len(buckets[:2]), int(sum(needs.temporaries) * parameters)]
+        made = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes if size]
+        del made
 
 
 def _make_temporaries(here: Sequence[nn.Parameter], needs: OptimizerNeeds) -> None:

@@ -1,7 +1,12 @@
-"""Plan again when a batch comes that the plan was not made for: the first one, and one larger than any before."""
+"""Plan again when a batch comes that the plan was not made for: the first one, and one larger than any before.
+
+Also, once, when the first optimizer steps have shown that gradients are accumulated, which needs more memory: they are
+there in forward as well.
+"""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import nn
@@ -32,19 +37,21 @@ def follow_batch(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, An
     """
     batches = executor.batches
     key = call_key(args, kwargs)
+    accumulated = executor.accumulation.batches_per_step
+    is_set = "gradient_accumulation_steps" in executor.config.explicit_fields
+    if accumulated is not None and accumulated > 1 and not is_set and _can_replan(executor):
+        _follow_accumulation(executor, Sample(args, kwargs), accumulated)
     if batches.knows(key):
         return
     sample = Sample(args, kwargs)
     shapes = named_shapes(executor.model, sample)
     if not batches.covers(shapes):
-        if executor.awaits_backward:
-            return  # a graph was recorded under this plan; the next batch like this one will come here again
-        if not all(isinstance(each, nn.Parameter) for each in executor.model.parameters()):
-            return  # weights of torch.func.functional_call, which a plan must not move
+        if not _can_replan(executor):
+            return  # the next batch like this one will come here again
         if batches.is_full:
             if not batches.said_full:
                 batches.said_full = True
-                with open_log(executor.config or Config()) as log:
+                with open_log(executor.config) as log:
                     log.warning(FULL, sample.describe(), MOST_PLANS)
         else:
             with executor.meter.planning():
@@ -52,16 +59,66 @@ def follow_batch(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, An
     batches.note(key)
 
 
-def _replan(executor: Executor, sample: Sample) -> None:
-    config, batches = executor.config or Config(), executor.batches
+def _can_replan(executor: Executor) -> bool:
+    """Return whether no graph was recorded under the plan, nor weights given that it must not move."""
+    # Other weights than parameters are those of torch.func.functional_call.
+    weights = executor.model.parameters()
+    return not executor.awaits_backward and all(isinstance(each, nn.Parameter) for each in weights)
+
+
+def _follow_accumulation(executor: Executor, sample: Sample, accumulated: int) -> None:
+    """Plan from now on for the number of batches that was seen for each optimizer step."""
+    model, batches = executor.model, executor.batches
+    executor.config = executor.config.replace(gradient_accumulation_steps=accumulated)
+    shapes = named_shapes(model, sample)
+    planned = batches.largest_like(shapes)
+    if planned is None or batches.is_full:
+        return
+    config, hardware = _settings(executor)
+    if planned != shapes:  # a batch without values can be profiled on fake tensors only
+        config = config.replace(use_empirical_fallback=False)
+    with open_log(config) as log, executor.meter.planning():
+        try:
+            with executor.suspended():
+                sample = resized(model, sample, planned)
+                plan = make_plan(model, sample, config, hardware, optimizer=executor.optimizer)
+        except ProfileError as error:
+            log.warning("the plan stays as it is, though gradients are accumulated: %s", error)
+            return
+        batches.add(planned)
+        executor.replan(plan)
+        _log_anew(log, f"gradients of {accumulated} batches are accumulated for each optimizer step", plan)
+
+
+def _settings(executor: Executor) -> tuple[Config, Hardware]:
+    """Return what to plan with: the settings, within what has not run out of memory, and the device as it is now."""
+    config, ceiling = executor.config, executor.batches.ceiling
     # The model may have moved since it was wrapped.
     hardware = detect(executor.device, offload_dir=config.offload_dir)
-    is_first = not batches
-    if batches.ceiling is not None:
+    if ceiling is not None:
         budget = config.memory_budget_bytes
-        config = config.replace(
-            memory_budget=batches.ceiling if budget is None else min(budget, batches.ceiling)
-        )
+        config = config.replace(memory_budget=ceiling if budget is None else min(budget, ceiling))
+    return config, hardware
+
+
+def _log_anew(log: logging.Logger, why: str, plan: Plan) -> None:
+    log.info(
+        "%s: planned anew (%s) for %s: peak %s → %s, step time × %.2f (%s)%s",
+        why,
+        plan.mode,
+        plan.batch,
+        format_bytes(plan.baseline_peak_bytes),
+        format_bytes(plan.predicted_peak_bytes),
+        plan.predicted_time_ratio,
+        plan.prediction_source,
+        "".join(f"; {note}" for note in plan.notes),
+    )
+
+
+def _replan(executor: Executor, sample: Sample) -> None:
+    batches = executor.batches
+    config, hardware = _settings(executor)
+    is_first = not batches
     with open_log(config) as log:
         try:
             plan, planned = _plan_for(executor, sample, config, hardware)
@@ -81,18 +138,7 @@ def _replan(executor: Executor, sample: Sample) -> None:
             or plan.baseline_peak_bytes > executor.plan.baseline_peak_bytes
         ):
             executor.replan(plan)
-            log.info(
-                "a batch of %s is larger than planned for: planned anew (%s) for %s: peak %s → %s, "
-                "step time × %.2f (%s)%s",
-                sample.describe(),
-                plan.mode,
-                plan.batch,
-                format_bytes(plan.baseline_peak_bytes),
-                format_bytes(plan.predicted_peak_bytes),
-                plan.predicted_time_ratio,
-                plan.prediction_source,
-                "".join(f"; {note}" for note in plan.notes),
-            )
+            _log_anew(log, f"a batch of {sample.describe()} is larger than planned for", plan)
 
 
 def _plan_for(executor: Executor, sample: Sample, config: Config, hardware: Hardware) -> tuple[Plan, Sample]:

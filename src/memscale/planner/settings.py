@@ -29,6 +29,8 @@ class Setting:
     bucketed: bool = (
         False  # parameters on the device are stepped a bucket at a time, without foreach's temporaries
     )
+    device_step: bool = False  # parameters on the host are stepped on the device, not on the CPU
+    overlapped: bool = False  # steps with state on the host are computed while backward goes on
     notes: tuple[str, ...] = ()  # for the user
 
     @property
@@ -39,7 +41,7 @@ class Setting:
     @property
     def whole_steps(self) -> Setting:
         """The same with steps of all parameters at once."""
-        return replace(self, bucketed=False)
+        return replace(self, bucketed=False, device_step=False, overlapped=False)
 
     @property
     def working_share(self) -> float:

@@ -232,6 +232,10 @@ class PlannedBatches:
             return True
         return any(_is_within(shapes, planned) for planned in self._alike(shapes))
 
+    def largest_like(self, shapes: Shapes) -> Shapes | None:
+        """Return the batch with the most elements, of such tensors, that was planned for."""
+        return max(self._alike(shapes), key=lambda each: sum(map(math.prod, each.values())), default=None)
+
     def varying(self, shapes: Shapes) -> dict[str, list[int]]:
         """Return the dimensions in which a batch differs from one that was planned for."""
         alike = self._alike(shapes)

@@ -75,6 +75,11 @@ class StepRecovery(StepSubscriber):
         if executor is not None:
             executor.placement.note_optimizer(optimizer)
 
+    def after_step(self, optimizer: Optimizer) -> None:
+        executor = self._executor()
+        if executor is not None:
+            executor.accumulation.end_step()
+
     def around_step(self, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Explain an out-of-memory error in a step that cannot be repeated."""
         try:

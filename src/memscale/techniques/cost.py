@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from memscale.config import Config
-from memscale.execution_plan import Checkpointing
+from memscale.execution_plan import Checkpointing, StepTime
 from memscale.hardware import Hardware
 from memscale.profiler.profile import BlockProfile, ModelProfile, OpProfile
 
@@ -92,11 +92,12 @@ class Rates:
     def backward(self, block: BlockProfile) -> float:
         return self.seconds(block.backward_flops, block.backward_half_flops, block.backward_traffic)
 
-    def step(self, profile: ModelProfile, accumulated: int = 1) -> float:
+    def step(self, profile: ModelProfile, accumulated: int = 1) -> StepTime:
         """Return the time of a whole plain step for one batch of those that are `accumulated` for the optimizer's."""
         blocks = sum(self.forward(block) + self.backward(block) for block in profile.blocks)
         other = self.seconds(profile.other_flops, profile.other_half_flops, profile.other_traffic)
-        return blocks + other + self.optimizer(profile.gradient_bytes) / accumulated
+        stepping = self.optimizer(profile.gradient_bytes) / accumulated
+        return StepTime(compute=blocks + other, device_step=stepping)
 
     def optimizer(self, gradient_bytes: int) -> float:
         """Return the time of Adam on the device, by torch's foreach implementation."""
@@ -119,6 +120,9 @@ class CostTerms:
     working_share: float = 1.0  # the size of a working copy over that of the parameters: one half in 16 bits
     prefetch: bool = False  # whether transfers overlap with computation
     page_locked: bool = True  # whether what is offloaded fits page-locked memory
+    fused_on_cpu: bool = True  # whether masters on the host can be stepped by a fused implementation
+    # Bytes of masters on the host, gradients and state that are stepped on the device at a time; 0: on the CPU.
+    step_bucket: int = 0
 
     @property
     def accumulated(self) -> int:
@@ -133,6 +137,22 @@ class CostTerms:
             return h2d, d2h
         return min(h2d, self.rates.pageable_per_second), min(d2h, self.rates.pageable_per_second)
 
+    def step_below(self, gradient_bytes: int, state_bytes: int, tensors: int) -> float:
+        """Return the time of stepping so many parameters that are on the tier below, gradients and state with them.
+
+        On the device, parameters, gradients and state are copied there, and all but the gradients back. Page-locked,
+        both ways at once, while the calls for a bucket are launched; else one after the other.
+        """
+        rates = self.rates
+        if not self.step_bucket:
+            fused = self.config.fused_host_step and self.fused_on_cpu
+            return rates.optimizer_below(gradient_bytes, fused=fused)
+        nbytes = 2 * gradient_bytes + state_bytes
+        h2d = nbytes / self.link[0]
+        d2h = (nbytes - gradient_bytes) / self.link[1] + rates.optimizer(gradient_bytes)
+        launched = BUCKET_SECONDS * nbytes / self.step_bucket + OPTIMIZER_READS * rates.latency * tensors
+        return max(launched, max(h2d, d2h) if self.page_locked else h2d + d2h)
+
 
 @dataclass(frozen=True)
 class BlockOption:
@@ -144,7 +164,7 @@ class BlockOption:
     """
 
     technique: str  # its name
-    seconds: float  # what it adds to the time of a step
+    time: StepTime  # what it adds to the time of a step
     target: Literal["activations", "parameters"] = "activations"
     held_bytes: int = 0  # what forward then holds for backward on the device, all calls together
     returned_bytes: int = 0  # what comes back for backward, one call at a time
@@ -154,3 +174,7 @@ class BlockOption:
     keep: tuple[OpProfile, ...] = ()  # the operations whose outputs are not recomputed
     settings: Checkpointing | None = None  # the technique's entry in the `LayerPlan`, if it has one
     reason: str = ""  # what is done, in words and numbers; the planner adds to it why
+
+    @property
+    def seconds(self) -> float:
+        return self.time.total

@@ -25,7 +25,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -137,7 +137,7 @@ class Engine:
         device: torch.device,
         *,
         outward: bool = False,  # away from the device: it must wait for what is computed there
-        after: Transfer[None] | None = None,  # must be over first
+        after: Transfer[Any] | None = None,  # must be over first
     ) -> Transfer[T]:
         """Run `work`, now or soon. An error in it is raised here if it runs here, and else by `wait()`."""
         forked = os.getpid() != self._pid  # threads do not follow into a fork

@@ -1,0 +1,314 @@
+"""Steps that are computed in backward and committed by `step()`: the numbers of the plain loop, whatever it does."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn, optim
+
+from memscale.config import Config
+from memscale.execution_plan import OptimizerPlan, Plan
+from memscale.executor import Executor
+from memscale.optimizer.overlap import ACCUMULATED, CHANGED
+from memscale.testing import executing
+
+WIDTH = 64
+OPTIMIZERS = {
+    "adamw": lambda params: optim.AdamW(params, lr=1e-2),
+    "adam, amsgrad": lambda params: optim.Adam(params, lr=1e-2, amsgrad=True, weight_decay=0.1),
+    "sgd, momentum": lambda params: optim.SGD(params, lr=1e-2, momentum=0.9),
+    "sgd, nesterov": lambda params: optim.SGD(params, lr=1e-2, momentum=0.9, nesterov=True),
+    "rmsprop": lambda params: optim.RMSprop(params, lr=1e-3, momentum=0.5),
+    "nadam": lambda params: optim.NAdam(params, lr=1e-2),
+    "adagrad": lambda params: optim.Adagrad(params, lr=1e-2),
+}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inputs = torch.tanh(layer(inputs))
+        return inputs.square().mean()
+
+
+def overlapped(model: nn.Module, warmup_steps: int = 1, **settings: object) -> Executor:
+    # The matrices of two layers, with gradients and two moments, are a bucket.
+    plan = OptimizerPlan("host", bucket_bytes=2 * 4 * 4 * WIDTH**2, overlapped=True)
+    config = Config(enable_logging=False, warmup_steps=warmup_steps, overlap_optimizer=True, **settings)
+    executor = Executor(model, Plan((), optimizer=plan), config)
+    executor.attach()
+    return executor
+
+
+def batches(device: torch.device, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, WIDTH, generator=generator).to(device) for _ in range(count)]
+
+
+def numbers(model: nn.Module, optimizer: optim.Optimizer) -> list[torch.Tensor]:
+    state = [value for each in optimizer.state_dict()["state"].values() for value in each.values()]
+    tensors = [*model.parameters(), *(value for value in state if isinstance(value, torch.Tensor))]
+    return [each.detach().cpu().clone() for each in tensors]
+
+
+def assert_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    assert len(one) == len(other)
+    assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+def both(train, **settings):
+    """Train plainly and with overlapped steps; return the executor of the latter, detached."""
+    with executing("64MiB") as gpu:
+        plain = Model().to(gpu.device)
+        expected = numbers(plain, train(plain, gpu.device))
+        model = Model().to(gpu.device)
+        executor = overlapped(model, **settings)
+        optimizer = train(model, gpu.device)
+        assert_equal(numbers(model, optimizer), expected)
+        executor.detach()
+        assert_equal(numbers(model, optimizer), expected)
+        assert all(each._post_accumulate_grad_hooks is None for each in model.parameters())
+    return executor.placement.states.overlap
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_step_after_the_warmup_is_committed(kind):
+    def train(model, device):
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        for batch in batches(device, 5):
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer
+
+    overlap = both(train)
+    # The first step is observed, the state of the matrices is there then; biases are smaller than a page.
+    # The steps of two kinds compute in the memory of gradients.
+    assert overlap.commits == (0 if kind in ("sgd, nesterov", "adagrad") else 4 * 4)
+    assert overlap.rollbacks == 0
+    assert overlap.obstacle is None
+
+
+def test_steps_wait_for_the_warmup():
+    def train(model, device):
+        optimizer = optim.AdamW(model.parameters())
+        for batch in batches(device, 5):
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer
+
+    assert both(train, warmup_steps=3).commits == 2 * 4
+    assert both(train, warmup_steps=0).commits == 4 * 4
+
+
+def change_by_data(parameter: nn.Parameter) -> None:
+    parameter.grad.data.clamp_(-1e-5, 1e-5)
+
+
+def change_sign_by_data(parameter: nn.Parameter) -> None:
+    parameter.grad.data.neg_()
+
+
+def replace_gradient(parameter: nn.Parameter) -> None:
+    parameter.grad = parameter.grad / 2
+
+
+def decay_by_data(parameter: nn.Parameter) -> None:
+    parameter.data.mul_(0.999)
+
+
+@pytest.mark.parametrize("change", [change_by_data, change_sign_by_data, replace_gradient, decay_by_data])
+@pytest.mark.parametrize("always", [True, False])
+def test_changes_between_backward_and_step(change, always):
+    def train(model, device):
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        for number, batch in enumerate(batches(device, 8)):
+            model(batch).backward()
+            if always or number == 4:
+                for parameter in model.parameters():
+                    change(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer
+
+    overlap = both(train)
+    if always and change is not decay_by_data:
+        assert overlap.commits == 0
+        assert overlap.obstacle == CHANGED
+    else:
+        assert overlap.rollbacks > 0
+        assert always or overlap.commits > 0
+
+
+def test_clipping_and_accumulation_do_not_overlap():
+    def clip(model, device):
+        optimizer = optim.AdamW(model.parameters())
+        for batch in batches(device, 4):
+            model(batch).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer
+
+    def accumulate(model, device):
+        optimizer = optim.AdamW(model.parameters())
+        for number, batch in enumerate(batches(device, 8)):
+            model(batch).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return optimizer
+
+    for train, obstacle in ((clip, CHANGED), (accumulate, ACCUMULATED)):
+        overlap = both(train)
+        assert (overlap.commits, overlap.rollbacks, overlap.obstacle) == (0, 0, obstacle)
+
+
+class Loop:
+    """A training loop that does one of many things in each step, by a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def __call__(self, model: nn.Module, device: torch.device) -> optim.Optimizer:
+        draw = self.random
+        kind = draw.choice(list(OPTIMIZERS))
+        halves = list(model.layers[:2].parameters()), list(model.layers[2:].parameters())
+        two = draw.random() < 0.3
+        optimizers = (
+            [OPTIMIZERS[kind](each) for each in halves] if two else [OPTIMIZERS[kind](model.parameters())]
+        )
+        for batch in batches(device, 10):
+            action = draw.choice(ACTIONS)
+            action(model, optimizers, batch)
+        joined = optimizers[0]
+        for each in optimizers[1:]:
+            joined.state.update(each.state)
+            joined.param_groups.extend(each.param_groups)
+        return joined
+
+
+def usual(model, optimizers, batch):
+    model(batch).backward()
+    for each in optimizers:
+        each.step()
+    model.zero_grad()
+
+
+def clipped(model, optimizers, batch):
+    model(batch).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    for each in optimizers:
+        each.step()
+    model.zero_grad()
+
+
+def other_rate(model, optimizers, batch):
+    model(batch).backward()
+    for each in optimizers:
+        each.param_groups[0]["lr"] *= 0.5
+        each.step()
+    model.zero_grad()
+
+
+def skipped(model, optimizers, batch):
+    model(batch).backward()
+    model.zero_grad()
+
+
+def accumulated(model, optimizers, batch):
+    for _ in range(2):
+        model(batch).backward()
+    for each in optimizers:
+        each.step()
+    model.zero_grad()
+
+
+def only_one(model, optimizers, batch):
+    model(batch).backward()
+    optimizers[0].step()
+    model.zero_grad()
+
+
+def frozen(model, optimizers, batch):
+    model.layers[1].requires_grad_(False)
+    usual(model, optimizers, batch)
+    model.layers[1].requires_grad_(True)
+
+
+def another_group(model, optimizers, batch):
+    group = optimizers[0].param_groups[0]
+    if len(group["params"]) > 2:
+        moved = group["params"].pop()
+        optimizers[0].add_param_group({"params": [moved], "lr": group["lr"] / 3})
+    usual(model, optimizers, batch)
+
+
+def loaded(model, optimizers, batch):
+    model(batch).backward()
+    for each in optimizers:
+        each.load_state_dict(each.state_dict())
+        each.step()
+    model.zero_grad()
+
+
+def interrupted(model, optimizers, batch):
+    model(batch).backward()
+    model.zero_grad()  # an error came before the step
+    with torch.no_grad():
+        model(batch)
+
+
+def by_closure(model, optimizers, batch):
+    def closure():
+        model.zero_grad()
+        loss = model(batch)
+        loss.backward()
+        return loss
+
+    for each in optimizers:
+        each.step(closure)
+    model.zero_grad()
+
+
+def stepped_twice(model, optimizers, batch):
+    model(batch).backward()
+    for each in optimizers:
+        each.step()
+        each.step()
+    model.zero_grad()
+
+
+ACTIONS = [
+    *[usual] * 12,
+    clipped,
+    other_rate,
+    skipped,
+    accumulated,
+    only_one,
+    frozen,
+    another_group,
+    loaded,
+    interrupted,
+    by_closure,
+    stepped_twice,
+]
+
+
+@pytest.mark.matrix(5)
+@pytest.mark.parametrize("seeds", [range(start, start + 10) for start in range(0, 50, 10)], ids=str)
+def test_random_loops(seeds):
+    commits = rollbacks = 0
+    for seed in seeds:
+        overlap = both(lambda model, device, seed=seed: Loop(seed)(model, device))
+        commits, rollbacks = commits + overlap.commits, rollbacks + overlap.rollbacks
+    assert commits > 0
+    assert rollbacks > 0
