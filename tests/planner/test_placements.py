@@ -90,6 +90,10 @@ def test_predicted_is_what_training_needs(
     peak = trained(predicted)
     assert peak <= predicted.predicted_peak_bytes + predicted.allowance_bytes
     assert predicted.predicted_peak_bytes == pytest.approx(peak, rel=0.01)
+    if (
+        not offloaded
+    ):  # the allocator gets the requests of training, one by one; of masters' steps only their sums
+        assert predicted.predicted_peak_bytes == peak
     # Estimated. Without prefetching what is saved comes back tensor by tensor, and is estimated as a whole.
     rough = prefetch or activations == "saved offloaded"
     assert point.peak_bytes == pytest.approx(peak, rel=0.1 if rough else 0.05)
