@@ -40,7 +40,7 @@ def trained(
     """Return the peak of two steps of training with a plan."""
     with simulate(GPU) as simulation:
         model = gpt2()
-        Executor(model, plan, CONFIG, device=simulation.device).attach()
+        Executor(model, plan, CONFIG.replace(warmup_steps=0), device=simulation.device).attach()
         tokens = batch.to(simulation.device)
         simulation.tracker.reset_peak()
         optimizer = make(model)
@@ -56,20 +56,22 @@ def trained(
 @pytest.mark.parametrize("activations", ["inputs kept", "inputs offloaded", "saved offloaded"])
 @pytest.mark.parametrize("offloaded", [0, 3, 6], ids="{} layers offloaded".format)
 @pytest.mark.parametrize("prefetch", [0, 1], ids=["waiting", "prefetching"])
-@pytest.mark.parametrize("host_step", ["cpu", "device"], ids="stepped on the {}".format)
+@pytest.mark.parametrize("host_step", ["cpu", "device", "device in backward"], ids="stepped on the {}".format)
 def test_predicted_is_what_training_needs(
     state_below: int, activations: str, offloaded: int, prefetch: int, host_step: str
 ) -> None:
     with torch.device("meta"):
         model = gpt2()
     sample = Sample((), {"input_ids": TOKENS, "labels": TOKENS})
+    host_step, _, overlapped = host_step.partition(" ")
+    config = CONFIG.replace(overlap_optimizer=bool(overlapped))
     with rehearsal(model):
-        known = profile_settings(model, sample, CONFIG, HARDWARE)
+        known = profile_settings(model, sample, config, HARDWARE)
     device_step = host_step == "device"
     setting, needs = next(
         each for each in known.under if each[0].bucketed and each[0].device_step == device_step
     )
-    costs = CostModel(needs, HARDWARE, CONFIG, setting, prefetch)
+    costs = CostModel(needs, HARDWARE, config, setting, prefetch)
     layers = [index for index, block in enumerate(costs.blocks) if block.role == "repeated"]
     choices = list(full_checkpointing(costs.blocks))
     for index in layers:
@@ -80,23 +82,24 @@ def test_predicted_is_what_training_needs(
             inputs = activations == "inputs offloaded" and index > layers[0]
             choices[index] = choices[index]._replace(offloaded=is_offloaded, input_offloaded=inputs)
     point = costs.point(tuple(choices), state_below)
-    plan = plan_of(Verdict(point, "by-hand"), known.profile, HARDWARE, CONFIG, under=known.under)
+    plan = plan_of(Verdict(point, "by-hand"), known.profile, HARDWARE, config, under=known.under)
     assert plan.optimizer is not None
+    assert plan.optimizer.overlapped == bool(overlapped and (state_below or offloaded))
     assert plan.optimizer.bucket_bytes > 0
     assert (plan.optimizer.state == "host") == bool(state_below)
     assert plan.optimizer.host_step == (host_step if offloaded else "cpu")
     with rehearsal(model):
-        predicted = predict(model, plan, sample, Place.of(HARDWARE.device), CONFIG, Step(1, 1))
+        predicted = predict(model, plan, sample, Place.of(HARDWARE.device), config, Step(1, 1))
     peak = trained(predicted)
     assert peak <= predicted.predicted_peak_bytes + predicted.allowance_bytes
     assert predicted.predicted_peak_bytes == pytest.approx(peak, rel=0.01)
-    if (
-        not offloaded
-    ):  # the allocator gets the requests of training, one by one; of masters' steps only their sums
+    # The allocator gets the requests of training, one by one; of steps of masters, and in backward, only their sums.
+    if not offloaded and not overlapped:
         assert predicted.predicted_peak_bytes == peak
     # Estimated. Without prefetching what is saved comes back tensor by tensor, and is estimated as a whole.
     rough = prefetch or activations == "saved offloaded"
-    assert point.peak_bytes == pytest.approx(peak, rel=0.1 if rough else 0.05)
+    # How full buckets are in backward is not estimated: all are taken to be there in the backward of each layer.
+    assert point.peak_bytes == pytest.approx(peak, rel=0.2 if overlapped else 0.1 if rough else 0.05)
 
 
 @pytest.mark.parametrize("bucket", [2**20, 2**23, 2**26], ids="{} bytes".format)

@@ -118,7 +118,7 @@ class OptimizerState:
         """Have steps overlap with backward, or observe whether they could: of parameters with state on the host."""
         wanted, overlap = site.plan.optimizer, site.placement.states.overlap
         is_allowed = site.config.overlap_optimizer is not False and site.device.type != "cpu"
-        masters = site.placement.host_masters(with_disk_bound=False) if site.placement.device_steps else []
+        masters = site.placement.host_masters(with_disk_bound=False)
         cap = site.config.max_cpu_offload_bytes
         if cap is not None and sum(_SPARE_TIMES * each.nbytes for each in masters) > cap:
             masters = []

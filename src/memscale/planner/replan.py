@@ -1,7 +1,7 @@
 """Plan again when a batch comes that the plan was not made for: the first one, and one larger than any before.
 
-Also, once, when the first optimizer steps have shown that gradients are accumulated, which needs more memory: they are
-there in forward as well.
+Also, once each, when the first optimizer steps have shown that gradients are accumulated, which needs more memory, as
+they are there in forward as well; and that nothing changes them before the step, which can then overlap with backward.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from memscale.config import Config
+from memscale.config import Config, ConfigFields
 from memscale.errors import ProfileError
 from memscale.execution_plan import Plan
 from memscale.executor import Executor
@@ -37,10 +37,9 @@ def follow_batch(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, An
     """
     batches = executor.batches
     key = call_key(args, kwargs)
-    accumulated = executor.accumulation.batches_per_step
-    is_set = "gradient_accumulation_steps" in executor.config.explicit_fields
-    if accumulated is not None and accumulated > 1 and not is_set and _can_replan(executor):
-        _follow_accumulation(executor, Sample(args, kwargs), accumulated)
+    if (observed := _observed_loop(executor)) is not None and _can_replan(executor):
+        executor.config = executor.config.replace(**observed[1])
+        _follow_loop(executor, Sample(args, kwargs), observed[0])
     if batches.knows(key):
         return
     sample = Sample(args, kwargs)
@@ -66,10 +65,22 @@ def _can_replan(executor: Executor) -> bool:
     return not executor.awaits_backward and all(isinstance(each, nn.Parameter) for each in weights)
 
 
-def _follow_accumulation(executor: Executor, sample: Sample, accumulated: int) -> None:
-    """Plan from now on for the number of batches that was seen for each optimizer step."""
+def _observed_loop(executor: Executor) -> tuple[str, ConfigFields] | None:
+    """Return what was seen of the training loop that the plan was made without, in words and as settings."""
+    accumulated, config = executor.accumulation.batches_per_step, executor.config
+    is_set = "gradient_accumulation_steps" in config.explicit_fields
+    if accumulated is not None and accumulated > 1 and not is_set:
+        words = f"gradients of {accumulated} batches are accumulated for each optimizer step"
+        return words, {"gradient_accumulation_steps": accumulated}
+    optimizer, overlap = executor.plan.optimizer, executor.placement.states.overlap
+    if config.overlap_optimizer is None and optimizer is not None and overlap.is_allowed:
+        return "nothing changes gradients between backward and optimizer.step()", {"overlap_optimizer": True}
+    return None
+
+
+def _follow_loop(executor: Executor, sample: Sample, observed: str) -> None:
+    """Plan again, for the largest batch so far, with the settings that follow from what was observed."""
     model, batches = executor.model, executor.batches
-    executor.config = executor.config.replace(gradient_accumulation_steps=accumulated)
     shapes = named_shapes(model, sample)
     planned = batches.largest_like(shapes)
     if planned is None or batches.is_full:
@@ -83,11 +94,11 @@ def _follow_accumulation(executor: Executor, sample: Sample, accumulated: int) -
                 sample = resized(model, sample, planned)
                 plan = make_plan(model, sample, config, hardware, optimizer=executor.optimizer)
         except ProfileError as error:
-            log.warning("the plan stays as it is, though gradients are accumulated: %s", error)
+            log.warning("the plan stays as it is, though %s: %s", observed, str(error))
             return
         batches.add(planned)
         executor.replan(plan)
-        _log_anew(log, f"gradients of {accumulated} batches are accumulated for each optimizer step", plan)
+        _log_anew(log, observed, plan)
 
 
 def _settings(executor: Executor) -> tuple[Config, Hardware]:
