@@ -76,6 +76,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--steps", type=int, default=2, metavar="N", help="training steps (default: %(default)s)"
     )
+    parser.add_argument(
+        "--no-overlap",
+        dest="overlap",
+        action="store_false",
+        help="as in a loop that changes gradients between backward and step(), by clipping say",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file as well")
     return parser
 
@@ -95,6 +101,7 @@ def _run(options: argparse.Namespace) -> list[Row]:
         batch=options.batch,
         seq=options.seq,
         steps=options.steps,
+        overlap=options.overlap,
     ):
         now = time.perf_counter()
         peak = row.note if row.peak_bytes is None else format_bytes(row.peak_bytes)

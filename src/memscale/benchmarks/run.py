@@ -64,6 +64,7 @@ class Case:
     batch: int
     seq: int
     steps: int = 2
+    overlap: bool = True  # whether the loop lets optimizer steps overlap with backward
 
     @classmethod
     def of(cls, name: str, batch: int | None = None, seq: int | None = None, steps: int = 2) -> Case:
@@ -99,12 +100,14 @@ def run_suite(
     batch: int | None = None,
     seq: int | None = None,
     steps: int = 2,
+    overlap: bool = True,
 ) -> Iterator[Row]:
     """Run every model in every mode, one after the other; a row comes as soon as it is there.
 
     All arguments are checked before anything runs: names in `MODELS` and `MODES`, or `BUDGET`, the name of a GPU or a
     size to simulate (or "cpu" to train for real), samples in a batch and tokens in a sample (the model's own by
-    default), training steps.
+    default), training steps. `overlap` is whether optimizer steps may overlap with backward, as in a loop that leaves
+    gradients alone.
 
     Raises:
         ConfigError: A model, mode or number is not allowed.
@@ -117,7 +120,7 @@ def run_suite(
         ('simulated', 'none', 0.0)
     """
     device = find_device(on)
-    cases = [Case.of(name, batch, seq, steps) for name in models]
+    cases = [replace(Case.of(name, batch, seq, steps), overlap=overlap) for name in models]
     wanted = list(modes)
     for mode in wanted:
         if mode not in (*MODES, BUDGET):
@@ -129,14 +132,18 @@ def run_suite(
 
 def config_of(case: Case, mode: str) -> Config | None:
     """Return the Config of a mode for a case; raise a ConfigError if there is no published peak to be its budget."""
-    if mode != BUDGET:
-        return MODES[mode]
+    config = MODES.get(mode, Config(enable_logging=False))
+    if config is None:
+        return None
     published = case.model.published
-    if published is None:
-        raise ConfigError(
-            f"Mode {BUDGET} takes the published peak of a model, and {case.model.name} has none: leave it out."
-        )
-    return Config(memory_budget=f"{published.peak_gib}GiB", enable_logging=False)
+    if mode == BUDGET:
+        if published is None:
+            raise ConfigError(
+                f"Mode {BUDGET} takes the published peak of a model, and {case.model.name} has none: leave it out."
+            )
+        config = config.replace(memory_budget=f"{published.peak_gib}GiB")
+    # The suite's loop leaves gradients alone, so that steps would overlap with backward after the warm-up.
+    return config.replace(overlap_optimizer=case.overlap, warmup_steps=0)
 
 
 def _rows(cases: list[Case], modes: list[str], on: str, device: Device) -> Iterator[Row]:
