@@ -180,6 +180,9 @@ class Meter:
         self._recent_passes: deque[int] = deque(maxlen=MAX_BACKWARD_PASSES)
         self.plans = 0
         self.planning_seconds = 0.0
+        # Steps of single parameters that were computed in backward: committed by the optimizer's step, and dropped.
+        self.steps_committed = 0
+        self.steps_dropped = 0
         self.dumps: list[str] = []  # files that were written when memory ran out
 
     def begin(self, device: torch.device, *, simulated: bool = False) -> None:

@@ -72,6 +72,8 @@ class Report:
     disk_bytes: int = 0  # what is on disk now
     plans: int = 0  # how many were made: by wrap, for larger batches, and after memory ran out
     planning_seconds: float = 0.0  # the time that took (measured)
+    steps_committed: int = 0  # steps of single parameters that were computed in backward
+    steps_dropped: int = 0  # the same, not used: something had changed before the optimizer's step
 
     @classmethod
     def of(
@@ -113,6 +115,8 @@ class Report:
             disk_bytes=disk_bytes,
             plans=meter.plans,
             planning_seconds=meter.planning_seconds,
+            steps_committed=meter.steps_committed,
+            steps_dropped=meter.steps_dropped,
         )
 
     @property
@@ -191,6 +195,9 @@ class Report:
         if self.plans:
             made = f"{self.plans} plan{'s' if self.plans > 1 else ''}"
             yield f"time to make {made}", f"{self.planning_seconds:.2f} s", "measured"
+        if self.steps_committed or self.steps_dropped:
+            dropped = f", {self.steps_dropped:,} dropped" if self.steps_dropped else ""
+            yield "parameters stepped in backward", f"{self.steps_committed:,}{dropped}", "counted"
 
     def __str__(self) -> str:
         return self.explain()

@@ -112,16 +112,12 @@ class OverlappedSteps(StepSubscriber):
     """Computes the steps of parameters whose state is on the host. See Note [Overlapped steps].
 
     Attributes:
-        commits: Parameters whose early step was committed so far.
-        rollbacks: Those whose early step was dropped.
         obstacle: Why the last step could not have been computed in backward; None if it could.
     """
 
     order = StepOrder.OVERLAP
 
     def __init__(self, mover: StateMover, pinned: PinnedMemory, meter: Meter) -> None:
-        self.commits = 0
-        self.rollbacks = 0
         self.obstacle: str | None = None
         self._mover = mover
         self._pinned = pinned
@@ -145,6 +141,16 @@ class OverlappedSteps(StepSubscriber):
             tuple[int, str], Tensor
         ] = {}  # by parameter and name of its state; "" is for itself
         self._writing: deque[tuple[Transfer[None], list[Tensor]]] = deque()  # with what was loaded
+
+    @property
+    def commits(self) -> int:
+        """Parameters whose early step was committed so far."""
+        return self._meter.steps_committed
+
+    @property
+    def rollbacks(self) -> int:
+        """Those whose early step was dropped."""
+        return self._meter.steps_dropped
 
     # ------------------------------------------------------------------ on and off
 
@@ -189,7 +195,7 @@ class OverlappedSteps(StepSubscriber):
         """Drop what was computed and not committed."""
         with self._lock:
             self._waiting.clear()
-            self.rollbacks += len(self._early)
+            self._meter.steps_dropped += len(self._early)
             self._early.clear()
             self._finish_writing()
 
@@ -218,7 +224,7 @@ class OverlappedSteps(StepSubscriber):
                 _key(gradient), passes, None if overlaps else _sum_of_words(gradient)
             )
             if self._early.pop(key, None) is not None:
-                self.rollbacks += 1
+                self._meter.steps_dropped += 1
             if passes > 1 or not overlaps or not self._can_compute(parameter, gradient):
                 return
             task = graph_task_id()
@@ -277,7 +283,7 @@ class OverlappedSteps(StepSubscriber):
             try:
                 self._compute(waiting)
             except (torch.OutOfMemoryError, TierFullError):  # step() itself needs less room
-                self.rollbacks += len(waiting)
+                self._meter.steps_dropped += len(waiting)
                 for loop in map(self._loop_of, waiting):
                     if loop is not None and loop.overlaps:
                         loop.back_off()
@@ -417,7 +423,7 @@ class OverlappedSteps(StepSubscriber):
             early = [self._early.pop(key) for key in stepped if key in self._early]
             current = [each for each in early if each.is_current(optimizer, stepped[id(each.parameter)][1])]
             current = _with_equal_traits(current)
-            self.rollbacks += len(early) - len(current)
+            self._meter.steps_dropped += len(early) - len(current)
             self.obstacle = _obstacle(arrivals)
             if self.obstacle is None and len(current) == len(early):
                 loop.unchanged += 1
@@ -446,7 +452,7 @@ class OverlappedSteps(StepSubscriber):
                         self._exchange("optimizer state", parameter, name, before, after)
                     else:
                         before.copy_(after)
-                self.commits += 1
+                self._meter.steps_committed += 1
 
     def _exchange(self, what: Any, parameter: nn.Parameter, name: str, kept: Tensor, spare: Tensor) -> None:
         """Give a tensor on the host spare memory with new values; if there are views of its own, the values."""
