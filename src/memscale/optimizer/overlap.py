@@ -130,16 +130,13 @@ class OverlappedSteps(StepSubscriber):
         self._bucket_bytes = 0
         self._loops: MutableMapping[Optimizer, _Loop] = weakref.WeakKeyDictionary()
         self._hooks: dict[int, tuple[nn.Parameter, GradientHook]] = {}
-        self._owners: dict[
-            int, tuple[weakref.ref[Optimizer], dict[str, Any]]
-        ] = {}  # with the group, by parameter
+        # By parameter: who last stepped it, and its group there.
+        self._owners: dict[int, tuple[weakref.ref[Optimizer], dict[str, Any]]] = {}
         self._arrived: dict[int, _Arrival] = {}
         self._waiting: list[nn.Parameter] = []  # the next bucket
         self._task: int | None = None
         self._early: dict[int, _EarlyStep] = {}
-        self._spare: dict[
-            tuple[int, str], Tensor
-        ] = {}  # by parameter and name of its state; "" is for itself
+        self._spare: dict[tuple[int, str], Tensor] = {}  # by parameter and name of its state; "" is itself
         self._writing: deque[tuple[Transfer[None], list[Tensor]]] = deque()  # with what was loaded
 
     @property
@@ -278,24 +275,27 @@ class OverlappedSteps(StepSubscriber):
         """Compute the step of the next bucket."""
         with self._lock, torch.no_grad(), self._meter.timing("optimizer state"):
             waiting, self._waiting = self._waiting, []
-            if not waiting:
+            owners = [self._owner(each) for each in waiting]
+            if not waiting or any(optimizer is None for optimizer, _ in owners):
                 return
             try:
-                self._compute(waiting)
+                self._compute(
+                    waiting, [(optimizer, group) for optimizer, group in owners if optimizer is not None]
+                )
             except (torch.OutOfMemoryError, TierFullError):  # step() itself needs less room
                 self._meter.steps_dropped += len(waiting)
                 for loop in map(self._loop_of, waiting):
                     if loop is not None and loop.overlaps:
                         loop.back_off()
 
-    def _compute(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _compute(
+        self, parameters: Sequence[nn.Parameter], owners: Sequence[tuple[Optimizer, dict[str, Any]]]
+    ) -> None:
         device, lane, engine = self._device, lane_of(self._device), self._engine
         ready = torch.cuda.current_stream(device).record_event() if lane is Lane.STREAM else None
-        owners = [self._owner(each) for each in parameters]
         states = [
-            optimizer.state[each]
-            for (optimizer, _), each in zip(owners, parameters, strict=True)
-            if optimizer
+            optimizer.state.get(parameter, {})
+            for (optimizer, _), parameter in zip(owners, parameters, strict=True)
         ]
         spares = [self._spares_for(*each) for each in zip(parameters, states, strict=True)]
         copies: list[nn.Parameter] = []
@@ -320,10 +320,8 @@ class OverlappedSteps(StepSubscriber):
                         parameter.grad.record_stream(torch.cuda.current_stream(device))
             for group in {id(group): group for _, group in owners}.values():
                 of_group = [index for index, (_, each) in enumerate(owners) if each is group]
-                optimizer = owners[of_group[0]][0]
-                assert optimizer is not None, "an optimizer is alive while its bucket is stepped"
                 stepped = {copies[index]: loaded[index] for index in of_group}
-                step_alone(optimizer, group, list(stepped), stepped)
+                step_alone(owners[of_group[0]][0], group, list(stepped), stepped)
             for copy in copies:
                 copy.grad = None
             here = [each for each in parameters if each.device != _HOST]
@@ -437,7 +435,7 @@ class OverlappedSteps(StepSubscriber):
         with self._lock, torch.no_grad(), self._meter.timing("optimizer state"):
             self._finish_writing()
             for step in steps:
-                parameter, state = step.parameter, optimizer.state[step.parameter]
+                parameter, state = step.parameter, optimizer.state.get(step.parameter, {})
                 if parameter.device == _HOST:
                     self._exchange("parameters", parameter, "", parameter, step.values)
                 else:
