@@ -13,6 +13,7 @@ os.environ["MEMSCALE_CALIBRATION"] = "none"  # plans must not depend on what was
 # Virtual machines that announce AMX and do not let a process use it end it at its first 16-bit product.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
+import gc
 import random
 import sys
 import tempfile
@@ -71,6 +72,13 @@ def small_models_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from memscale.planner import decide
 
     monkeypatch.setattr(decide, "UNTOUCHED_SHARE", 0.0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def only_new_objects_are_searched() -> None:
+    """The garbage collector leaves out what earlier modules imported: half a second each time, for 600,000 objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,6 +1,6 @@
 """Every private torch API that MemScale uses, in one place.
 
-Tried on torch 2.13 (CPU). Each docstring or comment says what it is for and what happens on a torch
+Tried on torch 2.13 and 2.15. Each docstring or comment says what it is for and what happens on a torch
 that lacks it. No other module imports a name of torch that begins with an underscore.
 """
 
@@ -554,6 +554,11 @@ def _unwrapped(function: Any) -> Iterator[Any]:
     while function is not None:
         yield function
         function = getattr(function, "__wrapped__", None)
+
+
+HAS_WARNED_OF_CAPTURABLE = "_warned_capturable_if_run_uncaptured"
+"""What `Optimizer.__init__` sets. Without it a step reads `capturable` of its groups, which those of Adafactor lack: on
+2.13 beside a CUDA device, on 2.15 beside any accelerator."""
 
 
 # -- distributed training

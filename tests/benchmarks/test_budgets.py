@@ -30,7 +30,8 @@ def inputs() -> dict[str, torch.Tensor]:
     return {"input_ids": words, "labels": words}
 
 
-@pytest.mark.parametrize("budget", ["240MiB", "160MiB", "110MiB"])
+@pytest.mark.matrix(3)
+@pytest.mark.parametrize("budget", ["160MiB", "240MiB", "110MiB"])
 def test_a_plan_for_a_budget_fits_and_is_no_slower_than_one_by_hand(
     model: nn.Module, inputs: dict[str, torch.Tensor], budget: str
 ) -> None:

@@ -76,6 +76,7 @@ def test_evaluation_counts_nothing() -> None:
     assert (report.forward_passes, report.recomputations, report.lost) == (0, 0, ())
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("mode", ["conservative", "balanced", "aggressive"])
 @pytest.mark.parametrize("name", ["gpt2", "t5", "vit"])
 def test_operations_of_recomputing_are_those_that_torch_counts(name: str, mode: str) -> None:

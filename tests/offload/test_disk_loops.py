@@ -303,8 +303,15 @@ def steps_from(model: nn.Module, optimizer: torch.optim.Optimizer, begin: int, e
     return losses
 
 
-@pytest.mark.parametrize("saved_by", ["wrapped", "plain"])
-@pytest.mark.parametrize("resumed_by", ["wrapped", "plain"])
+@pytest.mark.parametrize(
+    ("saved_by", "resumed_by"),
+    [
+        ("wrapped", "plain"),
+        ("plain", "wrapped"),
+        pytest.param("wrapped", "wrapped", marks=pytest.mark.slow),
+        pytest.param("plain", "plain", marks=pytest.mark.slow),
+    ],
+)
 def test_resumed_in_a_new_process(tmp_path: Path, saved_by: str, resumed_by: str) -> None:
     plain = build()
     expected = steps_from(plain, adamw(plain), 0, 4)

@@ -77,6 +77,7 @@ def assert_bytes_move(family: Family, model: nn.Module, batch: Batch, gpu: Any) 
     assert all(parameter.grad.isfinite().all() for parameter in trained)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_are_at_home_and_move(name: str) -> None:
     family = FAMILIES[name]

@@ -31,6 +31,7 @@ def family_of(name: str) -> Family:
     return FAMILIES[name]
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pass_without_gradients_saves_nothing(name: str) -> None:
     family = family_of(name)

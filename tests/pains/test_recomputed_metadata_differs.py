@@ -41,6 +41,7 @@ def family_of(name: str) -> Family:
     return FAMILIES[name]
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_backward_outside_of_autocast_recomputes_inside_of_it(name: str) -> None:
     family = family_of(name)

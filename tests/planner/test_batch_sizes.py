@@ -190,7 +190,7 @@ def found_in(config: Config) -> memscale.BatchSizes:
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(CONSERVATIVE, id="conservative"),
+        pytest.param(CONSERVATIVE, id="conservative", marks=pytest.mark.slow),
         pytest.param(QUIET, id="balanced"),
         pytest.param(AGGRESSIVE, id="aggressive", marks=pytest.mark.slow),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -28,7 +29,7 @@ from support.profiles import GFLOP, LARGE, MIB, all_points_of, block, config_of,
 
 MODES = tuple(OptimizationMode)
 ROUNDING = 2e-6  # of the ratios in a plan
-some = settings(max_examples=50)
+some = settings(max_examples=50 if os.environ.get("CI") else 20)
 
 
 @st.composite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -44,10 +45,15 @@ def batch() -> torch.Tensor:
     return torch.randn(4096, WIDTH)
 
 
+@functools.cache
+def plain_peak_bytes() -> int:
+    return memscale.plan(model_of(), batch(), CONFIG, HARDWARE).baseline_peak_bytes
+
+
+@functools.cache
 def planned(share: float, config: Config = CONFIG) -> Plan:
     """Return the plan for a share of the plain peak."""
-    plain = memscale.plan(model_of(), batch(), CONFIG, HARDWARE)
-    budget = int(share * plain.baseline_peak_bytes)
+    budget = int(share * plain_peak_bytes())
     return memscale.plan(model_of(), batch(), config.replace(memory_budget=budget), HARDWARE)
 
 

@@ -16,7 +16,7 @@ from memscale.testing import executing
 from support.families import FAMILIES
 from support.wrapping import QUIET, memory_of
 
-BATCH, LENGTH, ROWS = 8, 40, 16  # twenty tiles, of which a simulation runs three
+BATCH, LENGTH, ROWS = 8, 20, 16  # ten tiles, of which a simulation runs three
 
 
 def plan_of(model: nn.Module, *, tiled: bool) -> Plan:
@@ -29,6 +29,7 @@ def plan_of(model: nn.Module, *, tiled: bool) -> Plan:
     return Plan(layers, loss=LossTiling(ROWS) if tiled else None)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
 def test_the_peak_is_as_predicted(name: str) -> None:
     pytest.importorskip("transformers")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from memscale._torch import disable_current_modes
+from memscale._torch import HAS_WARNED_OF_CAPTURABLE, disable_current_modes
 
 _ADAMS = (optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam)
 _OTHERS = (optim.ASGD, optim.Adadelta, optim.Adagrad, optim.RMSprop, optim.Rprop, optim.SGD)
@@ -207,9 +207,7 @@ def step_alone(
     # Not by its __init__, by which torch wraps the step of the class: hooks of a subclass would run twice.
     other = owner.__new__(owner)
     settings = {name: 0.01 if isinstance(value, Tensor) else value for name, value in group.items()}
-    # With its other attributes, some of which fused implementations ask for; and without torch's mark that it has
-    # warned of `capturable`, a step beside an accelerator reads that setting, which Adafactor's groups do not have.
-    vars(other).update(vars(optimizer))
+    setattr(other, HAS_WARNED_OF_CAPTURABLE, True)
     vars(other).update(
         defaults=dict(optimizer.defaults),
         state=defaultdict(dict) if state is None else state,
