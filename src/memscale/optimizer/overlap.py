@@ -253,9 +253,11 @@ class OverlappedSteps(StepSubscriber):
         is_fast = self._device.type != "cuda" or all(each.is_pinned() for each in copied)
         return (
             bool(copied)
+            and parameter.dim() > 0
             and (bool(state) or not has_moments(optimizer))  # the first step makes it
             and is_fast
             and not any(value is None or isinstance(value, Moment) for value in state.values())
+            and all(value.device == _HOST for value in state.values() if isinstance(value, Tensor))
             and not any(isinstance(value, Tensor) for value in _settings(group).values())
             and all(map(_is_plain, (gradient, parameter, *copied)))
             and not group.get("fused")
@@ -356,7 +358,7 @@ class OverlappedSteps(StepSubscriber):
             )
 
     def _load(self, what: Any, value: Any) -> Any:
-        """Return what is on the host on the device, and a copy of counters and of what is there already."""
+        """Return what is on the host on the device, and a copy of counters."""
         if not isinstance(value, Tensor):
             return value
         if not self._is_copied(value):
