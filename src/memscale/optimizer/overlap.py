@@ -21,7 +21,8 @@ and reached ``step()`` as that had left it. There every bit of a gradient counts
 them, by whatever way, never overlaps. After a rollback twice as many such steps are needed.
 
 *Streams.* Copies to the device and the arithmetic are on the stream of copies to the device, copies back on that of
-copies to the host. What is loaded for two buckets is in flight at most.
+copies to the host. What is loaded for two buckets is in flight at most. After backward the compute stream waits for the
+arithmetic, which reads parameters and gradients.
 """
 
 from __future__ import annotations
@@ -139,6 +140,8 @@ class OverlappedSteps(StepSubscriber):
         ] = {}  # with the group, by parameter
         self._arrived: dict[int, _Arrival] = {}
         self._waiting: list[nn.Parameter] = []  # the next bucket
+        self._streams: set[torch.cuda.Stream] = set()  # that computed its gradients
+        self._computed: Transfer[Any] | None = None  # the last bucket of the running backward
         self._task: int | None = None
         self._early: dict[int, _EarlyStep] = {}
         self._spare: dict[
@@ -224,8 +227,10 @@ class OverlappedSteps(StepSubscriber):
             task = graph_task_id()
             if task != self._task:
                 self._task = task
-                at_end_of_backward(self._flush)
+                at_end_of_backward(self._end_backward)
             self._waiting.append(parameter)
+            if gradient.device.type == "cuda":
+                self._streams.add(torch.cuda.current_stream(gradient.device))
             if sum(map(step_bytes, self._waiting)) >= self._bucket_bytes:
                 self._flush()
 
@@ -270,6 +275,13 @@ class OverlappedSteps(StepSubscriber):
         """Return whether a state tensor is on the host between steps, and on the device for one."""
         return value.device == _HOST and value.dim() > 0
 
+    def _end_backward(self) -> None:
+        """Compute the last bucket; what is done from now on to parameters and gradients waits until they were read."""
+        self._flush()
+        computed, self._computed = self._computed, None
+        if computed is not None:
+            computed.wait()
+
     def _flush(self) -> None:
         """Compute the step of the next bucket."""
         with self._lock, torch.no_grad(), self._meter.timing("optimizer state"):
@@ -286,7 +298,8 @@ class OverlappedSteps(StepSubscriber):
 
     def _compute(self, parameters: Sequence[nn.Parameter]) -> None:
         device, lane, engine = self._device, lane_of(self._device), self._engine
-        ready = torch.cuda.current_stream(device).record_event() if lane is Lane.STREAM else None
+        ready = [each.record_event() for each in self._streams]  # this thread may have another
+        self._streams.clear()
         owners = [self._owner(each) for each in parameters]
         states = [
             optimizer.state[each]
@@ -306,13 +319,16 @@ class OverlappedSteps(StepSubscriber):
                 if parameter.device == _HOST:
                     copies.append(nn.Parameter(self._load("parameters", parameter.detach())))
                     copies[-1].grad = self._load("gradients", parameter.grad)
-            if ready is not None:
-                torch.cuda.current_stream(device).wait_event(ready)
+            for event in ready:
+                torch.cuda.current_stream(device).wait_event(event)
+            here = [each for each in parameters if each.device != _HOST]
+            # Before the arithmetic: of what is changed while it runs, they are others.
+            traits = _traits_of(here) if here else None
             for index, parameter in enumerate(parameters):
                 if parameter.device != _HOST:
                     copies.insert(index, nn.Parameter(parameter.detach().clone()))
                     copies[index].grad = parameter.grad
-                    if ready is not None and parameter.grad is not None:
+                    if lane is Lane.STREAM and parameter.grad is not None:
                         parameter.grad.record_stream(torch.cuda.current_stream(device))
             for group in {id(group): group for _, group in owners}.values():
                 of_group = [index for index, (_, each) in enumerate(owners) if each is group]
@@ -322,15 +338,14 @@ class OverlappedSteps(StepSubscriber):
                 step_alone(optimizer, group, list(stepped), stepped)
             for copy in copies:
                 copy.grad = None
-            here = [each for each in parameters if each.device != _HOST]
-            return _traits_of(here) if here else None
+            return traits
 
         def write() -> None:
             for spare, copy, new in zip(spares, copies, loaded, strict=True):
                 for name, target in spare.items():
                     target.copy_(copy.detach() if name == "" else new[name], non_blocking=True)
 
-        computed = engine.run(compute, lane, device)
+        self._computed = computed = engine.run(compute, lane, device)
         written = engine.run(write, lane, device, outward=True, after=computed)
         on_host = [index for index, each in enumerate(parameters) if each.device == _HOST]
         values = [
