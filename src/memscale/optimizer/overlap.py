@@ -435,6 +435,8 @@ class OverlappedSteps(StepSubscriber):
             current = [each for each in early if each.is_current(optimizer, stepped[id(each.parameter)][1])]
             current = _with_equal_traits(current)
             self.rollbacks += len(early) - len(current)
+            if not current or len(current) < len(early):
+                self._finish_writing()  # and release what was loaded: the step needs the room
             self.obstacle = _obstacle(arrivals)
             if self.obstacle is None and len(current) == len(early):
                 loop.unchanged += 1
