@@ -74,6 +74,9 @@ class _Computing(TorchDispatchMode):
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if is_random and (on_device or is_factory):
             state = torch.cuda.get_rng_state(torch.cuda.current_device())
+        if func is aten.equal.default and on_device:  # an answer of kernels that torch launches inside it
+            self._run_stream()
+            return func(*map(_on_cpu, args))
         result = func(*args, **kwargs)
         if func in _MOVES and not self._converts(func, args, kwargs, result):
             return result  # copied by the runtime, on its stream
@@ -91,9 +94,12 @@ class _Computing(TorchDispatchMode):
             return _is_cuda(args[0]) and _is_cuda(args[1])
         return func is aten._to_copy.default and _is_cuda(args[0]) and _is_cuda(result)
 
-    def _compute(self, func: Any, args: Any, kwargs: Any, result: Any, state: torch.Tensor | None) -> None:
+    def _run_stream(self) -> None:
         stream = torch.cuda.current_stream()
         self._library.fakecuda_run_stream(stream.cuda_stream or None, stream.device_index)
+
+    def _compute(self, func: Any, args: Any, kwargs: Any, result: Any, state: torch.Tensor | None) -> None:
+        self._run_stream()
         on_cpu_args, on_cpu_kwargs = tree_map_only(torch.Tensor, _on_cpu, (args, kwargs))
         if kwargs.get("device") is not None:
             on_cpu_kwargs["device"] = "cpu"

@@ -21,7 +21,8 @@ and reached ``step()`` as that had left it. There every bit of a gradient counts
 them, by whatever way, never overlaps. After a rollback twice as many such steps are needed.
 
 *Streams.* Copies to the device and the arithmetic are on the stream of copies to the device, copies back on that of
-copies to the host. What is loaded for two buckets is in flight at most.
+copies to the host. What is loaded for two buckets is in flight at most. After backward the compute stream waits for the
+arithmetic, which reads parameters and gradients.
 """
 
 from __future__ import annotations
@@ -134,6 +135,8 @@ class OverlappedSteps(StepSubscriber):
         self._owners: dict[int, tuple[weakref.ref[Optimizer], dict[str, Any]]] = {}
         self._arrived: dict[int, _Arrival] = {}
         self._waiting: list[nn.Parameter] = []  # the next bucket
+        self._streams: set[torch.cuda.Stream] = set()  # that computed its gradients
+        self._computed: Transfer[Any] | None = None  # the last bucket of the running backward
         self._task: int | None = None
         self._early: dict[int, _EarlyStep] = {}
         self._spare: dict[tuple[int, str], Tensor] = {}  # by parameter and name of its state; "" is itself
@@ -227,8 +230,10 @@ class OverlappedSteps(StepSubscriber):
             task = graph_task_id()
             if task != self._task:
                 self._task = task
-                at_end_of_backward(self._flush)
+                at_end_of_backward(self._end_backward)
             self._waiting.append(parameter)
+            if gradient.device.type == "cuda":
+                self._streams.add(torch.cuda.current_stream(gradient.device))
             if sum(map(step_bytes, self._waiting)) >= self._bucket_bytes:
                 self._flush()
 
@@ -256,9 +261,11 @@ class OverlappedSteps(StepSubscriber):
         is_fast = self._device.type != "cuda" or all(each.is_pinned() for each in copied)
         return (
             bool(copied)
+            and parameter.dim() > 0
             and (bool(state) or not has_moments(optimizer))  # the first step makes it
             and is_fast
             and not any(value is None or isinstance(value, Moment) for value in state.values())
+            and all(value.device == _HOST for value in state.values() if isinstance(value, Tensor))
             and not any(isinstance(value, Tensor) for value in _settings(group).values())
             and all(map(_is_plain, (gradient, parameter, *copied)))
             and not group.get("fused")
@@ -270,6 +277,13 @@ class OverlappedSteps(StepSubscriber):
     def _is_copied(self, value: Tensor) -> bool:
         """Return whether a state tensor is on the host between steps, and on the device for one."""
         return value.device == _HOST and value.dim() > 0
+
+    def _end_backward(self) -> None:
+        """Compute the last bucket; what is done from now on to parameters and gradients waits until they were read."""
+        self._flush()
+        computed, self._computed = self._computed, None
+        if computed is not None:
+            computed.wait()
 
     def _flush(self) -> None:
         """Compute the step of the next bucket."""
@@ -292,7 +306,8 @@ class OverlappedSteps(StepSubscriber):
         self, parameters: Sequence[nn.Parameter], owners: Sequence[tuple[Optimizer, dict[str, Any]]]
     ) -> None:
         device, lane, engine = self._device, lane_of(self._device), self._engine
-        ready = torch.cuda.current_stream(device).record_event() if lane is Lane.STREAM else None
+        ready = [each.record_event() for each in self._streams]  # this thread may have another
+        self._streams.clear()
         states = [
             optimizer.state.get(parameter, {})
             for (optimizer, _), parameter in zip(owners, parameters, strict=True)
@@ -310,13 +325,16 @@ class OverlappedSteps(StepSubscriber):
                 if parameter.device == _HOST:
                     copies.append(nn.Parameter(self._load("parameters", parameter.detach())))
                     copies[-1].grad = self._load("gradients", parameter.grad)
-            if ready is not None:
-                torch.cuda.current_stream(device).wait_event(ready)
+            for event in ready:
+                torch.cuda.current_stream(device).wait_event(event)
+            here = [each for each in parameters if each.device != _HOST]
+            # Before the arithmetic: of what is changed while it runs, they are others.
+            traits = None if not here or is_fake(here[0]) else _traits_of(here)
             for index, parameter in enumerate(parameters):
                 if parameter.device != _HOST:
                     copies.insert(index, nn.Parameter(parameter.detach().clone()))
                     copies[index].grad = parameter.grad
-                    if ready is not None and parameter.grad is not None:
+                    if lane is Lane.STREAM and parameter.grad is not None:
                         parameter.grad.record_stream(torch.cuda.current_stream(device))
             for group in {id(group): group for _, group in owners}.values():
                 of_group = [index for index, (_, each) in enumerate(owners) if each is group]
@@ -324,15 +342,14 @@ class OverlappedSteps(StepSubscriber):
                 step_alone(owners[of_group[0]][0], group, list(stepped), stepped)
             for copy in copies:
                 copy.grad = None
-            here = [each for each in parameters if each.device != _HOST]
-            return None if not here or is_fake(here[0]) else _traits_of(here)
+            return traits
 
         def write() -> None:
             for spare, copy, new in zip(spares, copies, loaded, strict=True):
                 for name, target in spare.items():
                     target.copy_(copy.detach() if name == "" else new[name], non_blocking=True)
 
-        computed = engine.run(compute, lane, device)
+        self._computed = computed = engine.run(compute, lane, device)
         written = engine.run(write, lane, device, outward=True, after=computed)
         on_host = [index for index, each in enumerate(parameters) if each.device == _HOST]
         values = [
@@ -360,7 +377,7 @@ class OverlappedSteps(StepSubscriber):
             )
 
     def _load(self, what: Any, value: Any) -> Any:
-        """Return what is on the host on the device, and a copy of counters and of what is there already."""
+        """Return what is on the host on the device, and a copy of counters."""
         if not isinstance(value, Tensor):
             return value
         if not self._is_copied(value):
@@ -422,6 +439,8 @@ class OverlappedSteps(StepSubscriber):
             current = [each for each in early if each.is_current(optimizer, stepped[id(each.parameter)][1])]
             current = _with_equal_traits(current)
             self._meter.steps_dropped += len(early) - len(current)
+            if not current or len(current) < len(early):
+                self._finish_writing()  # and release what was loaded: the step needs the room
             self.obstacle = _obstacle(arrivals)
             if self.obstacle is None and len(current) == len(early):
                 loop.unchanged += 1
