@@ -230,7 +230,7 @@ def _simulate(case: Case, mode: str, device: GpuSpec | int) -> _Outcome:
             if plan is None:
                 model.to(simulation.device)
             else:
-                Executor(model, plan, device=simulation.device).attach()
+                Executor(model, plan, config, device=simulation.device).attach()
             inputs = case.model.inputs(case.batch, case.seq, simulation.device)
             simulation.tracker.reset_peak()  # the host held the weights until now, which is not training
             _train(model, inputs, case.steps)
