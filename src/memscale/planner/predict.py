@@ -419,14 +419,15 @@ class _EarlySteps:
 
         loaded = [allocate(each) for each in waiting for _ in range(2)]  # two moments
         masters = [each for each in waiting if each.device.type != self._device.type]
-        loaded += [allocate(each) for each in masters]
-        gradients = [allocate(each) for each in masters]
+        pairs = [(allocate(each), allocate(each)) for each in masters]  # itself and its gradient
+        loaded += [values for values, _ in pairs]
+        gradients = [gradient for _, gradient in pairs]
         self._copies += [allocate(each) for each in waiting if each.device.type == self._device.type]
         of_all, of_one = self._needs.temporaries
         sizes = [int(of_all * each.nbytes) for each in waiting]
         sizes += [max(each.nbytes for each in waiting)] * int(of_one) if waiting else []
         made = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes if size]
-        del gradients, made
+        del pairs, gradients, made
         self._in_flight.append(loaded)
         self.stepped.update(map(id, waiting))
 
