@@ -310,7 +310,7 @@ def without_a_wait_for_gradients(patch: pytest.MonkeyPatch) -> None:
     """A step is computed before the compute stream has finished the gradients."""
     compute = OverlappedSteps._compute
 
-    def compute_early(self: OverlappedSteps, parameters: Any) -> None:
+    def compute_early(self: OverlappedSteps, *args: Any) -> None:
         with pytest.MonkeyPatch.context() as inner:
             wait = torch.cuda.Stream.wait_event
             side = self._engine._stream(self._device, False)
@@ -321,7 +321,7 @@ def without_a_wait_for_gradients(patch: pytest.MonkeyPatch) -> None:
                     None if stream == side and event not in written(self) else wait(stream, event)
                 ),
             )
-            compute(self, parameters)
+            compute(self, *args)
 
     patch.setattr(OverlappedSteps, "_compute", compute_early)
 
@@ -341,9 +341,9 @@ def without_the_streams_of_gradients(patch: pytest.MonkeyPatch) -> None:
     """The stream of the thread that computes a step is taken for that of all its gradients."""
     compute = OverlappedSteps._compute
 
-    def compute_early(self: OverlappedSteps, parameters: Any) -> None:
+    def compute_early(self: OverlappedSteps, *args: Any) -> None:
         self._streams = {torch.cuda.current_stream()}
-        compute(self, parameters)
+        compute(self, *args)
 
     patch.setattr(OverlappedSteps, "_compute", compute_early)
 
