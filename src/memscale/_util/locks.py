@@ -7,7 +7,10 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
+
+from memscale._util.interrupts import interrupts_deferred
 
 T = TypeVar("T")
 
@@ -20,6 +23,9 @@ class LateLock(Generic[T]):
     The garbage collector may run a finalizer in any thread, also in one that holds this lock: to wait for it would be a
     deadlock. So a finalizer queues an item, which whoever holds the lock handles on release. The method that handles
     items is referred to weakly: its object mostly owns the lock.
+
+    Ctrl-C is deferred while the lock is held: between the call that acquires it and the block that releases it, it
+    would leave the lock locked for good.
 
     Example:
         >>> done = []
@@ -36,14 +42,26 @@ class LateLock(Generic[T]):
         is_method = inspect.ismethod(handle)
         self._handle = weakref.WeakMethod(handle) if is_method else lambda: handle
         self._lock = threading.Lock()
+        self._deferral: AbstractContextManager[None]  # of who holds it
         self._items: deque[T] = deque()  # its append and popleft are atomic
 
     def __enter__(self) -> None:
-        self._lock.acquire()
+        deferral = interrupts_deferred()
+        deferral.__enter__()
+        try:
+            self._lock.acquire()
+        except BaseException:
+            deferral.__exit__(None, None, None)
+            raise
+        self._deferral = deferral
 
     def __exit__(self, *_: object) -> None:
+        deferral = self._deferral
         self._lock.release()
-        self._handle_items()
+        try:
+            self._handle_items()
+        finally:
+            deferral.__exit__(None, None, None)
 
     def renew(self) -> None:
         """Replace the lock, in a child that was forked while a thread of its parent held it."""
@@ -56,11 +74,12 @@ class LateLock(Generic[T]):
 
     def _handle_items(self) -> None:
         # After each release: what was queued while the lock was held is found here; later items find it free.
-        while self._items and self._lock.acquire(blocking=False):
-            try:
-                while self._items:
-                    item, handle = self._items.popleft(), self._handle()
-                    if handle is not None:
-                        handle(item)
-            finally:
-                self._lock.release()
+        with interrupts_deferred():
+            while self._items and self._lock.acquire(blocking=False):
+                try:
+                    while self._items:
+                        item, handle = self._items.popleft(), self._handle()
+                        if handle is not None:
+                            handle(item)
+                finally:
+                    self._lock.release()

@@ -37,17 +37,21 @@ from memscale._util.trees import is_lazy
 
 
 class TorchRngState:
-    """A snapshot of the random state of the CPU and of all devices of some types."""
+    """A snapshot of the random state of the CPU, of some devices, and of the current ones of their types."""
 
     __slots__ = ("_cpu", "_devices")
 
-    def __init__(self, device_types: Iterable[str]) -> None:
+    def __init__(self, devices: Iterable[torch.device]) -> None:
         self._cpu = torch.get_rng_state()
         self._devices: list[tuple[str, int, torch.Tensor]] = []
-        for device_type in device_types:
+        indices = defaultdict[str, set[int]](set)
+        for device in devices:
+            indices[device.type] |= set() if device.index is None else {device.index}
+        for device_type, used in indices.items():
             module = _module_with_rng(device_type)
             if module is not None:
-                for index in range(module.device_count()):
+                # A layer may draw on the current device, wherever its tensors are.
+                for index in sorted({module.current_device(), *used}):
                     self._devices.append((device_type, index, module.get_rng_state(index)))
 
     def restore(self) -> None:
@@ -83,8 +87,8 @@ class RngState:
 
     __slots__ = ("_host", "_torch")
 
-    def __init__(self, device_types: Iterable[str]) -> None:
-        self._torch = TorchRngState(device_types)
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._torch = TorchRngState(devices)
         self._host = HostRngState()
 
     def restore(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import os
@@ -10,12 +11,15 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TextIO
 
 _NUMBER = re.compile(r"[-+−~≈<>≤≥]?\s?\d[\d,._]*([eE][-+]?\d+)?\s?[^\d\s]{0,8}")
-_EMPTY = ("", "-", "–", "—", "n/a")
+_NOTHING = "–"
+_EMPTY = ("", "-", _NOTHING, "—", "n/a")
+_WORD = 12  # characters that a column of text has at least, or its longest word if that is shorter
 
 
 @dataclass(frozen=True)
@@ -84,14 +88,29 @@ def table(
         filled = [row[place] for row in cells if row[place] not in _EMPTY]
         is_numeric = bool(filled) and all(map(_NUMBER.fullmatch, filled))
         right.append(column.align == "right" or (column.align == "auto" and is_numeric))
-    draw = _drawn_by_rich if importlib.util.find_spec("rich") is not None else _drawn_plainly
+    if _least_width(headers, cells, right) > terminal.width:
+        draw = _drawn_as_lists
+    elif importlib.util.find_spec("rich") is not None:
+        draw = _drawn_by_rich
+    else:
+        draw = _drawn_plainly
     lines = [*terminal.heading(title), *draw(headers, cells, right, terminal)]
     return "\n".join([*lines, *(wrap(clean(caption), terminal.width) if caption else [])])
 
 
+def _least_width(headers: list[str], cells: list[list[str]], right: list[bool]) -> int:
+    """Return the width of a table whose words and numbers stay whole, but for words of over `_WORD` characters."""
+    widths = []
+    for column, is_right in zip(zip(headers, *cells, strict=True), right, strict=True):
+        words = [word for cell in column[1:] for word in (cell.split("\n") if is_right else cell.split())]
+        longest = max(map(len, [*words, *column[0].split(), ""]))
+        widths.append(longest if is_right else min(longest, _WORD))
+    return sum(widths) + 3 * len(widths) + 1
+
+
 def _cell(value: object) -> str:
     if value is None:
-        return "–"
+        return _NOTHING
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     return f"{value:,}" if is_integer else clean(str(value)).strip("\n")
 
@@ -125,6 +144,20 @@ def _drawn_by_rich(
     )
     console.print(grid)
     return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def _drawn_as_lists(
+    headers: list[str], cells: list[list[str]], right: list[bool], terminal: Terminal
+) -> list[str]:
+    """Draw each row as a list, for terminals that are too narrow for its columns."""
+    lines = []
+    for first, *others in cells:
+        lines += [terminal.paint(line, 1) for line in wrap(first, terminal.width)]
+        for header, cell in zip(headers[1:], others, strict=True):
+            if cell not in ("", _NOTHING):
+                text = f"{header}: {' '.join(cell.split())}"
+                lines += [f"  {line}" for line in wrap(text, max(terminal.width - 2, 1))]
+    return lines
 
 
 def _drawn_plainly(
@@ -168,3 +201,45 @@ def wrap(text: str, width: int) -> list[str]:
 def clean(text: str) -> str:
     """Return `text` without control characters, which would move the cursor or change colours; line ends stay."""
     return "".join(c for c in text.replace("\t", " ") if c == "\n" or c.isprintable())
+
+
+@contextlib.contextmanager
+def progress(total: int, stream: TextIO | None = None) -> Iterator[Callable[[str], None]]:
+    """Show how far a run of `total` cases is, and the time left, on standard error; yield what to call after each.
+
+    On a terminal with `rich` that is a bar below the lines; else each line says the time left.
+    """
+    screen = stream or sys.stderr
+    start = time.perf_counter()
+    done = 0
+    with contextlib.ExitStack() as stack:
+        bar = _bar(total, stack) if screen.isatty() and importlib.util.find_spec("rich") is not None else None
+
+        def advance(text: str) -> None:
+            nonlocal done
+            done += 1
+            left = (time.perf_counter() - start) / done * (total - done)
+            if bar is not None:
+                bar(text)
+            else:
+                rest = f", {left:.0f} s left" if done < total else ""
+                print(f"{text} ({done} of {total}{rest})", file=screen, flush=True)
+
+        yield advance
+
+
+def _bar(total: int, stack: contextlib.ExitStack) -> Callable[[str], None]:
+    state = random.getstate()
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
+    random.setstate(state)  # rich draws from the user's generator when it is imported
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    bars = stack.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
+    task = bars.add_task("", total=total)
+
+    def advance(text: str) -> None:
+        bars.console.print(text, markup=False, highlight=False)
+        bars.advance(task)
+
+    return advance

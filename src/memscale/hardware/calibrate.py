@@ -12,6 +12,7 @@ error. Rates of the disk are for one directory. A virtual GPU always has those o
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -42,6 +43,10 @@ logger = logging.getLogger("memscale")
 _warned: set[Path] = set()  # files that were warned of in this process
 
 
+def _silent(done: int, total: int) -> None:
+    """Show no progress."""
+
+
 def calibrate(
     path: str | os.PathLike[str] | None = None,
     *,
@@ -49,6 +54,7 @@ def calibrate(
     offload_dir: str | os.PathLike[str] | None = None,
     nbytes: int = 2**28,
     side: int | None = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> Hardware:
     """Measure the rates of this machine, write them to a file, and return its description with them.
 
@@ -62,6 +68,7 @@ def calibrate(
         offload_dir: The directory of the disk tier, if `Config(offload_dir=...)` names one.
         nbytes: The size of what is copied, stepped and written, in bytes: much larger than caches.
         side: The number of rows and columns of matrices; 4096 by default, on a CPU 2048.
+        progress: Called after each measurement, with how many are done and how many there are.
 
     Raises:
         HardwareError: There is no such device, it is virtual, or the file or the directory can't be written.
@@ -81,12 +88,7 @@ def calibrate(
     if hardware.device.kind in VIRTUAL_KINDS:
         raise HardwareError(f"{hardware.device.name} is virtual: calibrate outside of the simulation.")
     target = Path(path or default_path(hardware)).expanduser()
-    contents = {
-        "schema": SCHEMA,
-        "device": _identity(hardware),
-        "rates": asdict(measure(hardware, nbytes, side)),
-        "disk": measure_disk(hardware.disk, nbytes),
-    }
+    contents = measure_calibration(hardware, nbytes, side, progress or _silent)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(contents, indent=1), encoding="utf-8")
@@ -156,7 +158,7 @@ def read_calibration(path: Path, hardware: Hardware) -> Hardware:
         raise HardwareError(f"it is damaged ({type(error).__name__}: {shown(str(error))}).") from error
     if of != _identity(hardware):
         raise HardwareError(f"it was measured on {shown(of, 200)}, and this is {_identity(hardware)}.")
-    if disk.pop("directory", None) == str(hardware.disk.directory):
+    if disk.pop("directory_sha256", None) == _digest(hardware.disk):
         hardware = replace(hardware, disk=replace(hardware.disk, **disk))
     return replace(hardware, measured=rates)
 
@@ -166,11 +168,39 @@ def _identity(hardware: Hardware) -> dict[str, object]:
     return {"kind": hardware.device.kind, "name": hardware.device.name, "cores": hardware.host.cores}
 
 
+def _digest(disk: DiskSpec) -> str:
+    """Return what names a directory without telling where it is: users attach the file to bug reports."""
+    return hashlib.sha256(os.fsencode(disk.directory)).hexdigest()
+
+
 # -- measurements
 
 
-def measure(hardware: Hardware, nbytes: int, side: int | None = None) -> MeasuredRates:
-    """Time the device, its link to the host, and Adam on the host. The arguments are those of `calibrate`."""
+def measure_calibration(
+    hardware: Hardware,
+    nbytes: int,
+    side: int | None = None,
+    progress: Callable[[int, int], object] = _silent,
+) -> dict[str, Any]:
+    """Measure, and return what the file is to contain. The arguments are those of `calibrate`."""
+    return {
+        "schema": SCHEMA,
+        "device": _identity(hardware),
+        "rates": asdict(measure(hardware, nbytes, side, progress)),
+        "disk": measure_disk(hardware.disk, nbytes),
+    }
+
+
+def measure(
+    hardware: Hardware,
+    nbytes: int,
+    side: int | None = None,
+    progress: Callable[[int, int], object] = _silent,
+) -> MeasuredRates:
+    """Time the device, its link to the host, and Adam on the host. The arguments are those of `calibrate`.
+
+    The disk comes after it, and counts as one more for `progress`.
+    """
     import torch
 
     spec = hardware.device
@@ -184,33 +214,43 @@ def measure(hardware: Hardware, nbytes: int, side: int | None = None) -> Measure
         if not is_cpu:
             torch.get_device_module(device).synchronize(device)
 
-    def product_rate(dtype: torch.dtype, precision: str = "highest") -> float:
-        matrix, before = numbers.reshape(side, side).to(dtype), torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(precision)
+    def product_rate(dtype: torch.dtype, precision: str = "ieee") -> float:
+        matrix = numbers.reshape(side, side).to(dtype)
+        backends: Any = torch.backends
+        switches = [backends.cuda.matmul, backends.mkldnn.matmul]
+        before = [each.fp32_precision for each in switches]
         try:
+            for each in switches:
+                each.fp32_precision = precision
             return 2 * side**3 / _seconds(lambda: matrix @ matrix, wait)
         finally:
-            torch.set_float32_matmul_precision(before)
+            for each, then in zip(switches, before, strict=True):
+                each.fp32_precision = then
 
     half = torch.bfloat16 if spec.supports_bf16 else torch.float16
     has_half = spec.supports_bf16 or (spec.supports_fp16 and not is_cpu)  # a CPU may take minutes for fp16
     source, target = (torch.ones(nbytes // 4, device=device) for _ in range(2))
-    return MeasuredRates(
-        date=time.strftime("%Y-%m-%d"),
-        fp32=product_rate(torch.float32),
-        tf32=product_rate(torch.float32, "high") if spec.rates.tf32 and not is_cpu else None,
-        half=product_rate(half) if has_half else None,
-        memory_bandwidth=2 * source.nbytes / _seconds(lambda: torch.add(source, 1.0, out=target), wait),
-        host_adam_loop=_adam_seconds(nbytes, fused=False),
-        host_adam_fused=_adam_seconds(nbytes, fused=True),
-        **({} if is_cpu else _link_rates(target, wait)),
-    )
+    bandwidth = partial(_seconds, lambda: torch.add(source, 1.0, out=target), wait)
+    measurements: list[Callable[[], dict[str, float | None]]] = [
+        lambda: {"fp32": product_rate(torch.float32)},
+        lambda: {"tf32": product_rate(torch.float32, "tf32") if spec.rates.tf32 and not is_cpu else None},
+        lambda: {"half": product_rate(half) if has_half else None},
+        lambda: {"memory_bandwidth": 2 * source.nbytes / bandwidth()},
+        lambda: {"host_adam_loop": _adam_seconds(nbytes, fused=False)},
+        lambda: {"host_adam_fused": _adam_seconds(nbytes, fused=True)},
+        lambda: {} if is_cpu else {**_link_rates(target, wait)},
+    ]
+    rates: dict[str, Any] = {}
+    for number, measurement in enumerate(measurements, start=1):
+        rates |= measurement()
+        progress(number, len(measurements) + 1)
+    return MeasuredRates(date=time.strftime("%Y-%m-%d"), **rates)
 
 
 def _link_rates(on_device: torch.Tensor, wait: Callable[[], object]) -> dict[str, float]:
     import torch
 
-    pageable = torch.ones(on_device.shape)
+    pageable = torch.ones(on_device.shape, device="cpu")
     try:
         pinned = pageable.pin_memory()
     except RuntimeError as error:  # the system may have none to give, as WSL
@@ -229,7 +269,7 @@ def _adam_seconds(nbytes: int, *, fused: bool) -> float:
     import torch
 
     count = nbytes // 16 // TENSORS  # with gradients and two moments
-    parameters = [torch.zeros(count, requires_grad=True) for _ in range(TENSORS)]
+    parameters = [torch.zeros(count, device="cpu", requires_grad=True) for _ in range(TENSORS)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW(parameters, foreach=False, fused=fused)
@@ -257,7 +297,7 @@ def measure_disk(disk: DiskSpec, nbytes: int) -> dict[str, Any]:
     if disk.writable and disk.free_bytes > 2 * nbytes:
         chunk = os.urandom(CHUNK_BYTES)  # a file system may compress
         try:
-            disk.directory.mkdir(parents=True, exist_ok=True)
+            disk.directory.mkdir(0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=disk.directory, buffering=0) as file:
                 start = time.perf_counter()
                 written = sum(file.write(chunk) for _ in range(nbytes // CHUNK_BYTES))
@@ -275,4 +315,4 @@ def measure_disk(disk: DiskSpec, nbytes: int) -> dict[str, Any]:
                 f"offload_dir={shown(str(disk.directory), 200)} can't be timed: {error.strerror or error}. "
                 "Give another directory."
             ) from error
-    return {"directory": str(disk.directory), **rates}
+    return {"directory_sha256": _digest(disk), **rates}

@@ -88,6 +88,13 @@ def detect_by_tables(
     if wanted.type != "cpu":
         try:
             spec, count = _accelerator_device(wanted)
+            if (
+                wanted.type == "cuda"
+            ):  # page-locked memory that torch keeps for the next request is as good as free
+                stats = torch.cuda.host_memory_stats()
+                cached = stats.get("allocated_bytes.current", 0) - stats.get("active_bytes.current", 0)
+                available = min(host.total_ram_bytes, host.available_ram_bytes + cached)
+                host = replace(host, available_ram_bytes=available)
             return Hardware(spec, count, host, disk)
         except HardwareError as error:
             if device is not None or wanted.type == "cuda":
@@ -298,6 +305,7 @@ _OTHER_VENDOR = _Architecture(64, 2.0, 2.0, 31.5)  # AMD has 64 lanes a compute 
 _MULTIPROCESSORS = 82
 _CLOCK_KHZ = 1.5e6
 _MEMORY_BANDWIDTH_GBS = 300.0
+_OTHERS_STEP = 64 * 2**20  # bytes to which what others hold is rounded up, so that plans do not waver
 
 
 def _accelerator_device(device: torch.device) -> tuple[DeviceSpec, int]:
@@ -330,8 +338,12 @@ def _accelerator_device(device: torch.device) -> tuple[DeviceSpec, int]:
             "its size instead: memscale.plan(..., hardware='8GiB')."
         ) from error
     # The driver counts torch's cache as in use; whoever allocates through torch can have it.
-    cached = module.memory_reserved(index) - module.memory_allocated(index)
-    free = max(0, min(free + cached, total))
+    reserved = module.memory_reserved(index)
+    others = max(0, total - free - reserved)
+    capacity = max(0, total - -(-others // _OTHERS_STEP) * _OTHERS_STEP)
+    if device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        capacity = min(capacity, int(torch.cuda.get_per_process_memory_fraction(index) * total))
+    free = max(0, min(free + reserved - module.memory_allocated(index), total))
     properties = module.get_device_properties(index)
     name = str(properties.name)
     # On AMD torch reports the version of the graphics core as the compute capability.
@@ -346,7 +358,8 @@ def _accelerator_device(device: torch.device) -> tuple[DeviceSpec, int]:
         gpu = _estimated_gpu(properties, total, capability)
         notes = (f"rates estimated from its number of multiprocessors and clock: {error}",)
     gpu = replace(gpu, name=name, memory_bytes=total, compute_capability=capability)
-    return _device_of(gpu, device.type, index, free, notes), count
+    spec = _device_of(gpu, device.type, index, free, notes)
+    return replace(spec, capacity_bytes=capacity), count
 
 
 def _device_of(gpu: GpuSpec, kind: str, index: int | None, free: int, notes: tuple[str, ...]) -> DeviceSpec:

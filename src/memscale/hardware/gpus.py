@@ -326,8 +326,8 @@ def find_gpu(name: str, *, memory_bytes: int | None = None) -> GpuSpec:
         nearest = _nearest(words)
         found = f". The nearest names are {', '.join(nearest)}" if nearest else ", and no name comes near it"
         raise HardwareError(
-            f"No GPU is known as {shown(name)}{found}: give one of the names that `memscale.hardware.list_gpus()` "
-            "has, or a size of device memory in bytes."
+            f"No GPU is known as {shown(name)}{found}: `memscale gpus` and `memscale.hardware.list_gpus()` list the "
+            'names; to plan, a size of device memory such as "24GiB" serves as well.'
         )
     if memory_bytes is not None:
         # A driver reports a little less than the nominal size, so "nearest" and not "equal".

@@ -20,6 +20,7 @@ from memscale.hardware.specs import DiskSpec, HostSpec
 PROC = Path("/proc")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OFFLOAD_DIR_VARIABLE = "MEMSCALE_OFFLOAD_DIR"
+PROCESSES_VARIABLE = "LOCAL_WORLD_SIZE"  # of torchrun: the processes that it has started on this host
 
 # Assumptions, so that plans never depend on a measurement: below what NVMe drives sustain, above SATA.
 _READ_BANDWIDTH = 2.0e9
@@ -30,7 +31,9 @@ _VAR_TMP = Path("/var/tmp")
 _VERSION_1_USE = ("memory.usage_in_bytes", "total_inactive_file")
 
 
-def read_host(*, proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> HostSpec:
+def read_host(
+    *, proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT, environ: Mapping[str, str] = os.environ
+) -> HostSpec:
     """Read the RAM and the cores that this process may use; tests give directories of their own.
 
     Example:
@@ -48,7 +51,8 @@ def read_host(*, proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> HostSpec
         quota = _cpu_quota(group, version)
         if quota is not None:
             cores = max(1, min(cores, math.ceil(quota)))
-    return HostSpec(total_ram_bytes=total, available_ram_bytes=min(available, total), cores=cores)
+    processes = max(1, _number(environ.get(PROCESSES_VARIABLE, "")) or 1)
+    return HostSpec(total, min(available, total), cores, processes)
 
 
 def _ram(proc: Path) -> tuple[int, int]:

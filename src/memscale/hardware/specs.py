@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 # A dtype without hardware still runs: torch converts to fp32, computes, and converts back, which moves the tensors
 # twice (bf16 on Turing and Volta).
 _EMULATED_RATE = 0.5
+_HOST_STEPS = 16  # into which the host's memory is divided for plans
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ class DeviceSpec:
         float  # to the tier it offloads to (host RAM; disk for the CPU), one direction, bytes per second
     )
     notes: tuple[str, ...] = ()  # what could not be read, why, and what was assumed instead
+    # What this process can have: without CUDA's context and other processes, within torch's own limit. None: all.
+    capacity_bytes: int | None = None
 
     @property
     def supports_bf16(self) -> bool:
@@ -94,6 +97,28 @@ class HostSpec:
     total_ram_bytes: int  # the RAM, or the tightest limit of the control groups this process is in
     available_ram_bytes: int  # what could be allocated now without swapping and within the limit
     cores: int  # by affinity and by quota
+    processes: int = 1  # of one job on this host, which share its memory
+
+    @property
+    def offload_bytes(self) -> int:
+        """What one process may offload to it where the Config does not say, in steps so that plans do not waver.
+
+        It is what is available, less a reserve for what others will allocate: as much again as they hold now, at most
+        a sixteenth of the RAM. What no plan may have is rounded up to sixteenths.
+
+        Example:
+            >>> HostSpec(64 * 2**30, 50 * 2**30, cores=8).offload_bytes // 2**30
+            44
+        """
+        step = max(1, self.total_ram_bytes // _HOST_STEPS)
+        others = self.total_ram_bytes - self.available_ram_bytes
+        taken = -(-(others + min(others, step)) // step) * step
+        return max(0, self.total_ram_bytes - taken) // self.processes
+
+    @property
+    def page_locked_bytes(self) -> int:
+        """What one process may page-lock where the Config does not say: half of what it may offload."""
+        return self.offload_bytes // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +204,8 @@ class Hardware:
         tiers = [f"{several}{device.name} ({', '.join(facts)})"]
         if device.kind != "cpu":  # there the device is the host
             tiers.append(f"host {format_bytes(self.host.total_ram_bytes)}")
+            if self.host.available_ram_bytes != self.host.total_ram_bytes:
+                tiers[-1] += f" ({format_bytes(self.host.available_ram_bytes)} free)"
         disk = f"disk {format_bytes(self.disk.free_bytes)}"
         if not self.is_virtual:
             disk += f" at {self.disk.directory}"

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import bisect
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 MIB = 1 << 20
@@ -27,7 +28,7 @@ class OutOfDeviceMemory(Exception):
 
 
 @dataclass(eq=False)
-class Block:
+class AllocatedBlock:
     """An allocated piece of device memory."""
 
     size: int
@@ -41,14 +42,14 @@ class ExactAllocator:
     allocated: int = 0
     reserved: int = 0
 
-    def allocate(self, nbytes: int) -> Block:
+    def allocate(self, nbytes: int) -> AllocatedBlock:
         if self.capacity is not None and self.allocated + nbytes > self.capacity:
             raise OutOfDeviceMemory(nbytes)
         self.allocated += nbytes
         self.reserved = self.allocated
-        return Block(nbytes)
+        return AllocatedBlock(nbytes)
 
-    def free(self, block: Block) -> None:
+    def free(self, block: AllocatedBlock) -> None:
         self.allocated -= block.size
         self.reserved = self.allocated
 
@@ -57,11 +58,11 @@ class ExactAllocator:
 
 
 @dataclass(eq=False)
-class CachedBlock(Block):
+class CachedBlock(AllocatedBlock):
     """A piece of a segment, linked to its neighbours so that free ones can merge."""
 
     address: int
-    small: bool
+    pool: tuple[bool, int]  # of small requests or of large ones, and the stream
     free: bool = False
     before: CachedBlock | None = None
     after: CachedBlock | None = None
@@ -79,14 +80,16 @@ class CachingAllocator(ExactAllocator):
 
     _next_address: int = 0
     # Free blocks by pool, sorted by size, then address: the first that is large enough is the best fit.
-    _free: dict[bool, list[tuple[int, int, CachedBlock]]] = field(
-        default_factory=lambda: {True: [], False: []}
+    _free: dict[tuple[bool, int], list[tuple[int, int, CachedBlock]]] = field(
+        default_factory=lambda: defaultdict(list)
     )
 
-    def allocate(self, nbytes: int) -> Block:
+    def allocate(self, nbytes: int, stream: int = 0) -> AllocatedBlock:
+        """Allocate a block for a stream, which may not have those of others, free as they are."""
         size = max(ROUNDING, -(-nbytes // ROUNDING) * ROUNDING)
         small = size <= SMALL_LIMIT
-        block = self._best_fit(size, small) or self._new_segment(size, small)
+        pool = small, stream
+        block = self._best_fit(size, pool) or self._new_segment(size, pool)
         rest = block.size - size
         if rest >= ROUNDING if small else rest > SMALL_LIMIT:
             self._split(block, size)
@@ -94,7 +97,7 @@ class CachingAllocator(ExactAllocator):
         self.allocated += block.size
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: AllocatedBlock) -> None:
         assert isinstance(block, CachedBlock)
         self.allocated -= block.size
         before, after = block.before, block.after
@@ -114,13 +117,13 @@ class CachingAllocator(ExactAllocator):
                 self._remove_free(block)
                 self.reserved -= size
 
-    def _best_fit(self, size: int, small: bool) -> CachedBlock | None:
-        blocks = self._free[small]
-        position = bisect.bisect_left(blocks, size, key=lambda entry: entry[0])
+    def _best_fit(self, size: int, pool: tuple[bool, int]) -> CachedBlock | None:
+        blocks = self._free[pool]
+        position = bisect.bisect_left(blocks, (size,))
         return blocks.pop(position)[2] if position < len(blocks) else None
 
-    def _new_segment(self, size: int, small: bool) -> CachedBlock:
-        if small:
+    def _new_segment(self, size: int, pool: tuple[bool, int]) -> CachedBlock:
+        if pool[0]:
             segment = SMALL_SEGMENT
         elif size < LARGE_REQUEST:
             segment = LARGE_SEGMENT
@@ -132,11 +135,11 @@ class CachingAllocator(ExactAllocator):
                 raise OutOfDeviceMemory(size)
         self.reserved += segment
         self._next_address += 1 << 44  # segments are never adjacent: only pieces of one segment merge
-        return CachedBlock(segment, self._next_address, small)
+        return CachedBlock(segment, self._next_address, pool)
 
     def _split(self, block: CachedBlock, size: int) -> None:
         rest = CachedBlock(
-            block.size - size, block.address + size, block.small, before=block, after=block.after
+            block.size - size, block.address + size, block.pool, before=block, after=block.after
         )
         if block.after is not None:
             block.after.before = rest
@@ -152,9 +155,8 @@ class CachingAllocator(ExactAllocator):
 
     def _add_free(self, block: CachedBlock) -> None:
         block.free = True
-        bisect.insort(self._free[block.small], (block.size, block.address, block))
+        bisect.insort(self._free[block.pool], (block.size, block.address, block))
 
     def _remove_free(self, block: CachedBlock) -> None:
-        blocks = self._free[block.small]
-        position = bisect.bisect_left(blocks, (block.size, block.address), key=lambda entry: entry[:2])
-        blocks.pop(position)
+        blocks = self._free[block.pool]
+        blocks.pop(bisect.bisect_left(blocks, (block.size, block.address)))

@@ -17,9 +17,10 @@ import multiprocessing
 import platform
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -137,13 +138,18 @@ def measure_in_fresh_process(
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_measure, args=(sender, function, args, kwargs, list(imports)))
-    process.start()
+    with _sigint_ignored():  # which the process inherits: Ctrl-C is this one's to handle
+        process.start()
     sender.close()
     try:
         answer: ProcessMeasurement[T] | str | None = receiver.recv()
     except EOFError:
         answer = None
-    process.join()
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        process.join()
     if isinstance(answer, ProcessMeasurement):
         return answer
     if process.exitcode == -signal.SIGKILL:
@@ -153,6 +159,18 @@ def measure_in_fresh_process(
     else:
         how = f"failed:\n{answer}"
     raise ProfileError(f"The process that measured {function.__qualname__} {how}")
+
+
+@contextlib.contextmanager
+def _sigint_ignored() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # handlers are the main thread's
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _measure(

@@ -8,6 +8,11 @@ Note [Replaying a step]
 A caching allocator returns a block that may be up to a MiB larger than the request, depending on which blocks are free:
 the second step of training may need more than the first, or less, with the same tensors. A step need not be run twice
 to know that: its requests are logged and repeated on the allocator model.
+
+Note [Capacity]
+Of its blocks, a caching allocator can hand out only those that are large enough, so that it reserves more than is in
+use. Where nothing more can be reserved it releases the segments that are wholly free, and tries again: a step may run
+with less than it reserves where there is plenty. With how little is found by repeating its requests with less and less.
 """
 
 from __future__ import annotations
@@ -16,13 +21,19 @@ import contextlib
 import enum
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from memscale.memory.allocator import Block, ExactAllocator, OutOfDeviceMemory
+from memscale.memory.allocator import (
+    LARGE_ROUNDING,
+    AllocatedBlock,
+    CachingAllocator,
+    ExactAllocator,
+    OutOfDeviceMemory,
+)
 from memscale.units import format_bytes
 
 AllocatorFactory = Callable[[], ExactAllocator]
@@ -69,6 +80,7 @@ class Allocation:
     shape: tuple[int, ...]
     dtype: torch.dtype
     category: Category | None = None  # set once it is known, at death at the latest, for its whole life
+    copied: bool = False  # by a transfer to the device: on CUDA in memory of the stream of such copies
 
     def current_category(self) -> Category:
         """Return the category as far as it is known: what forward allocated may yet become an activation."""
@@ -154,7 +166,7 @@ class Entry(weakref.ref[Any]):
     __slots__ = ("allocation", "block", "device", "key", "size")
     key: int  # the storage's ``_cdata``
     size: int  # of the storage; a block may be larger
-    block: Block | None
+    block: AllocatedBlock | None
     device: DeviceMemory
     allocation: Allocation
 
@@ -200,7 +212,7 @@ class Ledger:
         """Return the name of the module that is running; empty if unknown."""
         return ""
 
-    def _allocate(self, memory: DeviceMemory, nbytes: int, what: str | torch.Tensor) -> Block:
+    def _allocate(self, memory: DeviceMemory, nbytes: int, what: str | torch.Tensor) -> AllocatedBlock:
         """Allocate a block from the device's allocator and update the peaks."""
         allocator = memory.allocator
         self._busy = True
@@ -261,6 +273,7 @@ class Ledger:
             self._current_module(),
             tensor.shape,
             tensor.dtype,
+            copied=_copying > 0,
         )
         self._live[entry.key] = entry
         self._record(entry.allocation, size)
@@ -284,7 +297,7 @@ class Ledger:
 
         return release
 
-    def _replace(self, entry: Entry, block: Block | None, size: int) -> None:
+    def _replace(self, entry: Entry, block: AllocatedBlock | None, size: int) -> None:
         """Give a storage another block; its category stays."""
         old, old_block = entry.allocation, entry.block
         nbytes = block.size if block else 0
@@ -305,7 +318,7 @@ class Ledger:
             del self._live[entry.key]
             self._end(entry.allocation, entry.block, entry.device)
 
-    def _end(self, allocation: Allocation, block: Block | None, memory: DeviceMemory) -> None:
+    def _end(self, allocation: Allocation, block: AllocatedBlock | None, memory: DeviceMemory) -> None:
         self.clock += 1
         if allocation.category is None:
             # Allocated in forward and alive when the next phase began: saved for backward.
@@ -430,7 +443,9 @@ class Ledger:
     @contextlib.contextmanager
     def logging(self, device: str | torch.device) -> Iterator[StepLog]:
         """Log the requests to a device's allocator inside the block, to be replayed."""
-        log = self._log = StepLog(self._find(device).name)
+        name = self._find(device).name
+        alive = sorted(self._alive(name), key=lambda each: each.born)
+        log = self._log = StepLog(name, alive)
         try:
             yield log
         finally:
@@ -444,7 +459,7 @@ class Ledger:
         peak = start = allocator.allocated
         peak_event = 0
         above_start: dict[int, int] = {}
-        blocks: dict[int, Block] = {}
+        blocks: dict[int, AllocatedBlock] = {}
         for number, (allocation, size) in enumerate(log.events):
             if number in marks:
                 above_start[number] = allocator.allocated - start
@@ -457,7 +472,17 @@ class Ledger:
                 blocks[key] = allocator.allocate(size)
                 if allocator.allocated > peak:
                     peak, peak_event = allocator.allocated, number
+        if len(log) in marks:  # nothing follows: the model has no gradients
+            above_start[len(log)] = allocator.allocated - start
         return Replay(peak, above_start, peak_event)
+
+    def use_of(self, log: StepLog) -> StepUse:
+        """Return the memory over a logged step, if it is repeated from now on."""
+        return step_use(log, self._alive(log.device))
+
+    def _log_scratch(self, nbytes: int) -> None:
+        if self._log is not None and nbytes:
+            self._log.scratch[len(self._log)] = max(nbytes, self._log.scratch.get(len(self._log), 0))
 
     def empty_cache(self) -> None:
         """Release what the allocators hold without using it."""
@@ -491,10 +516,59 @@ class StepLog:
     """The requests to one device's allocator during a step, in order; size None: released."""
 
     device: str
+    alive: Sequence[Allocation] = ()  # what was in use when it began
     events: list[tuple[Allocation, int | None]] = field(default_factory=list)
+    # By the number of events before it: scratch memory that an operation takes, and releases before it returns.
+    scratch: dict[int, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.events)
+
+    def reserved_bytes(self, repeats: int, capacity: int | None = None) -> int | None:
+        """Return what CUDA's caching allocator reserves at most in the step and so many like it.
+
+        None if it runs out of memory with `capacity` bytes. What was not released is not asked for again.
+        """
+        allocator = CachingAllocator(capacity)
+        allocate, free = allocator.allocate, allocator.free
+        blocks: dict[int, AllocatedBlock] = {}
+        released = {id(allocation) for allocation, size in self.events if size is None}
+        peak = 0
+        try:
+            for each in self.alive:
+                blocks[id(each)] = allocate(each.nbytes)
+            for repeat in range(1 + repeats):
+                for number, (allocation, size) in enumerate(self.events, start=1):
+                    key = id(allocation)
+                    if size is None:
+                        if key in blocks:
+                            free(blocks.pop(key))
+                    elif size and (not repeat or key in released):
+                        blocks[key] = allocate(size, int(allocation.copied))
+                    if number in self.scratch:
+                        free(allocate(self.scratch[number]))
+                    if allocator.reserved > peak:
+                        peak = allocator.reserved
+        except OutOfDeviceMemory:
+            return None
+        return peak
+
+    def least_capacity(self, repeats: int, peak: int, reserved: int) -> int:
+        """Return with how many bytes the step and so many like it run, to half a per cent: Note [Capacity].
+
+        Args:
+            repeats: steps after the first.
+            peak: what is in use at most.
+            reserved: what is reserved where there is plenty.
+        """
+        while reserved - peak > max(LARGE_ROUNDING, reserved // 200):
+            middle = (peak + reserved) // 2
+            found = self.reserved_bytes(repeats, middle)
+            if found is None:
+                peak = middle
+            else:
+                reserved = found
+        return reserved
 
 
 @dataclass(frozen=True)
@@ -502,6 +576,76 @@ class Replay:
     peak_bytes: int
     above_start: dict[int, int]  # by mark: what was in use above the start
     peak_event: int  # the event of the log that reached the peak
+
+
+@dataclass(frozen=True)
+class StepUse:
+    """Bytes in use over a step, by category: of each part of its events, the moment with the most in use."""
+
+    categories: tuple[Category, ...]
+    samples: tuple[tuple[int, ...], ...]  # bytes of each category
+    ends: tuple[int, ...]  # the event before which each part ends
+    peak: int  # the sample with the most in use
+    largest: tuple[TopTensor, ...]  # what is in use then
+
+
+def step_use(log: StepLog, alive: Collection[Allocation], parts: int = 120, top: int = 12) -> StepUse:
+    """Return the memory over a step that is repeated, after which `alive` is in use."""
+    released = {id(allocation) for allocation, size in log.events if size is None}
+    now: Counter[Category] = Counter()
+    for allocation in alive:
+        now[allocation.current_category()] += allocation.nbytes
+    holding: dict[int, Allocation] = {}
+    total, highest = sum(now.values()), -1
+    at_peak: dict[int, Allocation] = {}
+    samples: list[Counter[Category]] = []
+    ends: list[int] = []
+    length = -(-len(log.events) // parts) or 1
+    for start in range(0, max(1, len(log.events)), length):
+        most, best = total, now.copy()
+        for allocation, size in log.events[start : start + length]:
+            key = id(allocation)
+            if size is None:
+                if holding.pop(key, None) is None:
+                    continue  # it is older than the log
+                change = -allocation.nbytes
+            elif key in released and size:
+                holding[key] = allocation
+                change = allocation.nbytes
+            else:
+                continue
+            now[allocation.current_category()] += change
+            total += change
+            if total > most:
+                most, best = total, now.copy()
+                if most > highest:
+                    highest, at_peak = most, dict(holding)
+        samples.append(best)
+        ends.append(start + length)
+    present = tuple(category for category in Category if any(sample[category] for sample in samples))
+    totals = [sum(sample.values()) for sample in samples]
+    largest = _snapshot([*alive, *at_peak.values()], log.device, 0, Phase.SETUP, top).top
+    return StepUse(
+        categories=present,
+        samples=tuple(tuple(sample[category] for category in present) for sample in samples),
+        ends=tuple(ends),
+        peak=totals.index(max(totals)),
+        largest=largest,
+    )
+
+
+_copying = 0
+
+
+@contextlib.contextmanager
+def on_copy_stream() -> Iterator[None]:
+    """Take what is allocated inside the block, on a simulated device, for memory of the stream of copies to it."""
+    global _copying
+    _copying += 1
+    try:
+        yield
+    finally:
+        _copying -= 1
 
 
 # Memory-mapped storages, which trackers leave out. To torch they are ordinary CPU tensors, but their pages come and go,

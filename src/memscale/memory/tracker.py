@@ -98,9 +98,10 @@ class RunningModules:
 
     def leave(self, module: nn.Module) -> bool:
         """Return False for a module that was never entered because its call failed before."""
-        if not self.stack or self.stack[-1][0] is not module:
+        place = next((at for at in reversed(range(len(self.stack))) if self.stack[at][0] is module), None)
+        if place is None:
             return False
-        self.stack.pop()
+        del self.stack[place:]  # with those inside it, which an exception may have ended
         self._spans.begin(self.stack[-1][1] if self.stack else "")
         return True
 
@@ -147,6 +148,7 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
         self._running = RunningModules()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._in_backward = False
+        self._depth = 0  # of the modules that run outside of backward
         self._active: contextlib.ExitStack | None = None  # hooks and patches
         for each in watched:
             self.watch(each)
@@ -353,11 +355,18 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
     def _end_backward(self) -> None:
         if self._in_backward:
             self._in_backward = False
+            self._drop_stopped()
             # A backward inside a module's forward is part of it (a gradient penalty).
             self._enter_phase(Phase.FORWARD if self._running.stack else Phase.SETUP)
             self._claim_all()  # the gradients exist now, and zero_grad() may come next
 
+    def _drop_stopped(self) -> None:
+        """Forget modules that backward has entered: a recomputation stops early, in the middle of them."""
+        del self._running.stack[self._depth :]
+
     def _before_module(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if not in_backward():
+            self._drop_stopped()
         if not self._running.stack and not in_backward():
             self._end_backward()
             self._running.add_root(module)
@@ -365,11 +374,15 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
             self._claim_inputs(inputs)
             self._enter_phase(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION)
         self._running.enter(module)
+        if not in_backward():
+            self._depth = len(self._running.stack)
 
     def _after_module(self, module: nn.Module, inputs: Any, *rest: Any) -> None:
         # A global pre-hook gets no keyword arguments; after an error, neither does this hook.
         if self._running.leave(module) and not self._running.stack and len(rest) == 2:
             self._claim_inputs(rest[0])
+        if not in_backward():
+            self._depth = len(self._running.stack)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._end_backward()

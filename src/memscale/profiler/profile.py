@@ -52,6 +52,8 @@ class BlockProfile:
     dropped_bytes: int = 0  # what its forward allocates that lives until the model returns (a cache)
     # Its forward writes into its inputs (an in-place activation first), so that it can't be run again from them.
     changes_input: bool = False
+    # FSDP2 gathers parts of it one by one, with hooks that a recomputation would run at another time.
+    gathers_inside: bool = False
     passed_bytes: int = 0  # its outputs that are not saved for backward
     parameter_count: int = 0  # its parameters (tensors)
     # Names of its parameters that cannot leave the device, since they are read while the block does not run: by another

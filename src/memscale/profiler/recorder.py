@@ -18,7 +18,14 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
-from memscale._torch import LightDispatchMode, changed_since_saved, graph_nodes, in_backward, pytree
+from memscale._torch import (
+    LightDispatchMode,
+    changed_since_saved,
+    current_dispatch_modes,
+    graph_nodes,
+    in_backward,
+    pytree,
+)
 from memscale._util.trees import Tree, is_lazy
 from memscale.memory.tracker import ForwardSpans, MemoryTracker, parts_of
 from memscale.profiler.sample import Sample
@@ -82,12 +89,34 @@ class StepRecord:
     guesses: int = 0  # made-up numbers that Python code read
 
 
+@functools.cache
+def _flop_formula(packet: Any) -> Callable[..., Any] | None:
+    """Return torch's formula for the floating-point operations of an operator, or of the one that it is in place of."""
+    out_of_place = getattr(torch.ops.aten, packet.__name__.removesuffix("_"), None)
+    formula: Callable[..., Any] | None = flop_registry.get(packet) or flop_registry.get(out_of_place)
+    return formula
+
+
+@contextlib.contextmanager
+def recorded_times(times: int) -> Iterator[None]:
+    """Record the work of the block so many times over: it stands for others like it that are not simulated."""
+    recorders = [mode for mode in current_dispatch_modes() if isinstance(mode, Recorder)]
+    for recorder in recorders:
+        recorder.times = times
+    try:
+        yield
+    finally:
+        for recorder in recorders:
+            recorder.times = 1
+
+
 class Recorder(LightDispatchMode):
     """Record one forward and backward of a model."""
 
     def __init__(self, tracker: MemoryTracker, device: torch.device) -> None:
         super().__init__()
         self.step = StepRecord({})
+        self.times = 1  # how often the work of an operation counts
         self._tracker = tracker
         self._device = device
         self._running: list[str] = []
@@ -226,7 +255,7 @@ class Recorder(LightDispatchMode):
         if not func.is_view:
             traffic = _bytes((args, kwargs)) + _bytes(result)
             self._record_reads(args, kwargs, backward)
-        formula = flop_registry.get(func._overloadpacket)
+        formula = _flop_formula(func._overloadpacket)
         flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
         half = flops if flops and _is_half(args) else 0
         in_use = self._in_use() + self._tracker.temporary_bytes
@@ -251,9 +280,9 @@ class Recorder(LightDispatchMode):
                     key = f"{overload}#{counts[overload]}"
                     record.ops.append(OpProfile(key, flops, _bytes(result), half > 0))
                 counts[overload] += 1
-        work.flops += flops
-        work.half_flops += half
-        work.traffic += traffic
+        work.flops += self.times * flops
+        work.half_flops += self.times * half
+        work.traffic += self.times * traffic
         return result
 
     def _record_reads(self, args: tuple[Any, ...], kwargs: dict[str, Any], backward: bool) -> None:

@@ -48,12 +48,13 @@ class Place:
 
     kind: Literal["cpu", "vgpu"]  # the CPU's kernels and exact bytes, or CUDA's and its allocator
     capability: tuple[int, int] = DEFAULT_CAPABILITY  # decides on attention kernels and workspaces
+    index: int | None = None  # of the card that it is a simulation of, on a machine that has it
 
     @classmethod
     def of(cls, device: DeviceSpec) -> Place:
         if device.kind == "cpu":
             return cls("cpu")
-        return cls("vgpu", device.compute_capability or DEFAULT_CAPABILITY)
+        return cls("vgpu", device.compute_capability or DEFAULT_CAPABILITY, device.index)
 
     @property
     def counts_exactly(self) -> bool:
@@ -62,7 +63,7 @@ class Place:
 
     def simulate(self) -> AbstractContextManager[Simulation]:
         gpu = replace(find_gpu("RTX 3090"), memory_bytes=UNLIMITED, compute_capability=self.capability)
-        return simulate(gpu, device=self.kind)
+        return simulate(gpu, device=self.kind, index=self.index)
 
 
 def uses_cache(model: nn.Module) -> bool:
@@ -199,7 +200,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     flags = [(module, module.training) for module in model.modules()]
     buffers = [(module, module._buffers) for module in model.modules() if module._buffers]
-    random = RngState(sorted({parameter.device.type for parameter, _ in gradients}))
+    random = RngState({parameter.device for parameter, _ in gradients})
     for parameter, _ in gradients:
         parameter.grad = None
     copies: dict[int, torch.Tensor | None] = {id(None): None}
@@ -275,7 +276,7 @@ def profile_model(
     if is_on_meta:
         raise ProfileError(
             f"{name} can't be profiled without running it ({why_not_static}), and it can't be run while its "
-            "weights are on the meta device. Check sample_input, or materialise the model first."
+            "weights are on the meta device. Check that the batch is what the model takes in training."
         )
     try:
         return profile_empirical(model, sample, reason=f"a real run ({why_not_static})")

@@ -42,6 +42,8 @@ aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
 FLASH_HEAD_DIM = 256
 AMPERE = (8, 0)
+# The efficient kernel takes keys and values of fewer heads (pytorch#191085): seen in 2.15, and not in 2.13.
+EFFICIENT_TAKES_GROUPS = torch.__version__ >= "2.15"
 
 
 def choose_kernel(
@@ -68,7 +70,7 @@ def choose_kernel(
         efficient_attention_is_enabled()
         and query.dtype is not torch.float64
         and (query.dtype is not torch.bfloat16 or capability >= AMPERE)
-        and not grouped
+        and (EFFICIENT_TAKES_GROUPS or not grouped)
         and width % alignment == 0
         and value.size(-1) % alignment == 0
     ):
@@ -109,7 +111,7 @@ def fused_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]
         return flash[..., :width] if flash.size(-1) != width else flash
-    if enable_gqa and query.size(-3) != key.size(-3):
+    if kernel == "math" and enable_gqa and query.size(-3) != key.size(-3):
         groups = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     if kernel == "math":
@@ -185,7 +187,8 @@ def _cast(value: Any, dtype: torch.dtype, cache: dict[int, tuple[Tensor, Tensor]
     if not is_weight or not torch.is_autocast_cache_enabled():
         return value.to(dtype)
     if id(value) not in cache:
-        cache[id(value)] = (value, value.to(dtype))
+        with torch.enable_grad():  # one that is made under `no_grad` serves where there is a gradient, too
+            cache[id(value)] = (value, value.to(dtype))
     return cache[id(value)][1]
 
 

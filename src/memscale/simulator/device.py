@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -274,14 +275,16 @@ def register() -> None:
         ) from error
 
 
-def virtual_device() -> torch.device:
+def virtual_device(index: int | None = None) -> torch.device:
     """Return the device of simulated tensors: `vgpu`, or `cuda` on a machine that has one.
 
     Fake CUDA tensors work there, and a device in the PrivateUse1 slot would replace the real one as "the accelerator".
-    (That case has not been run: the project has no such machine.)
+    torch makes the device of a tensor the current one while it is indexed, a fake one as well, by which a process gets
+    a context on it: so `index` is to be that of the card it trains on, by default the current one.
     """
     if torch.cuda.is_available() and not is_active():
-        return torch.device("cuda", 0)
+        current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+        return torch.device("cuda", current if index is None else index)
     register()
     return torch.device(NAME, 0)
 
@@ -380,6 +383,8 @@ class DeviceTracker(MemoryTracker):  # type: ignore[no-untyped-call]  # its `__i
                 device, what = args[0].device, f"a temporary of {name}"
                 for release in [self.hold(size, device, what) for size in sizes]:
                     release()
+            if self._log is not None and name in SCRATCH and args[0].device.type != "cpu":
+                self._log_scratch(SCRATCH[name](self._workspace_bytes, *args))
         return result
 
     def _reserve_workspace(self, result: torch.Tensor) -> None:
@@ -424,4 +429,49 @@ TEMPORARIES: dict[str, Callable[..., tuple[int, ...]]] = {
     "_softmax_backward_data": lambda grad, output, *_: (grad.nbytes, _copy_bytes(output)),
     "_log_softmax_backward_data": lambda grad, output, *_: (_copy_bytes(grad), _copy_bytes(output)),
     "native_group_norm_backward": _group_norm_backward,
+}
+
+RESIDENT_THREADS = 82 * 1536  # of an RTX 3090; the scratch memory of sums grows with it
+CUBLASLT_WORKSPACE = 2**20
+
+
+def _sum_buffer(workspace: int, values: torch.Tensor, dims: Sequence[int] | None = None, *_: Any) -> int:
+    """Return the bytes by which thread blocks exchange partial sums over leading dimensions (gradients of biases)."""
+    reduced = sorted(each % values.dim() for each in dims or ())
+    outputs = math.prod(values.shape[len(reduced) :])
+    if not reduced or not values.numel() or reduced != list(range(len(reduced))):
+        return 0
+    # As `setReduceConfig` in aten/src/ATen/native/cuda/Reduce.cuh of torch 2.13 does.
+    inputs = values.numel() // outputs
+    vector = next(size for size in (4, 2, 1) if outputs % size == 0)
+    columns, most = outputs // vector, 512 // vector  # threads of a block
+    width = min(1 << columns.bit_length() - 1, 32)
+    height = min(1 << max(1, inputs).bit_length() - 1, most // width)
+    width = min(1 << columns.bit_length() - 1, most // height)
+    each = -(-inputs // height)  # values of a thread
+    grid = -(-columns // width)
+    target = RESIDENT_THREADS // (width * height)
+    if inputs < 16 * height or each < 256 or grid > target:
+        return 0
+    blocks = max(min(-(-target // grid), -(-each // 16)), -(-each // 256))
+    return 4 * outputs * blocks * width * vector if blocks > 1 else 0
+
+
+def _attention_sums(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+    """Return the bytes of sums in fp32 and a copy, and of gradients for each head of queries where keys have fewer."""
+    groups = query.size(1) // key.size(1)
+    return 8 * query.numel() + (groups * (key.nbytes + value.nbytes) if groups > 1 else 0)
+
+
+# By operation: the bytes of scratch memory that count for what is reserved alone, as seen with torch 2.15.
+SCRATCH: dict[str, Callable[..., int]] = {
+    "mm": lambda workspace, *_: workspace,
+    "bmm": lambda workspace, *_: workspace,
+    "baddbmm": lambda workspace, *_: workspace,
+    "addmm": lambda *_: CUBLASLT_WORKSPACE,
+    "sum": _sum_buffer,
+    **dict.fromkeys(
+        ("_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_flash_attention_backward"),
+        lambda _workspace, _gradient, *inputs: _attention_sums(*inputs[:3]),
+    ),
 }

@@ -9,6 +9,7 @@ a mask (is all of it set? does it equal this value?) are answered from them. Wei
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -115,7 +116,11 @@ FILL_VALUE_ARGUMENT = {"full": 1, "full_like": 1, "scalar_tensor": 0}  # its pos
 SAME_VALUE = {"_to_copy", "clone", "detach", "alias", "lift_fresh", "view", "_unsafe_view"}
 # The result of comparing activations is a guess, and so is `any` of it. Checks for values that are not finite are not
 # among them: a step is assumed to pass them.
-COMPARISONS = {"gt", "lt", "ge", "le", "eq", "ne"}
+COMPARISONS = {each: getattr(operator, each) for each in ("gt", "lt", "ge", "le", "eq", "ne")}
+DRAWS = {
+    "rand",
+    "rand_like",
+}  # of a number that decides whether a layer or an adapter runs: the likelier is assumed
 LOGIC = {"any", "all", "logical_not", "logical_and", "logical_or", "bitwise_not", "bitwise_and", "bitwise_or"}
 # For unknown numbers. Not 1.0: optimizers divide by 1 - x.
 UNKNOWN_FLOAT = 0.5
@@ -223,7 +228,9 @@ def _alike(first: Tensor, second: Tensor) -> bool:
 
 
 def _is_guess(name: str, args: tuple[Any, ...]) -> bool:
-    """Return whether the values of a boolean result are made up."""
+    """Return whether the values of a result are made up."""
+    if name in DRAWS:
+        return True
     if name in COMPARISONS:
         return isinstance(args[0], Tensor) and args[0].is_floating_point()
     return (name in SAME_VALUE or name in LOGIC) and any(
@@ -240,6 +247,11 @@ def _remember_value(result: FakeTensor, name: str, args: tuple[Any, ...]) -> Non
         value = args[FILL_VALUE_ARGUMENT[name]]
     elif name in SAME_VALUE and args:
         value = getattr(args[0], "_memscale_value", None)
+    elif name in DRAWS:
+        value = UNKNOWN_FLOAT
+    elif name in COMPARISONS and len(args) > 1 and isinstance(args[1], (int, float)):
+        drawn = getattr(args[0], "_memscale_value", None)
+        value = None if drawn is None else COMPARISONS[name](drawn, args[1])
     # None after an in-place operation on a scalar with a known value.
     result._memscale_value = value if isinstance(value, (bool, int, float)) else None  # type: ignore[attr-defined]
 

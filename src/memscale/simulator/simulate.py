@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -20,7 +21,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from memscale._torch import FakeTensor, attribute, current_fake_mode, pytree
+from memscale._torch import (
+    FakeTensor,
+    attribute,
+    current_fake_mode,
+    drop_reducers,
+    pytree,
+    sharded_groups,
+    without_sharding,
+)
 from memscale.errors import SimulationError
 from memscale.hardware import GpuSpec, find_gpu
 from memscale.memory.allocator import CachingAllocator, ExactAllocator
@@ -38,14 +47,32 @@ class Simulation(backend.VirtualDevice):
     """A simulated device, and its memory during and after the block."""
 
     def copy_of(self, model: ModuleT, without: Iterable[nn.Module] = ()) -> ModuleT:
-        """Return a copy of a real model on this device, without data, and empty in the place of `without`."""
+        """Return a copy of a real model on this device, without data, and empty in the place of `without`.
+
+        What FSDP2 has sharded is whole in it, and DistributedDataParallel does not communicate.
+        """
         storages: dict[int, Tensor] = {}
         left_out = set(without)
         memo: dict[int, Any] = {id(module): nn.Module() for module in left_out}
+        groups = sharded_groups(model)
+        for group in groups:
+            for owner, name, shard in group.parameters:
+                whole = torch.empty(shard.shape, dtype=group.dtype or shard.dtype, device=self.device)
+                memo[id(getattr(owner, name))] = nn.Parameter(whole, shard.requires_grad)
         for tensor in _tensors_of(model, left_out):
-            memo[id(tensor)] = _fake_twin(tensor, self.device, storages)
-        twin = copy.deepcopy(model, memo)
-        if type(twin) is not type(model):
+            if id(tensor) not in memo:
+                memo[id(tensor)] = _fake_twin(tensor, self.device, storages)
+        with without_sharding(model):
+            twin = copy.deepcopy(model, memo)
+            is_alike = type(twin) is type(model)
+        drop_reducers(twin)
+        for group in groups:
+            for module in group.modules:
+                copied = memo.get(id(module))
+                if group.dtype is not None and isinstance(copied, nn.Module):
+                    cast = functools.partial(_cast_inputs, group.dtype)
+                    copied.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
+        if not is_alike:
             raise SimulationError(
                 f"A deep copy of {type(model).__name__} is a {type(twin).__name__}; it can't be simulated."
             )
@@ -65,6 +92,18 @@ class Simulation(backend.VirtualDevice):
         return pytree.tree_map(twin, batch)
 
 
+def _cast_inputs(
+    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Cast what a module is called with, as FSDP2 does where parameters are gathered in another type."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    cast_args, cast_kwargs = pytree.tree_map(cast, (args, kwargs))
+    return cast_args, cast_kwargs
+
+
 def _resolve(on: str | int | GpuSpec) -> tuple[str, int, tuple[int, int]]:
     if isinstance(on, GpuSpec):
         return on.name, on.memory_bytes, on.compute_capability or DEFAULT_CAPABILITY
@@ -75,12 +114,16 @@ def _resolve(on: str | int | GpuSpec) -> tuple[str, int, tuple[int, int]]:
 
 
 @contextlib.contextmanager
-def simulate(on: str | int | GpuSpec = "RTX 3090", *, device: str = backend.NAME) -> Iterator[Simulation]:
+def simulate(
+    on: str | int | GpuSpec = "RTX 3090", *, device: str = backend.NAME, index: int | None = None
+) -> Iterator[Simulation]:
     """Run the block on a simulated device.
 
     Args:
         on: a GPU's name ("RTX 3090"), a size ("24GiB"), a number of bytes or a `GpuSpec`.
         device: "vgpu", or "cpu" to simulate a host of that much memory.
+        index: on a machine with CUDA devices, which of them simulated tensors seem to be on; by default the current
+            one.
 
     Raises:
         HardwareError: the name is unknown; the message lists the nearest ones.
@@ -104,7 +147,7 @@ def simulate(on: str | int | GpuSpec = "RTX 3090", *, device: str = backend.NAME
     target = torch.device("cpu")
     with contextlib.ExitStack() as stack:
         if device != "cpu":
-            target = backend.virtual_device()
+            target = backend.virtual_device(index)
             tracker = StepTracker(
                 workspace_bytes=backend.workspace_bytes(capability),
                 allocators={target.type: lambda: CachingAllocator(capacity)},
