@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,9 +68,9 @@ def calls_to_keep(ops: tuple[str, ...]) -> Mapping[str, frozenset[int]]:
 class Kept:
     """The outputs of the operations `ops` that are kept for one region; see `run_region`."""
 
-    def __init__(self, ops: tuple[str, ...], device_types: Sequence[str]) -> None:
+    def __init__(self, ops: tuple[str, ...], devices: Collection[torch.device]) -> None:
         self.calls = calls_to_keep(ops)
-        self._device_types = device_types  # whose random state the operations may change
+        self._devices = devices  # whose random state the operations may change
         self._outputs: dict[tuple[str, int], _KeptOutput] = {}
         self._calls_by_storage: dict[int | None, list[tuple[str, int]]] = {}
         self.recording = True
@@ -93,7 +93,7 @@ class Kept:
         return self._calls_by_storage.get(storage_key(tensor), ())
 
     def store(self, call: tuple[str, int], result: object, is_random: bool) -> None:
-        output = _KeptOutput(result, TorchRngState(self._device_types) if is_random else None)
+        output = _KeptOutput(result, TorchRngState(self._devices) if is_random else None)
         keys = {storage_key(tensor) for tensor, _ in output.watched}
         if None in keys:
             return  # writes to it could not be seen

@@ -64,10 +64,10 @@ class ModelCall:
         self.gradients: dict[int, torch.Tensor | None] = {}  # those that have arrived
         self.awaits_backward = False  # it has a graph that no backward pass has come to
         self.on_backward: Callable[[int], None] | None = None  # called with the graph task id of a pass
-        types = {tensor.device.type for tensor in self.sample.tensors()}
+        devices = {tensor.device for tensor in self.sample.tensors()}
         if device is not None:
-            types.add(device.type)
-        self.conditions = Conditions(ModuleFlags(inside), types)
+            devices.add(device)
+        self.conditions = Conditions(ModuleFlags(inside), devices)
         self._buffers = Buffers(inside, copy_all=False)
 
     def restore_state(self) -> None:

@@ -179,7 +179,7 @@ class Region:
         keep: tuple[str, ...],
         chain: bool,
     ) -> None:
-        types = {tensor.device.type for tensor in tensors}
+        devices = {tensor.device for tensor in tensors}
         hooks = surrounding_hooks()
         # What tells one run of an outer region from another. A bound method is made anew at every use.
         owner = Region if hooks is None else getattr(hooks[0], "__self__", hooks[0])
@@ -188,9 +188,9 @@ class Region:
         self.successors: list[weakref.ref[Link]] = []
         self.function = function
         self.inputs = Inputs(tree, hooks, self._links_to(tensors) if chain else {})
-        self.conditions = Conditions(flags, types)
+        self.conditions = Conditions(flags, devices)
         self.buffers = Buffers(modules)
-        self.kept = Kept(keep, sorted(types | flags.device_types)) if keep else None
+        self.kept = Kept(keep, devices | flags.devices) if keep else None
         self.saved: list[_Saved] = []
         self.filled: set[int] = set()  # backward passes in which all holders have been filled once
         self._is_released = False

@@ -20,6 +20,7 @@ A buffer that forward did not change must stay so until the recomputation: a cha
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -181,7 +182,7 @@ class ModuleFlags:
                 own[name] = behind
                 self._parameters.append((behind, behind.requires_grad))
         self.any_requires_grad = any(flag for _, flag in self._parameters)
-        self.device_types = {parameter.device.type for parameter, _ in self._parameters}
+        self.devices = {parameter.device for parameter, _ in self._parameters}
         self.parameters_moved()
 
     def parameters(self) -> list[torch.Tensor]:
@@ -248,13 +249,14 @@ def _are_same(then: Mapping[str, object], now: Mapping[str, object]) -> bool:
 class Conditions:
     """State outside of a call's inputs and buffers: random generators, autocast, flags of modules, and the like."""
 
-    def __init__(self, flags: ModuleFlags, device_types: Iterable[str]) -> None:
-        self._device_types = sorted({*device_types, *flags.device_types})
+    def __init__(self, flags: ModuleFlags, devices: Iterable[torch.device]) -> None:
+        self._devices = {*devices, *flags.devices}
         self.flags = flags
-        self._rng = TorchRngState(self._device_types)
+        self._rng = TorchRngState(self._devices)
         self._host_rng: HostRngState | None = HostRngState()
         accelerator = torch.accelerator.current_accelerator()
-        names = {"cpu", *self._device_types} | ({accelerator.type} if accelerator is not None else set())
+        names = {"cpu", *(device.type for device in self._devices)}
+        names |= set() if accelerator is None else {accelerator.type}
         self._autocast = [
             (name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name))
             for name in sorted(names)
@@ -262,7 +264,7 @@ class Conditions:
         ]
         self._caches_casts = torch.is_autocast_cache_enabled()
         self._default_device = torch.get_default_device()
-        self._attention = _allowed_attention()
+        self._switches = [read() for read, _ in _SWITCHES]
 
     def end_forward(self) -> None:
         """Forget the state of Python's and NumPy's generators if forward has not drawn from them."""
@@ -286,27 +288,62 @@ class Conditions:
                 stack.callback(torch.clear_autocast_cache)
                 for name, enabled, dtype in self._autocast:
                     stack.enter_context(torch.autocast(name, dtype, enabled, self._caches_casts))
-            for kind, now, then in zip(_ATTENTION, _allowed_attention(), self._attention, strict=True):
-                if now != then:
-                    allow = getattr(torch.backends.cuda, f"enable_{kind}_sdp")
-                    stack.callback(allow, now)
-                    allow(then)
+            for (read, write), then in zip(_SWITCHES, self._switches, strict=True):
+                if (now := read()) != then:
+                    stack.callback(write, now)
+                    write(then)
             if torch.get_default_device() != self._default_device:
                 stack.enter_context(self._default_device)
             stack.enter_context(torch.enable_grad())
-            stack.callback(TorchRngState(self._device_types).restore)
+            stack.callback(TorchRngState(self._devices).restore)
             if self._host_rng is not None:
                 stack.callback(HostRngState().restore)
             self.restore_random()
             yield
 
 
-_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    return functools.partial(getattr, owner, name), functools.partial(setattr, owner, name)
 
 
-def _allowed_attention() -> tuple[bool, ...]:
-    backends: Any = torch.backends.cuda  # of the CPU's kernels too, in spite of the name
-    return tuple(getattr(backends, f"{kind}_sdp_enabled")() for kind in _ATTENTION)
+_cuda: Any = torch.backends.cuda  # its switches for attention are those of the CPU's kernels too
+_cudnn: Any = torch.backends.cudnn
+
+
+def _precision(
+    older: tuple[Callable[[], Any], Callable[[Any], None]], owners: Sequence[Any]
+) -> tuple[Callable[[], tuple[Any, ...]], Callable[[tuple[Any, ...]], None]]:
+    """Read and write `fp32_precision` together with the older switch, which raises where the two do not agree."""
+    read_older, write_older = older
+
+    def read() -> tuple[Any, ...]:
+        try:
+            then = read_older()
+        except RuntimeError:  # the user has set `fp32_precision`
+            then = None
+        return then, *(each.fp32_precision for each in owners)
+
+    def write(values: tuple[Any, ...]) -> None:
+        then, *precisions = values
+        if then is not None:
+            write_older(then)
+        for each, precision in zip(owners, precisions, strict=True):
+            each.fp32_precision = precision
+
+    return read, write
+
+
+# How to read and write torch's switches between kernels, which differ in the last bits or in what they can do.
+_SWITCHES = (
+    *(
+        (getattr(_cuda, f"{kind}_sdp_enabled"), getattr(_cuda, f"enable_{kind}_sdp"))
+        for kind in ("flash", "mem_efficient", "math", "cudnn")
+    ),
+    *(_attribute(_cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
+    _precision((torch.get_float32_matmul_precision, torch.set_float32_matmul_precision), [_cuda.matmul]),
+    _precision(_attribute(_cudnn, "allow_tf32"), [_cudnn.conv, _cudnn.rnn]),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+)
 
 
 SMALL_BYTES = 64 * 1024  # a larger buffer is not always copied: Note [Buffers of a region]

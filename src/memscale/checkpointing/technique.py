@@ -12,15 +12,28 @@ such a forward gets a hook, which in training passes `use_cache=False` for a cal
 generates, so the cache stays. The config itself is never written to, as it could be read in the middle of a forward,
 after an interrupt, or by `save_pretrained`.
 
-A caller who passes `use_cache=True` or a cache (as prefix tuning does) gets it. Layers that are given a cache are not
-recomputed in that call (`is_cache`), and it is logged once that this costs memory.
+A caller who passes `use_cache=True` or a cache (as prefix tuning does) gets it. Layers that are given a cache to which
+keys and values are appended (transformers' `DynamicCache`) are recomputed in `train()` mode, with a copy of it as it
+was before. With any other cache, and in `eval()` mode, they are not recomputed in that call.
+
+Note [Own checkpointing]
+~~~~~~~~~~~~~~~~~~~~~~~~
+Hugging Face models checkpoint themselves where a module's flag `gradient_checkpointing` is on; a Trainer may switch it
+on when training begins, and TRL's trainers do so by default. A plan replaces that: the flags are off while it is
+attached (`OwnCheckpointing`), so that it decides layer by layer, and are on again after `detach`. A plan that does
+nothing leaves them, and so does `enable_checkpointing=False`. Models that call `torch.utils.checkpoint` by other means
+are left alone: nothing but their own code can switch that off.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import inspect
+import itertools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
@@ -28,6 +41,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memscale._torch import is_compiled, sharded_groups
 from memscale.checkpointing.keep import calls_to_keep
 from memscale.checkpointing.region import run_region
 from memscale.errors import WrapError
@@ -48,7 +62,8 @@ RunBlock = Callable[[Forward, Args, Kwargs, Sequence[nn.Module]], Any]  # the mo
 
 def can_recompute(block: BlockProfile) -> bool:
     """Return whether forward saves anything in a block, and the block can be run again from its input."""
-    return block.saved_bytes > 0 and not block.has_own_checkpointing and not block.changes_input
+    blocked = block.has_own_checkpointing or block.changes_input or block.gathers_inside
+    return block.saved_bytes > 0 and not blocked
 
 
 def worth_keeping(block: BlockProfile) -> tuple[OpProfile, ...]:
@@ -90,8 +105,14 @@ class GradientCheckpointing:
     def unsupported_reason(self, site: LayerSite) -> str | None:
         if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):
             return "it is a scripted module, whose forward cannot be replaced"
+        gathered = {id(module) for group in sharded_groups(site.model) for module in group.modules}
         for member, module in zip(site.layer.members, site.modules, strict=True):
             parts = member.split(".")
+            if any(
+                id(each) in gathered and (each is not module or len(site.modules) > 1)
+                for each in module.modules()
+            ):
+                return "FSDP2 gathers its parts one by one (fully_shard the whole layer instead)"
             around = [".".join(parts[:length]) for length in range(len(parts))]
             outer = [(name, site.model.get_submodule(name)) for name in around]
             for name, one in (*outer, *module.named_modules(prefix=member)):
@@ -107,6 +128,8 @@ class GradientCheckpointing:
         def run_block(function: Forward, args: Args, kwargs: Kwargs, modules: Sequence[nn.Module]) -> Any:
             counted = meter.watched(function, layer.name, layer.recompute_flops)
             keep, chain = settings.keep, settings.chained
+            if any(map(is_compiled, modules)):
+                keep = ()  # products inside of compiled code are not seen
             return run_region(counted, args, kwargs, modules=modules, keep=keep, chain=chain)
 
         if len(site.modules) == 1:
@@ -129,8 +152,12 @@ class RecomputeStage(ForwardStage):
         self._run_block = run_block
 
     def run(self, module: nn.Module, call_next: Forward, args: Args, kwargs: Kwargs) -> Any:
-        if _checkpoints_itself(module) or any(map(is_cache, args)) or any(map(is_cache, kwargs.values())):
+        caches = [each for each in (*args, *kwargs.values()) if is_cache(each)]
+        is_repeatable = not caches or (module.training and all(map(_is_appended_to, caches)))
+        if _checkpoints_itself(module) or not is_repeatable:
             return call_next(*args, **kwargs)
+        if caches:
+            call_next = _with_caches_as_before(call_next, caches)
         return self._run_block(call_next, args, kwargs, (module,))
 
 
@@ -188,10 +215,67 @@ def _slice_position(site: LayerSite) -> tuple[str, int]:
     return name, start
 
 
+_FLAG = "gradient_checkpointing"
+_REPLACED = (
+    0  # what the flag is while a plan replaces it: off, and yet not the False that someone else may set
+)
+
+
 def _checkpoints_itself(module: nn.Module) -> bool:
     """Return whether Hugging Face's flag is set, or the module is torch's `checkpoint_wrapper`."""
-    has_flag = getattr(module, "gradient_checkpointing", False) is True
-    return has_flag or "_checkpoint_wrapped_module" in module._modules
+    return getattr(module, _FLAG, False) is True or "_checkpoint_wrapped_module" in module._modules
+
+
+class OwnCheckpointing:
+    """Switches off a Hugging Face model's own checkpointing, as a change in an undo log. See Note [Own checkpointing].
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, print
+        >>> own = OwnCheckpointing(layer)
+        >>> own.replace(), bool(layer.gradient_checkpointing), own.replace()
+        (1, False, 0)
+        >>> own.undo()
+        >>> layer.gradient_checkpointing
+        True
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [weakref.ref(module) for module in model.modules() if hasattr(module, _FLAG)]
+
+    def replace(self) -> int:
+        """Switch off every flag that is on; return how many those were."""
+        count = 0
+        for module in self._present():
+            attributes = vars(module)
+            # With the function that it is called with: a flag alone may be another library's.
+            if attributes.get(_FLAG) is True and "_gradient_checkpointing_func" in attributes:
+                attributes[_FLAG] = _REPLACED
+                count += 1
+        return count
+
+    def undo(self) -> None:
+        for module in self._present():
+            self.undo_in(module, vars(module))
+
+    def undo_in(self, module: nn.Module, attributes: dict[str, Any]) -> None:
+        """Undo it in a copy of a module's attributes."""
+        if attributes.get(_FLAG) is _REPLACED:
+            attributes[_FLAG] = True
+
+    def _present(self) -> Iterator[nn.Module]:
+        return (module for each in self._modules if (module := each()) is not None)
+
+
+@contextlib.contextmanager
+def without_own_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Switch off a Hugging Face model's own checkpointing inside the block."""
+    own = OwnCheckpointing(model)
+    try:
+        own.replace()
+        yield
+    finally:
+        own.undo()
 
 
 _NOT_CACHES = (torch.Tensor, nn.Module, type(None), str, int, float, tuple, list, Mapping, AbstractSet)
@@ -204,6 +288,54 @@ def is_cache(value: object) -> bool:
     if isinstance(value, _NOT_CACHES):
         return False
     return any(hasattr(type(value), name) for name in _CACHE_METHODS)
+
+
+def _entries(cache: Any) -> list[Any]:
+    """Return the caches in a cache: one per layer, or one for the encoder's states and one for the decoder's."""
+    values = (value if isinstance(value, list) else [value] for value in vars(cache).values())
+    return [each for value in values for each in value if is_cache(each)]
+
+
+def _is_appended_to(cache: Any) -> bool:
+    """Return whether an update makes new tensors, and writes into none that a copy of the cache would share."""
+    if getattr(cache, "is_compileable", True):  # transformers' word for a cache with tensors of a fixed size
+        return False
+    entries = _entries(cache)
+    return (
+        all(map(_is_appended_to, entries))
+        if entries
+        else not any(hasattr(cache, each) for each in _CACHE_METHODS[1:])
+    )
+
+
+def _copy_of(value: Any) -> Any:
+    """Copy a cache with its containers and entries; their tensors are those of the original."""
+    if isinstance(value, list):
+        return [_copy_of(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _copy_of(each) for key, each in value.items()}
+    if not is_cache(value):
+        return value
+    twin = copy.copy(value)
+    vars(twin).update({name: _copy_of(each) for name, each in vars(value).items()})
+    return twin
+
+
+def _with_caches_as_before(function: Forward, caches: Sequence[object]) -> Forward:
+    """Return a function that, when it is called again, passes copies of caches as they are now."""
+    before = {id(cache): _copy_of(cache) for cache in caches}
+    calls = itertools.count()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 0:
+            return function(*args, **kwargs)
+
+        def restored(value: Any) -> Any:
+            return _copy_of(before[id(value)]) if id(value) in before else value
+
+        return function(*map(restored, args), **{name: restored(value) for name, value in kwargs.items()})
+
+    return call
 
 
 class NoCache:
@@ -224,8 +356,11 @@ class NoCache:
         if position is not None and len(args) <= position:
             position = None
         wanted = kwargs.get("use_cache") if position is None else args[position]
-        has_cache = wanted or kwargs.get("past_key_values") is not None or any(map(is_cache, args))
+        given = [each for each in (*args, kwargs.get("past_key_values")) if is_cache(each)]
+        has_cache = wanted or kwargs.get("past_key_values") is not None or bool(given)
         if is_training and has_cache:
+            if given and all(map(_is_appended_to, given)) and not wanted:
+                return None  # as in prefix tuning: its layers are recomputed
             self._log(
                 "A training step asked for a cache (use_cache=True, or past_key_values)",
                 "leave use_cache out",
@@ -247,8 +382,8 @@ class NoCache:
         if self._logs:
             self._logs = False
             logger.warning(
-                "%s. Layers that get one are not checkpointed in such a step, as they would write to it twice. "
-                "To save the memory in training, %s.",
+                "%s. It takes memory that training does not need, and layers may be left without checkpointing in such "
+                "a step. To save the memory in training, %s.",
                 what,
                 remedy,
             )

@@ -50,7 +50,7 @@ from memscale._torch import (
 )
 from memscale.checkpointing.state import KeptTensor
 from memscale.errors import RecomputeError, TierFullError, TransferError
-from memscale.observe.counters import Below, Meter
+from memscale.observe.counters import Meter, OffloadTier
 from memscale.profiler.recorder import LEAST_BYTES
 from memscale.techniques.forward import ForwardStage, Stage
 from memscale.tiers.disk import DiskStore
@@ -87,7 +87,7 @@ class Activations:
     ) -> None:
         self.engine = engine
         self.meter = meter or Meter()
-        self.tier: Below = "host" if store is None else "disk"
+        self.tier: OffloadTier = "host" if store is None else "disk"
         self.bytes_sent = 0  # so far
         self.memory = store or HostMemory(capacity, engine.pinned)
         self._device = device
@@ -158,12 +158,12 @@ class Activations:
             else:
                 self.memory.fill(target, run.to("cpu"))
 
-    def read(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Copy memory of the tier to a device; in any thread."""
+    def read(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """Copy memory of the tier to a tensor on the device, and return that; in any thread."""
         with torch.no_grad(), self._explained(source.nbytes, "loaded"):
             if isinstance(self.memory, HostMemory):
-                return source.to(device, non_blocking=self.engine.is_async, copy=True)
-            return self.memory.read(source).to(device)
+                return target.copy_(source, non_blocking=self.engine.is_async)
+            return target.copy_(self.memory.read(source))
 
     def lane(self, run: torch.Tensor) -> Lane:
         """Return where the transfers of a tensor run."""
@@ -282,8 +282,9 @@ class OffloadedStorage:
         """Begin to copy it to the device, unless this backward pass has had it already."""
         stored = self._source is None and not self._was_changed
         if self._task != task and stored and self.prefetched is None:
-            self.prefetched = self._start_fetch(self._lane)
-            self.activations.prefetched.add(self)
+            with contextlib.suppress(torch.OutOfMemoryError):  # it is loaded when backward asks for it
+                self.prefetched = self._start_fetch(self._lane)
+                self.activations.prefetched.add(self)
 
     def load(self, task: int, view: _SavedView) -> torch.Tensor:
         """Return its elements on the device for one of its views; they stay until its others have had them."""
@@ -323,13 +324,14 @@ class OffloadedStorage:
         return fetching.wait()
 
     def _start_fetch(self, lane: Lane) -> Transfer[torch.Tensor]:
-        work = functools.partial(self.activations.read, self._memory, self._device)
-        return self.activations.engine.run(work, lane, self._device, after=self._storing)
+        target = torch.empty_like(self._memory, device=self._device)
+        work = functools.partial(self.activations.read, target, self._memory)
+        return self.activations.engine.run(work, lane, self._device, allocated=True, after=self._storing)
 
     def __del__(self) -> None:
         source = getattr(self, "_source", None)
         if source is not None and hasattr(self, "_storing"):
-            self._storing.abandon(source)
+            self._storing.abandon()
 
 
 class _SavedView:

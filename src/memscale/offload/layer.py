@@ -36,6 +36,7 @@ copies to the device; without one, and outside of a pass of the whole model, a l
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +54,7 @@ from memscale._torch import (
     surrounding_hooks,
     tree_map,
 )
+from memscale._util.interrupts import interrupts_deferred
 from memscale._util.trees import Tree
 from memscale.checkpointing.state import KeptTensor, mark_as_copy
 from memscale.observe.counters import Meter
@@ -112,7 +114,11 @@ class OffloadedLayer(ForwardStage):
     ) -> Any:
         if self.state is LayerState.FETCHED:  # it calls itself
             return call_next(*args, **kwargs)
-        args, kwargs = bring_inputs(args, kwargs, self.device)
+        # Ctrl-C waits for the end of the layer: its modules must not be left with working copies.
+        with contextlib.nullcontext() if self.device.type == "cpu" else interrupts_deferred():
+            return self._run(module, call_next, *bring_inputs(args, kwargs, self.device))
+
+    def _run(self, module: nn.Module, call_next: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # Not other weights that `torch.func.functional_call` has put there.
         parameters = [each for each in module.parameters() if isinstance(each, nn.Parameter)]
         mapped = self._placement.begin_use(parameters)
@@ -204,13 +210,12 @@ class OffloadedLayer(ForwardStage):
         wanted = {id(parameter): parameter for _, _, parameter in masters if id(parameter) in dtypes}
         return [(parameter, dtypes[key]) for key, parameter in wanted.items()]
 
-    def copy_to_device(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a parameter's values on the device."""
+    def copy_to_device(self, values: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Copy a parameter's values to a tensor on the device, and return that."""
         # See Note [Masters must not change].
         waits = self.device.type == "cuda" and (self.prefetcher is None or not self.prefetcher.in_pass)
-        copy = values.to(self.device, dtype, non_blocking=not waits)
-        self.meter.count_read("parameters", "host", copy.nbytes)
-        return copy
+        self.meter.count_read("parameters", "host", target.nbytes)
+        return target.copy_(values, non_blocking=not waits)
 
     def refetch(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         """Return a parameter's values on the device once more, for backward."""
@@ -222,7 +227,9 @@ class OffloadedLayer(ForwardStage):
     def _fetch(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         with self.meter.timing("offloading"):
             if self.prefetcher is None:
-                return self.copy_to_device(parameter.detach(), dtype)
+                target = torch.empty_like(parameter, device=self.device, dtype=dtype, requires_grad=False)
+                with torch.no_grad():
+                    return self.copy_to_device(parameter.detach(), target)
             return self.prefetcher.fetch(self, parameter, dtype)
 
     def _working_copy(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
@@ -294,10 +301,14 @@ class GradientTransfer:
         self._hold = hold
         self.host = host
         self._transfer: Transfer[None] | None = None
+        self._landing: torch.UntypedStorage | None = (
+            None  # the memory that it goes to, while it may be written
+        )
 
     def start(self, gradient: torch.Tensor) -> torch.Tensor:
         """Start the copy; returns the tensor that it goes to, which may be read after :meth:`finish`."""
         with self._meter.timing("offloading"):
+            self._wait()  # for that of a pass that failed
             if gradient.layout is torch.sparse_coo:  # of an embedding with `sparse=True`
                 indices, values = gradient._indices(), gradient._values()
                 self._meter.count_written("gradients", "host", indices.nbytes + values.nbytes)
@@ -318,16 +329,24 @@ class GradientTransfer:
 
             lane = Lane.STREAM if beside else Lane.CALLER
             self._transfer = self._engine.run(copy, lane, gradient.device, outward=True)
+            self._landing = target.untyped_storage()
             if self._hold is not None:
                 self._hold(self._transfer, gradient)
             return target
 
     def finish(self, target: torch.Tensor) -> torch.Tensor:
         """Wait until the gradient is there, and return it."""
+        self._wait()
+        return target
+
+    def _wait(self) -> None:
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             transfer.finish()
-        return target
+        self._landing = None
+
+    # A pass that fails drops what it has not come to. The memory of a gradient must not be reused before it has landed.
+    __del__ = _wait
 
 
 class _HostNode(torch.autograd.Function):

@@ -20,6 +20,8 @@ gradient stays as it is: a sparse one, a view of a bucket, one with a graph of i
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,10 +37,11 @@ from memscale._torch import (
     at_end_of_backward,
     graph_task_id,
     is_fake,
+    sharded_groups,
 )
-from memscale._util.gradient_hook import GradientHook
 from memscale._util.interrupts import raise_pending_interrupt
 from memscale.execution_plan import Tier
+from memscale.hardware.host import read_host
 from memscale.memory.tracker import ResidentPages
 from memscale.observe.counters import Meter
 from memscale.offload.materialise import Materialised, materialise, swap_keeping_hooks
@@ -46,7 +49,9 @@ from memscale.optimizer.bucketed_steps import BucketedSteps
 from memscale.optimizer.device_steps import DeviceSteps
 from memscale.optimizer.eight_bit import is_dense
 from memscale.optimizer.placement import PlacementSteps
+from memscale.optimizer.state_stores import tensors_in
 from memscale.simulator.simulate import PLAIN_KINDS
+from memscale.techniques.undo_log import GradientHook
 from memscale.tiers.disk import PAGE, DiskStore
 from memscale.tiers.engine import MASTERS_SHARE, PinnedMemory
 
@@ -55,8 +60,31 @@ HOST = torch.device("cpu")
 
 def training_device(model: nn.Module) -> torch.device:
     """Return where a model trains: on the accelerator that any of its tensors is on, else on the CPU."""
-    devices = (each.device for each in (*model.parameters(), *model.buffers()))
+    gathered = (group.device for group in sharded_groups(model))  # the shards may be on the host
+    devices = (*gathered, *(each.device for each in (*model.parameters(), *model.buffers())))
     return next((device for device in devices if device.type not in ("cpu", "meta")), HOST)
+
+
+def bytes_held_on_host(parameters: Iterable[nn.Parameter], placement: ModelPlacement | None = None) -> int:
+    """Return what a model that trains on an accelerator has in this host's memory already, for its plans to count.
+
+    That is parameters that are still there or are kept there, with gradients; optimizer state; and page-locked memory.
+    """
+    found: list[torch.Tensor] = []
+    for parameter in parameters:
+        found += [parameter] if parameter.grad is None else [parameter, parameter.grad]
+        for optimizer in () if placement is None else placement.optimizers:
+            state = optimizer.state.get(parameter)
+            found += [tensor for *_, tensor in tensors_in(state)] if isinstance(state, dict) else []
+    ordinary = sum(
+        each.nbytes
+        for each in found
+        if each.device == HOST and each.layout is torch.strided and type(each) in PLAIN_KINDS
+        if not is_fake(each)
+        and not each.is_pinned()
+        and (placement is None or not placement.store.holds(each))
+    )
+    return ordinary + (0 if placement is None else placement.pinned.bytes_locked)
 
 
 @dataclass(eq=False)
@@ -92,6 +120,7 @@ class PlacedParameter:
             if not can_be_mapped(parameter):
                 return False
             mapped, gradient = self.store.copy_of(parameter), parameter.grad
+            self.tier = "disk"  # so that `bring_to_memory` undoes what follows, should it fail
             exchange_data(parameter, mapped)
             parameter.grad = gradient
         self._watch_gradient()
@@ -100,16 +129,17 @@ class PlacedParameter:
 
     def bring_to_memory(self) -> None:
         """Make it an ordinary parameter in host memory again, with an ordinary gradient."""
-        self.tier = "host"
         parameter, gradient = self.parameter, self.parameter.grad
         if self._gradient_hook is not None:
             self._gradient_hook.remove(parameter)
             self._gradient_hook = None
-        if self.store.holds(parameter):
-            exchange_data(parameter, parameter.detach().clone())
+        # First all that there may be no memory for: then it stays on disk as it is.
         if gradient is not None and self.store.holds(gradient):
             gradient = gradient.detach().clone()
+        if self.store.holds(parameter):
+            exchange_data(parameter, parameter.detach().clone())
         parameter.grad = gradient
+        self.tier = "host"
 
     def _watch_gradient(self) -> None:
         """Have its gradient go to disk, if it gets one."""
@@ -158,8 +188,7 @@ class ModelPlacement:
 
     Attributes:
         device: Where the model computes; None while nothing is placed.
-        host_capacity: The most host memory for parameters that are on the host instead of on an accelerator, with their
-            gradients and optimizer state; None for no other limit than the host's own.
+        host_capacity: The most host memory for what is on the host instead of on an accelerator; None for what is free.
         fused_host_step: Whether those are stepped by torch's fused implementation, where there is one.
         device_steps: Steps those on the device instead of on the CPU; None if the plan does not.
         states: Where optimizer state is kept between steps, and what of it is in 8 bits.
@@ -188,6 +217,21 @@ class ModelPlacement:
     def bytes_on_host(self) -> int:
         """Bytes of the parameters that are in host memory instead of on the device."""
         return sum(parameter.nbytes for parameter in self.host_masters())
+
+    @property
+    def optimizers(self) -> weakref.WeakSet[Optimizer]:
+        """The optimizers that have stepped the parameters, whose state follows these."""
+        return self._steps.optimizers
+
+    def host_room(self) -> int:
+        """Return the most that the model may have in host memory: its cap, or what is free and what it has there."""
+        if self.host_capacity is not None:
+            return self.host_capacity
+        parameters = [each.parameter for each in self._placed.values()]
+        if any(map(is_fake, parameters)):
+            return sys.maxsize  # the host that is planned for need not be this one
+        host, held = read_host(), bytes_held_on_host(parameters, self)
+        return host.available_ram_bytes // host.processes + held
 
     @property
     def on_disk(self) -> list[nn.Parameter]:
@@ -293,6 +337,19 @@ class ModelPlacement:
         self.pinned.trim()
         self.device = None
 
+    def release(self) -> None:
+        """Let go of all parameters where they are, without moving any: others have replaced them."""
+        self._steps.unsubscribe()
+        self.states.restore()
+        self.device_steps = None
+        self._steps.optimizers.clear()
+        self._placed.clear()
+        self._used_in_backward.clear()
+        self._followers.clear()
+        self.store.close()
+        self.pinned.trim()
+        self.device = None
+
     def convert_masters(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
         """Change the type of offloaded parameters as `convert` does, not their tier; return whether any changed."""
         changed = False
@@ -334,10 +391,6 @@ class ModelPlacement:
 
     # ------------------------------------------------------------------ optimizer state
 
-    def note_optimizer(self, optimizer: Optimizer) -> None:
-        """Note an optimizer that steps the model's parameters, whose state follows them."""
-        self._steps.optimizers.add(optimizer)
-
     def store_states(self) -> None:
         """Move optimizer state to its tier now, instead of before the next step: the device may be short of memory."""
         for optimizer in list(self._steps.optimizers):
@@ -363,11 +416,11 @@ class ModelPlacement:
             self._latest = key
             for each in (*mapped, *self._followers.get(key, ())):
                 self.store.prefetch_pages(each.parameter)
+            if in_backward and task != self._task:
+                self._task = task
+                at_end_of_backward(self.release_pages_of_backward)
+            self.release_pages_of_backward()  # in forward those of a pass that has failed
             if in_backward:
-                if task != self._task:
-                    self._task = task
-                    at_end_of_backward(self.release_pages_of_backward)
-                self.release_pages_of_backward()
                 self._used_in_backward += mapped
         self._meter.count_read("parameters", "disk", sum(each.parameter.nbytes for each in mapped))
         for each in mapped:
@@ -427,12 +480,12 @@ def relocate(parameter: nn.Parameter, device: torch.device, memory: torch.Tensor
     """Move a parameter and its gradient, it to given memory if there is some; it stays the same object."""
     if (parameter.device == device and memory is None) or parameter.is_meta:
         return
-    gradient = parameter.grad
     with torch.no_grad():
+        # Both before the exchange: if there is no room for one of them, they stay where they are.
+        gradient = None if parameter.grad is None else parameter.grad.to(device)
         values = parameter.detach()
         exchange_data(parameter, values.to(device) if memory is None else memory.copy_(values))
-        if gradient is not None:
-            parameter.grad = gradient.to(device)
+        parameter.grad = gradient
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:

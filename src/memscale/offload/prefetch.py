@@ -9,7 +9,7 @@ backward pass, say what comes next; before the first pass the plan's order does.
 *Never wrong.* A layer takes its prefetched copy if its master has not changed since (by its version counter and its
 memory), and else fetches by itself. Nothing is fetched across the end of a pass: between backward and the next forward
 the optimizer changes every parameter. A layer that was not expected, an error in a layer, the end of a pass and the
-beginning of the next drop what was fetched and not used.
+beginning of the next drop what was fetched and not used. Where there is no room, a layer fetches when it is reached.
 
 *Gradients in flight.* A gradient stays on the device until it is copied to the host, and no longer than until two
 others are on their way: then the device waits for the copy. Virtual devices, which copy at once, hold it as long.
@@ -171,16 +171,21 @@ class Prefetcher:
         kept = {*wanted, id(besides)}
         self._fetched = {key: fetched for key, fetched in self._fetched.items() if key in kept}
         for key, layer in wanted.items():
-            if key not in self._fetched:
+            if key in self._fetched:
+                continue
+            try:
                 self._fetched[key] = {
                     id(parameter): (_state(parameter, dtype), self._copy(layer, parameter, dtype))
                     for parameter, dtype in layer.needs(in_backward=in_backward)
                 }
+            except torch.OutOfMemoryError:  # once it is reached there may be room for it
+                return
 
     def _copy(
         self, layer: OffloadedLayer, parameter: nn.Parameter, dtype: torch.dtype
     ) -> Transfer[torch.Tensor]:
         values = parameter.detach()
+        target = torch.empty_like(values, device=self._device, dtype=dtype)
         # From pages that are not locked a copy holds up the thread that starts it: that had better be a worker.
         lane = Lane.CALLER
         if self._device.type == "cuda" and not is_fake(parameter):
@@ -188,9 +193,9 @@ class Prefetcher:
 
         def copy() -> torch.Tensor:
             with torch.no_grad():  # which belongs to a thread
-                return layer.copy_to_device(values, dtype)
+                return layer.copy_to_device(values, target)
 
-        return self.engine.run(copy, lane, self._device)
+        return self.engine.run(copy, lane, self._device, allocated=True)
 
 
 class _Route:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from memscale.techniques.undo_log import UndoLog
 
 
-class Offloading:
+class LayerOffloading:
     """The technique ``"offloading"``."""
 
     name = "offloading"
@@ -55,7 +55,7 @@ class Offloading:
         """
         if not terms.config.enable_offloading:
             return
-        if block.large_saved_bytes and not block.has_own_checkpointing and not terms.rates.below_is_disk:
+        if block.large_saved_bytes and not block.has_own_checkpointing:
             yield from _kept_activations(block, terms)
         if not block.used_bytes:
             return
@@ -64,7 +64,7 @@ class Offloading:
         fetch = _fetch_seconds(block, terms)
         gradients = share * block.gradient_bytes / terms.link[1] + latency
         on_device = rates.optimizer(block.gradient_bytes)
-        on_host = terms.step_below(block.gradient_bytes, block.optimizer_bytes, block.parameter_count)
+        on_host = terms.step_offloaded(block.gradient_bytes, block.optimizer_bytes, block.parameter_count)
         # Of the copies' time, what does not depend on their sizes.
         fixed = latency * (2 if terms.prefetch else 2 * max(1, block.calls) + 1)
         is_early = terms.steps_early(block, offloaded=True)
@@ -213,9 +213,9 @@ def _attach_activations(site: ModelSite, log: UndoLog, engine: Engine) -> None:
 
 
 def _room_on_host(site: ModelSite) -> int | None:
-    """Return what ``max_cpu_offload_gb`` leaves for activations beside parameters, gradients and state."""
-    cap = None if site.config is None else site.config.max_cpu_offload_bytes
-    if cap is None:
+    """Return what the host has for activations beside parameters, gradients and state; None if it is simulated."""
+    simulated = any(isinstance(each, FakeTensor) for each in site.model.parameters())
+    if simulated and site.placement.host_capacity is None:
         return None
     masters = site.placement.host_masters()
     trained = [each for each in masters if each.requires_grad]
@@ -228,7 +228,7 @@ def _room_on_host(site: ModelSite) -> int | None:
         parameters = (each for each in site.model.parameters() if each.requires_grad)
         state = sum(each.nbytes for each in parameters if id(each) in there)
     taken = sum(each.nbytes for each in (*masters, *trained)) + int(moments * state)
-    return max(0, cap - taken)
+    return max(0, site.placement.host_room() - taken)
 
 
 # ---------------------------------------------------------------------- freed memory

@@ -515,7 +515,11 @@ def _is_flat(tensor: Tensor) -> bool:
 
 def bytes_of_gradient(gradient: Tensor | None) -> int:
     """Return the bytes of a gradient; of a sparse one, of its parts."""
-    return 0 if gradient is None else sum(part.nbytes for part in parts_of(gradient) or [gradient])
+    if gradient is None:
+        return 0
+    if type(gradient) is Tensor and gradient.layout is torch.strided:
+        return gradient.nbytes
+    return sum(part.nbytes for part in parts_of(gradient) or [gradient])
 
 
 class _GetState:

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from memscale._torch import FakeTensor, is_traceable_wrapper_subclass
-from memscale.errors import MemScaleError
 from memscale.optimizer.kinds import MOMENTS
 
 LEAST_ELEMENTS = 4096
@@ -155,7 +154,7 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-class Unavailable(MemScaleError, RuntimeError):
+class Unavailable(Exception):
     """bitsandbytes is missing, too old, or does not work on a device."""
 
 

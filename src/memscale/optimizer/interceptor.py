@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, MutableMapping
@@ -29,7 +30,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from memscale._torch import arithmetic_cell, outside_compiler, step_cell
+from memscale._util.interrupts import interrupts_deferred
 from memscale.optimizer.kinds import arithmetic_of, why_whole
+
+logger = logging.getLogger("memscale")
 
 
 class StepOrder(enum.IntEnum):
@@ -115,6 +119,7 @@ class StepInterceptor:
         self._handles: list[RemovableHandle] = []
         self._replaced: dict[int, tuple[CellType, Callable[..., Any]]] = {}
         self._intercepted: MutableMapping[type[Optimizer], object] = weakref.WeakKeyDictionary()  # steps
+        self._calls_made: MutableMapping[Optimizer, int] = weakref.WeakKeyDictionary()  # of the running step
 
     def add(self, subscriber: StepSubscriber) -> None:
         """Call a subscriber; of those with the same order the last one is outermost."""
@@ -191,10 +196,40 @@ class StepInterceptor:
             for subscriber in self._concerned(optimizer):
                 subscriber.before_step(optimizer)
         call = functools.partial(step, optimizer)
-        for subscriber in reversed(self._concerned(optimizer)):
-            call = functools.partial(subscriber.around_arithmetic, call, optimizer)
-        call()
+        concerned = self._concerned(optimizer)
+        for subscriber in reversed(concerned):
+            if subscriber.order is StepOrder.RECOVERY:  # which undoes what fails inside of it
+                call = functools.partial(subscriber.around_arithmetic, call, optimizer)
+        call = functools.partial(self._count_call, call, optimizer)
+        for subscriber in reversed(concerned):
+            if subscriber.order is not StepOrder.RECOVERY:
+                call = functools.partial(subscriber.around_arithmetic, call, optimizer)
+        self._calls_made[optimizer] = 0
+        is_made = False
+        try:
+            with interrupts_deferred():  # a step is made wholly or not at all
+                call()
+                is_made = True  # what comes now is the deferred interrupt
+        except BaseException as error:
+            if self.has_begun(optimizer) and not is_made:
+                logger.error(
+                    "This step of %s was made for some of its parameters when it failed (%s): load a checkpoint before "
+                    "you go on.",
+                    type(optimizer).__name__,
+                    type(error).__name__,
+                )
+            raise
+        finally:
+            self._calls_made.pop(optimizer, None)
         return loss
+
+    def _count_call(self, call: Callable[[], Any], optimizer: Optimizer) -> None:
+        call()
+        self._calls_made[optimizer] += 1
+
+    def has_begun(self, optimizer: Optimizer) -> bool:
+        """Return whether the running step of an optimizer has been made for some of its parameters."""
+        return self._calls_made.get(optimizer, 0) > 0
 
 
 StepInterceptor.instance = StepInterceptor()

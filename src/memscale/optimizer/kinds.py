@@ -164,7 +164,8 @@ class NewState:
         sparse = parameter.grad is not None and parameter.grad.layout is torch.sparse_coo
         key = (id(group), small, parameter.dtype, sparse)
         if key not in self._known:
-            self._known[key] = self._state_of_small(group, torch.ones(small, dtype=parameter.dtype), sparse)
+            ones = torch.ones(small, dtype=parameter.dtype, device="cpu")
+            self._known[key] = self._state_of_small(group, ones, sparse)
         layout = {}
         for name, (kept, dtype) in self._known[key].items():
             if state and state.get(name) is not None:
@@ -216,7 +217,7 @@ def step_alone(
     if owner is torch.optim.Adagrad and state is None:  # whose state is made when the optimizer is
         for parameter in parameters:
             new = torch.zeros_like(parameter, requires_grad=False)
-            other.state[parameter] = {"step": torch.tensor(0.0), "sum": new}
+            other.state[parameter] = {"step": torch.tensor(0.0, device="cpu"), "sum": new}
     with torch.no_grad():
         inspect.unwrap(owner.step)(other)
     made: dict[Any, Any] = other.state

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from memscale._torch import ShardedGroup, sharded_groups
 from memscale.errors import WrapError
 from memscale.memory.allocator import CachingAllocator
 from memscale.optimizer.eight_bit import is_moment
@@ -25,6 +26,7 @@ from memscale.optimizer.kinds import (
     why_whole,
 )
 from memscale.profiler import ModelProfile, Place, find_blocks
+from memscale.simulator.shards import bytes_here
 
 _SIDE = 1024  # of the matrices that a step is simulated with
 _PARTS = 8  # temporaries are counted in such parts of a parameter
@@ -63,6 +65,7 @@ def needs_of(optimizer: Optimizer, model: nn.Module, place: Place) -> OptimizerN
     kind, whole = type(optimizer).__name__, why_whole(optimizer)
     new = None if whole else NewState(optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names |= {id(shard): name for name, (_, shard) in shards_of(model).items()}  # also while it is gathered
     state: dict[str, tuple[StateTensor, ...]] = {}
     notes: tuple[str, ...] = ()
     for group in optimizer.param_groups:
@@ -70,7 +73,8 @@ def needs_of(optimizer: Optimizer, model: nn.Module, place: Place) -> OptimizerN
             name = names.get(id(parameter))
             if name is None or not parameter.requires_grad:
                 continue
-            found = _tensors_of(optimizer.state.get(parameter))
+            found = {key: _local(value) for key, value in _tensors_of(optimizer.state.get(parameter)).items()}
+            parameter = _local(parameter)
             if new is not None:
                 found |= new.of(group, parameter)
             elif not found:
@@ -84,10 +88,7 @@ def needs_of(optimizer: Optimizer, model: nn.Module, place: Place) -> OptimizerN
             f"optimizer ({kind}) steps none of the model's parameters that are trained: give the one that trains this "
             "model, built from its parameters."
         )
-    if whole:
-        temporaries = (0.0, 2.0) if place.kind == "cpu" else (1.0, 0.0)  # as for AdamW
-    else:
-        temporaries = _simulated_temporaries(optimizer, place)
+    temporaries = adamw_temporaries(place.kind) if whole else _simulated_temporaries(optimizer, place)
     has_own = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     is_sparse = arithmetic_of(type(optimizer)) is torch.optim.SparseAdam
     return OptimizerNeeds(
@@ -103,6 +104,43 @@ def needs_of(optimizer: Optimizer, model: nn.Module, place: Place) -> OptimizerN
         overlaps=whole is None and leaves_gradients(optimizer),
         notes=notes,
     )
+
+
+def shards_of(model: nn.Module) -> dict[str, tuple[ShardedGroup, Tensor]]:
+    """Return the parameters that FSDP2 has sharded by their names, each with its group and this rank's shard."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    return {
+        ".".join(filter(None, (paths[id(owner)], name))): (group, shard)
+        for group in sharded_groups(model)
+        for owner, name, shard in group.parameters
+    }
+
+
+def needs_of_shards(model: nn.Module, needs: OptimizerNeeds | None, kind: str) -> OptimizerNeeds:
+    """Return what an optimizer, AdamW if it is not known, needs where FSDP2 decides where its state is."""
+    needs = needs or adamw_needs(model, kind)
+    return replace(needs, moves=False, eight_bit=False, steps_on_device=False, overlaps=False)
+
+
+def adamw_needs(model: nn.Module, kind: str) -> OptimizerNeeds:
+    """Return what AdamW needs over all parameters that are trained, of shards what this rank has of them."""
+    shards, state = shards_of(model), {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            nbytes = bytes_here(*shards[name]) if name in shards else parameter.nbytes
+            state[name] = (StateTensor(nbytes, parameter.dtype is torch.float32),) * 2
+    return OptimizerNeeds("AdamW", state, adamw_temporaries(kind), moves=True, eight_bit=True)
+
+
+def adamw_temporaries(kind: str) -> tuple[float, float]:
+    """Return the bytes that AdamW's step allocates for each of all parameters (foreach), and of the largest (loop)."""
+    return (0.0, 2.0) if kind == "cpu" else (1.0, 0.0)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return what this process has of a tensor."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
 def with_optimizer(

@@ -9,37 +9,43 @@ spare memory on the host. Parameters that are on the host themselves are copied 
 their new values to spare memory, too. What the user sees stays as it is. ``optimizer.step()`` then *commits*:
 parameters on the device take the values of their copies, and what is on the host changes places with spare memory, or
 is copied from it where somebody else has a view of it. A parameter of which anything has changed since is stepped as
-always, and what was computed for it is dropped (a rollback): the numbers are those of the plain loop in any case.
+always, and what was computed for it is dropped (a rollback), so that the numbers are those of the plain loop.
 
 *What is compared.* The gradient, the parameter and each tensor of its state: the same object, and the same version,
 which every change in place counts up; the settings of its group; and for the sake of changes through ``.data``, which
-have no version, traits of parameter and gradient: on the device norms and the largest value of the gradient, on the
-host every 61st element.
+have no version, their bits: sums of the words of every run of 4095 elements. A change of one element always changes
+such a sum, one of all signs does (the number is odd), one of the order does unless it stays within runs. Sums of
+what a step is computed from are taken on the device, of the copies that it reads. ``step()`` takes them again where the
+tensors are: on the host that is some 0.2 ns an element for one thread, DRAM's own rate with several, which every 61st
+element alone would take as well. Of state, which loops have little reason to change just there, one run of 16 is read:
+all of it would take as long as copying it to the device, which overlapping is to hide. So what can pass unnoticed is a
+change of a few elements of state on the host, through ``.data``, between backward and ``step()``.
 
 *When.* First the loop is observed for ``Config.warmup_steps`` steps in which every gradient came by one backward pass
 and reached ``step()`` as that had left it. There every bit of a gradient counts, so that a loop which always changes
 them, by whatever way, never overlaps. After a rollback twice as many such steps are needed.
 
-*Streams.* Copies to the device and the arithmetic are on the stream of copies to the device, copies back on that of
-copies to the host. What is loaded for two buckets is in flight at most. After backward the compute stream waits for the
-arithmetic, which reads parameters and gradients.
+*Streams.* Copies to the device, the arithmetic and copies back are on a stream each, so that the next bucket comes
+while one is computed. What is loaded for two buckets is in flight at most: the stream of copies to the device, from
+whose memory it is, waits until a bucket was copied back before it takes that memory again. After backward the compute
+stream waits for the arithmetic, which reads parameters and gradients.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Container, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memscale._torch import at_end_of_backward, graph_task_id, has_other_views, is_fake, norms_and_maxima
-from memscale._util.gradient_hook import GradientHook
+from memscale._torch import at_end_of_backward, graph_task_id, has_other_views, is_fake
+from memscale._util.processes import process_count
 from memscale.config import AsyncOffloadConfig
 from memscale.errors import TierFullError
 from memscale.observe.counters import Meter
@@ -47,12 +53,15 @@ from memscale.optimizer.eight_bit import Moment, is_dense
 from memscale.optimizer.interceptor import SplitStep, StepOrder, StepSubscriber, members_of
 from memscale.optimizer.kinds import has_moments, leaves_gradients, step_alone, why_whole
 from memscale.optimizer.state_stores import StateMover, lane_of
+from memscale.techniques.undo_log import GradientHook
 from memscale.tiers.engine import MASTERS_SHARE, Engine, Lane, PinnedMemory, Transfer
 
 LARGEST = 256 * 2**20  # bytes that the step of one parameter may need to be computed in backward
-SAMPLED = 61  # of so many elements on the host one is compared
+RUN = 4095  # elements whose bits are summed, an odd number: see Note [Overlapped steps]
+SAMPLED = 16  # of so many runs of state one is compared
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HOST = torch.device("cpu")
+T = TypeVar("T")
 
 ACCUMULATED = "gradients come by several backward passes for each step"
 CHANGED = "gradients are changed between backward and step(), as clipping and loss scaling do"
@@ -63,7 +72,7 @@ class _Arrival(NamedTuple):
 
     key: tuple[int, int, int]  # what changes with the tensor, its version and its memory
     passes: int  # backward passes since the last step
-    words: Tensor | None  # the sum of its bits, where the loop is observed
+    sums: Tensor | None  # of its bits, where the loop is observed
 
 
 class _EarlyStep(NamedTuple):
@@ -74,10 +83,10 @@ class _EarlyStep(NamedTuple):
     versions: tuple[int, int]
     group: dict[str, Any]
     settings: dict[str, Any]
-    before: dict[str, tuple[Any, int]]  # its state, with versions
+    before: dict[str, tuple[Any, tuple[int, float]]]  # its state, with versions
     values: Tensor  # of the parameter after the step: on its device
     after: dict[str, Any]  # its state after the step: where it was before
-    traits: Callable[[], Tensor]  # of parameter and gradient, when the step was computed
+    sums: Callable[[], list[Tensor]]  # of the bits of what it was computed from
 
     def is_current(self, optimizer: Optimizer, group: dict[str, Any]) -> bool:
         """Return whether it was computed from what is there now, as far as versions tell; `group` is its group now."""
@@ -124,6 +133,7 @@ class OverlappedSteps(StepSubscriber):
         self._pinned = pinned
         self._meter = meter
         self._engine = Engine(AsyncOffloadConfig())
+        self._arithmetic = Engine(AsyncOffloadConfig())  # with a stream of its own
         self._lock = threading.RLock()  # backward runs in threads of its own
         self._device = _HOST
         self._computes = False
@@ -140,7 +150,7 @@ class OverlappedSteps(StepSubscriber):
         self._task: int | None = None
         self._early: dict[int, _EarlyStep] = {}
         self._spare: dict[tuple[int, str], Tensor] = {}  # by parameter and name of its state; "" is itself
-        self._writing: deque[tuple[Transfer[None], list[Tensor]]] = deque()  # with what was loaded
+        self._writing: deque[tuple[Transfer[None], list[Any]]] = deque()  # with what was loaded
 
     @property
     def commits(self) -> int:
@@ -220,9 +230,8 @@ class OverlappedSteps(StepSubscriber):
             overlaps = loop is not None and loop.overlaps
             before = self._arrived.get(key)
             passes = 1 if before is None else before.passes + 1
-            self._arrived[key] = _Arrival(
-                _key(gradient), passes, None if overlaps else _sum_of_words(gradient)
-            )
+            observed = not overlaps and not is_fake(gradient) and _is_plain(gradient)
+            self._arrived[key] = _Arrival(_key(gradient), passes, _sums_of(gradient) if observed else None)
             if self._early.pop(key, None) is not None:
                 self._meter.steps_dropped += 1
             if passes > 1 or not overlaps or not self._can_compute(parameter, gradient):
@@ -271,7 +280,7 @@ class OverlappedSteps(StepSubscriber):
             and not group.get("fused")
             and not group.get("capturable")  # counters would be on the device
             and step_bytes(parameter) <= LARGEST
-            and not _in_several_processes()  # which average gradients after this
+            and process_count() == 1  # several average gradients after this
         )
 
     def _is_copied(self, value: Tensor) -> bool:
@@ -297,6 +306,7 @@ class OverlappedSteps(StepSubscriber):
                     waiting, [(optimizer, group) for optimizer, group in owners if optimizer is not None]
                 )
             except (torch.OutOfMemoryError, TierFullError):  # step() itself needs less room
+                self._arithmetic.drain(self._device)  # before what it reads and writes is released
                 self._meter.steps_dropped += len(waiting)
                 for loop in map(self._loop_of, waiting):
                     if loop is not None and loop.overlaps:
@@ -315,55 +325,55 @@ class OverlappedSteps(StepSubscriber):
         spares = [self._spares_for(*each) for each in zip(parameters, states, strict=True)]
         copies: list[nn.Parameter] = []
         loaded: list[dict[str, Any]] = []
+        in_flight: list[Any] = []  # arithmetic may put other tensors in the place of those that were loaded
 
-        def compute() -> Tensor | None:
+        def load() -> None:
             while len(self._writing) > 1:
                 self._writing.popleft()[0].wait()
             for state in states:
                 loaded.append({name: self._load("optimizer state", value) for name, value in state.items()})
+                in_flight.extend(loaded[-1].values())
             for parameter in parameters:
                 if parameter.device == _HOST:
                     copies.append(nn.Parameter(self._load("parameters", parameter.detach())))
                     copies[-1].grad = self._load("gradients", parameter.grad)
+
+        def compute() -> list[list[Tensor]]:
             for event in ready:
                 torch.cuda.current_stream(device).wait_event(event)
-            here = [each for each in parameters if each.device != _HOST]
-            # Before the arithmetic: of what is changed while it runs, they are others.
-            traits = None if not here or is_fake(here[0]) else _traits_of(here)
             for index, parameter in enumerate(parameters):
                 if parameter.device != _HOST:
                     copies.insert(index, nn.Parameter(parameter.detach().clone()))
                     copies[index].grad = parameter.grad
                     if lane is Lane.STREAM and parameter.grad is not None:
                         parameter.grad.record_stream(torch.cuda.current_stream(device))
+            sums = [
+                _sums_of_step(copy, copy.grad, state.values())
+                for copy, state in zip(copies, loaded, strict=True)
+            ]
             for group in {id(group): group for _, group in owners}.values():
                 of_group = [index for index, (_, each) in enumerate(owners) if each is group]
                 stepped = {copies[index]: loaded[index] for index in of_group}
                 step_alone(owners[of_group[0]][0], group, list(stepped), stepped)
-            for copy in copies:
-                copy.grad = None
-            return traits
+            return sums
 
         def write() -> None:
             for spare, copy, new in zip(spares, copies, loaded, strict=True):
                 for name, target in spare.items():
                     target.copy_(copy.detach() if name == "" else new[name], non_blocking=True)
 
-        self._computed = computed = engine.run(compute, lane, device)
+        arrived = engine.run(load, lane, device)
+        self._computed = computed = self._arithmetic.run(compute, lane, device, after=arrived)
         written = engine.run(write, lane, device, outward=True, after=computed)
         on_host = [index for index, each in enumerate(parameters) if each.device == _HOST]
-        values = [
-            value for new in loaded for value in new.values() if isinstance(value, Tensor) and value.dim()
-        ]
-        self._writing.append((written, [*values, *(copies[index].detach() for index in on_host)]))
-        rows = iter(range(len(parameters)))
+        for index, (copy, new) in enumerate(zip(copies, loaded, strict=True)):
+            in_flight += [*new.values(), *((copy.detach(), copy.grad) if index in on_host else ())]
+            copy.grad = None
+        self._writing.append((written, in_flight))
         for index, parameter in enumerate(parameters):
             gradient, (_, group) = parameter.grad, owners[index]
             assert gradient is not None, "its gradient has just arrived"
-            if index in on_host:
-                new_values, traits = spares[index].pop(""), _known(_sample_of(parameter))
-            else:
-                new_values, traits = copies[index].detach(), _row_of(computed, next(rows))
+            new_values = spares[index].pop("") if index in on_host else copies[index].detach()
             self._early[id(parameter)] = _EarlyStep(
                 parameter,
                 gradient,
@@ -373,7 +383,7 @@ class OverlappedSteps(StepSubscriber):
                 {name: (value, _version(value)) for name, value in states[index].items()},
                 new_values,
                 {**loaded[index], **spares[index]},
-                traits,
+                _item_of(computed, index),
             )
 
     def _load(self, what: Any, value: Any) -> Any:
@@ -437,7 +447,7 @@ class OverlappedSteps(StepSubscriber):
             arrivals = [(parameter, self._arrived.pop(key, None)) for key, (parameter, _) in stepped.items()]
             early = [self._early.pop(key) for key in stepped if key in self._early]
             current = [each for each in early if each.is_current(optimizer, stepped[id(each.parameter)][1])]
-            current = _with_equal_traits(current)
+            current = _with_equal_sums(current)
             self._meter.steps_dropped += len(early) - len(current)
             if not current or len(current) < len(early):
                 self._finish_writing()  # and release what was loaded: the step needs the room
@@ -485,7 +495,8 @@ class OverlappedSteps(StepSubscriber):
 
 def _obstacle(arrivals: Iterable[tuple[Tensor, _Arrival | None]]) -> str | None:
     """Return why the steps of these parameters cannot be computed in backward; None if they can."""
-    sums: dict[torch.device, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    then: list[list[Tensor]] = []
+    now: list[list[Tensor]] = []
     for parameter, arrival in arrivals:
         gradient = parameter.grad
         if gradient is None:
@@ -494,80 +505,69 @@ def _obstacle(arrivals: Iterable[tuple[Tensor, _Arrival | None]]) -> str | None:
             return CHANGED
         if arrival.passes > 1:
             return ACCUMULATED
-        now = None if arrival.words is None else _sum_of_words(gradient)
-        if arrival.words is not None and now is not None:
-            sums[now.device].append((arrival.words, now))
-    for pairs in sums.values():
-        before, after = (torch.stack(each) for each in zip(*pairs, strict=True))
-        if not torch.equal(before, after):
-            return CHANGED
-    return None
+        if arrival.sums is not None:
+            then.append([arrival.sums])
+            now.append([_sums_of(gradient)])
+    return None if all(map(torch.equal, _on_host(then), _on_host(now))) else CHANGED
 
 
-# ---------------------------------------------------------------------- traits, see Note [Overlapped steps]
+# ---------------------------------------------------------------------- sums of bits, see Note [Overlapped steps]
 
 
-def _with_equal_traits(steps: Sequence[_EarlyStep]) -> list[_EarlyStep]:
-    """Return the steps whose gradient and parameter still have the traits that the step was computed from."""
+def _with_equal_sums(steps: Sequence[_EarlyStep]) -> list[_EarlyStep]:
+    """Return the steps for which parameter, gradient and state still have the bits that they were computed from."""
     if steps and is_fake(steps[0].parameter):  # in a simulation, where nothing has values
         return list(steps)
-    equal = {id(each.parameter): True for each in steps}
-    on_device = [each for each in steps if each.parameter.device != _HOST]
-    if on_device:
-        now, then = (
-            _traits_of([each.parameter for each in on_device]),
-            torch.stack([each.traits() for each in on_device]),
-        )
-        words = _WORDS[now.element_size()]  # as bits: NaN is equal to itself
-        rows = (now.view(words) == then.view(words)).all(dim=1).tolist()
-        equal |= {id(each.parameter): row for each, row in zip(on_device, rows, strict=True)}
-    for each in steps:
-        if each.parameter.device == _HOST:
-            equal[id(each.parameter)] = torch.equal(_sample_of(each.parameter), each.traits())
-    return [each for each in steps if equal[id(each.parameter)]]
+    now = [
+        _sums_of_step(each.parameter, each.gradient, [value for value, _ in each.before.values()])
+        for each in steps
+    ]
+    pairs = zip(_on_host(now), _on_host([each.sums() for each in steps]), strict=True)
+    return [each for each, pair in zip(steps, pairs, strict=True) if torch.equal(*pair)]
 
 
-def _traits_of(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return a row for each parameter on a device: norm and largest value of its gradient, norm of itself."""
-    norms, maxima = norms_and_maxima([each.grad for each in parameters if each.grad is not None])
-    return torch.stack([norms, maxima, norms_and_maxima([each.detach() for each in parameters])[0]], dim=1)
+def _sums_of_step(parameter: Tensor, gradient: Tensor | None, state: Iterable[Any]) -> list[Tensor]:
+    """Return sums of the bits of what a step is computed from, but counters."""
+    assert gradient is not None, "it was there when its step was computed"
+    if is_fake(parameter):
+        return []
+    state = [value for value in state if isinstance(value, Tensor) and value.dim() > 0]
+    return [_sums_of(parameter), _sums_of(gradient), *(_sums_of(each, SAMPLED) for each in state)]
 
 
-def _sample_of(parameter: nn.Parameter) -> Tensor:
-    """Return every 61st element of a parameter on the host and of its gradient, as integers."""
-    assert parameter.grad is not None, "it was there when its step was computed"
-    samples = [_words_of(each)[::SAMPLED] for each in (parameter.detach(), parameter.grad)]
-    return torch.cat(samples)
+def _sums_of(tensor: Tensor, sampled: int = 1) -> Tensor:
+    """Return the first word of a tensor and sums of the words of its runs, of so many one; of other layouts none."""
+    if not _is_plain(tensor):  # it was exchanged for another
+        return tensor.new_empty(0, dtype=torch.int64)
+    words = tensor.detach().as_strided((tensor.numel(),), (1,)).view(_WORDS[tensor.element_size()])
+    whole = words.numel() // RUN * RUN
+    runs = words[:whole].view(-1, RUN)[:: sampled if whole > sampled * RUN else 1]
+    # In their own type, modulo its range: a sum of larger ones would first make such of all words.
+    rest = words[whole:].sum(0, keepdim=True, dtype=words.dtype)
+    return torch.cat([words[:1], runs.sum(1, dtype=words.dtype), rest]).long()
 
 
-def _row_of(traits: Transfer[Tensor | None], row: int) -> Callable[[], Tensor]:
-    def get() -> Tensor:
-        rows = traits.wait()
-        assert rows is not None, "parameters on the device have traits"
-        return rows[row]
-
-    return get
+def _on_host(rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return each row of tensors as one on the host; all that is on the device comes by one copy."""
+    there = [each for row in rows for each in row if each.device != _HOST]
+    copied = iter(torch.cat(there).cpu().split_with_sizes([each.numel() for each in there]) if there else ())
+    return [torch.cat([each if each.device == _HOST else next(copied) for each in row]) for row in rows]
 
 
-def _known(traits: Tensor) -> Callable[[], Tensor]:
-    return lambda: traits
-
-
-def _words_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(_WORDS[tensor.element_size()])
-
-
-def _sum_of_words(tensor: Tensor) -> Tensor | None:
-    """Return the sum of a tensor's bits, as integers of the size of its elements."""
-    return None if is_fake(tensor) or not _is_plain(tensor) else _words_of(tensor).sum()
+def _item_of(transfer: Transfer[list[T]], index: int) -> Callable[[], T]:
+    return lambda: transfer.wait()[index]
 
 
 def _key(tensor: Tensor) -> tuple[int, int, int]:
     return id(tensor), tensor._version, tensor.untyped_storage()._cdata if _is_plain(tensor) else 0
 
 
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) else 0
+def _version(value: Any) -> tuple[int, float]:
+    """Return the version of a tensor; with a counter on the host its value, which `.data` may change."""
+    if not isinstance(value, Tensor):
+        return 0, 0.0
+    is_known = value.dim() == 0 and value.device == _HOST and not is_fake(value)
+    return value._version, value.item() if is_known else 0.0
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -583,8 +583,3 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 def step_bytes(parameter: Tensor) -> int:
     """Return what the step of a parameter needs: itself, its gradient and two moments."""
     return 4 * parameter.nbytes
-
-
-def _in_several_processes() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -16,6 +16,9 @@ their own, and the parameters on the device keep their implementation. For the m
 - else, or with ``Config(fused_host_step=False)``, what rounds as the device would have: ``foreach`` for the classes of
   :data:`FOREACH_DIFFERS`, with 16-bit parameters for those of :data:`FOREACH_DIFFERS_IN_16_BITS`, the loop for all
   others. In 16 bits a CPU's ``foreach`` itself rounds what CUDA's does not: :func:`memscale._torch.foreach_mul_`.
+
+torch takes ``capturable=True`` on accelerators only, where it computes step sizes on the device, and so rounds in other
+places. Masters of such groups are stepped as if it were not set, with ``lr`` as a number.
 """
 
 from __future__ import annotations
@@ -24,18 +27,25 @@ import contextlib
 import gc
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memscale._torch import FOREACH_MUL, LightDispatchMode, foreach_mul_, takes_foreach
+from memscale._torch import (
+    FOREACH_MUL,
+    GRAD_SCALER_COPY,
+    LightDispatchMode,
+    foreach_mul_,
+    takes_foreach,
+    wait_for_copy,
+)
 from memscale.config import Config
 from memscale.errors import TierFullError
 from memscale.execution_plan import Plan, Tier
-from memscale.optimizer.bucketed_steps import BucketedSteps, bytes_of_gradient
+from memscale.optimizer.bucketed_steps import bytes_of_gradient
 from memscale.optimizer.device_steps import DeviceSteps
 from memscale.optimizer.eight_bit import is_dense, parameters_in_eight_bits, stored_layout
 from memscale.optimizer.interceptor import Member, SplitStep, StepOrder, StepSubscriber, members_of
@@ -64,6 +74,10 @@ _SPARE_TIMES = (
     7  # what a master takes with its gradient, two moments, and spare memory for all but the gradient
 )
 _FUSED_CHECK = "_need_device_dtype_check_for_fused"  # an attribute that fused steps leave behind
+_SCALING = (
+    "grad_scale",
+    "found_inf",
+)  # what a `GradScaler` gives a fused optimizer, which copies it without waiting
 _STORES: dict[Tier, type[StateStore]] = {"device": StateStore, "host": HostStateStore, "disk": DiskStateStore}
 
 
@@ -108,8 +122,8 @@ class OptimizerState:
         store = states.store
         if type(store) is not _STORES[tier] or store.capacity != capacity:
             store = _STORES[tier](site.placement.store, capacity, site.placement.pinned)
-        states.attach(stepped, store, bucket_bytes, eight_bit=eight_bit, beside=beside, logs=site.logs)
         log.add(states)  # which keeps state where it is until the next plan, or `restore`
+        states.attach(stepped, store, bucket_bytes, eight_bit=eight_bit, beside=beside, logs=site.logs)
         apart = {id(each) for each in beside} | on_disk
         stored = [each for each in stepped if id(each) not in apart] if tier == "host" else []
         self._overlap(site, log, stored, bucket_bytes)
@@ -119,8 +133,7 @@ class OptimizerState:
         wanted, overlap = site.plan.optimizer, site.placement.states.overlap
         is_allowed = site.config.overlap_optimizer is not False and site.device.type != "cpu"
         masters = site.placement.host_masters(with_disk_bound=False)
-        cap = site.config.max_cpu_offload_bytes
-        if cap is not None and sum(_SPARE_TIMES * each.nbytes for each in masters) > cap:
+        if masters and sum(_SPARE_TIMES * each.nbytes for each in masters) > site.placement.host_room():
             masters = []
         if wanted is None or not is_allowed or not (stored or masters):
             overlap.detach()
@@ -164,6 +177,14 @@ class PlacementSteps(StepSubscriber):
         self._placement = weakref.ref(placement)
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that have stepped the parameters
 
+    def subscribe(self) -> None:
+        super().subscribe()
+        GRAD_SCALER_COPY.subscribe(wait_for_copy, self)
+
+    def unsubscribe(self) -> None:
+        GRAD_SCALER_COPY.unsubscribe(wait_for_copy, self)
+        super().unsubscribe()
+
     def find_optimizers(self) -> None:
         """Note the optimizers of the parameters that have not made a step yet.
 
@@ -183,9 +204,8 @@ class PlacementSteps(StepSubscriber):
         self.optimizers.add(optimizer)
         self.follow(optimizer)
         placement = self._placement()
-        if placement is not None and placement.host_capacity is not None:
-            masters = placement.host_masters(with_disk_bound=False)
-            check_room(optimizer, masters, placement.host_capacity, placement.states)
+        if placement is not None:
+            check_room(optimizer, placement)
 
     def around_arithmetic(self, call: Callable[[], Any], optimizer: Optimizer) -> None:
         placement = self._placement()
@@ -290,15 +310,28 @@ def _implementation(kind: str, optimizer: Optimizer, device: torch.device) -> It
             groups = [group for group in optimizer.param_groups if group["foreach"] is None]
         by_foreach = groups or any(group.get("foreach") for group in optimizer.param_groups)
         rounds = has_16_bits and bool(by_foreach)
+    captured = [group for group in optimizer.param_groups if kind != "device" and group.get("capturable")]
+    rates = [group["lr"] for group in captured]
     has_check = _FUSED_CHECK in vars(optimizer)
+    scaling = [(name, vars(optimizer).get(name)) for name in _SCALING] if kind != "device" else []
     try:
+        for name, value in scaling:
+            if isinstance(value, Tensor):
+                setattr(optimizer, name, value.cpu())
         for group in groups:
             group[setting] = True
+        for group in captured:
+            group.update(capturable=False, lr=float(group["lr"]))
         with _DeviceRounding() if rounds else contextlib.nullcontext():
             yield
     finally:
+        for name, value in scaling:
+            if isinstance(value, Tensor):
+                setattr(optimizer, name, value)
         for group in groups:
             group[setting] = None
+        for group, rate in zip(captured, rates, strict=True):
+            group.update(capturable=True, lr=rate)
         if kind == "fused" and not has_check:
             vars(optimizer).pop(_FUSED_CHECK, None)
 
@@ -312,13 +345,14 @@ class _DeviceRounding(LightDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def check_room(optimizer: Optimizer, masters: Sequence[Tensor], capacity: int, states: BucketedSteps) -> None:
-    """Raise if the state that a step is about to make for masters exceeds the cap on host memory with them.
+def check_room(optimizer: Optimizer, placement: ModelPlacement) -> None:
+    """Raise if the state that a step is about to make for masters exceeds what the host has for it, or its cap.
 
     Raises:
         TierFullError: It does. Nothing was changed.
     """
-    if why_whole(optimizer) is not None:
+    masters = placement.host_masters(with_disk_bound=False)
+    if not masters or why_whole(optimizer) is not None:
         return  # what state it makes is not known
     with_gradient = {id(each) for each in masters if each.grad is not None}
     # Before a closure is evaluated there are none.
@@ -327,19 +361,22 @@ def check_room(optimizer: Optimizer, masters: Sequence[Tensor], capacity: int, s
     for member in members_of(optimizer):
         parameter, group = member.parameter, optimizer.param_groups[member.group]
         if id(parameter) in ids:
-            quantized = states.quantizes(optimizer, parameter)
+            quantized = placement.states.quantizes(optimizer, parameter)
             for name, like in layout.of(group, parameter).items():
                 new += sum(part.nbytes for _, part in stored_layout(name, like, quantized=quantized))
-    used = 0
+    if not new:
+        return
+    capacity, used = placement.host_room(), 0
     for each in masters:
         gradient = each.nbytes if id(each) in ids else bytes_of_gradient(each.grad)
         used += each.nbytes + gradient + _tensor_bytes(optimizer.state.get(each))
-    if new and used + new > capacity:
+    if used + new > capacity:
         raise TierFullError(
             f"This step of {type(optimizer).__name__} was not made, and no parameter was changed: its state needs "
-            f"{format_bytes(new)} of host memory beside {format_bytes(used)} of parameters and gradients, and the cap "
-            f"is {format_bytes(capacity)}. Raise Config(max_cpu_offload_gb=...), or give the optimizer to "
-            "memscale.wrap(model, optimizer=optimizer), so that the plan reckons with its state."
+            f"{format_bytes(new)} of host memory beside {format_bytes(used)} of parameters and gradients, and "
+            f"{'free' if placement.host_capacity is None else 'the cap'} is {format_bytes(capacity)}. Raise "
+            "Config(max_cpu_offload_gb=...), or give the optimizer to memscale.wrap(model, optimizer=optimizer), so "
+            "that the plan reckons with its state."
         )
 
 

@@ -21,7 +21,7 @@ on devices without streams, where a copy is over when the call returns. When ``s
 
 from __future__ import annotations
 
-import sys
+import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from memscale._torch import is_traceable_wrapper_subclass
 from memscale.config import AsyncOffloadConfig
-from memscale.observe.counters import Below, Meter
+from memscale.observe.counters import Meter, OffloadTier
 from memscale.optimizer.eight_bit import BLOCK, Moment, is_dense, is_moment, stored_layout
 from memscale.optimizer.interceptor import Member
 from memscale.optimizer.kinds import MOMENTS, STATE_NAMES
@@ -52,7 +52,7 @@ class StateStore:
     `disk` is where parameters and gradients may be; `capacity` is the most host memory to take, in bytes.
     """
 
-    tier: Below | None = None
+    tier: OffloadTier | None = None
     least_bytes = PAGE  # smaller tensors stay where they are
 
     def __init__(
@@ -121,7 +121,7 @@ class HostStateStore(StateStore):
         self, disk: DiskStore, capacity: int | None = None, pinned: PinnedMemory | None = None
     ) -> None:
         super().__init__(disk, capacity, pinned)
-        self.memory = HostMemory(sys.maxsize if capacity is None else capacity, pinned)
+        self.memory = HostMemory(capacity, pinned)
         self.engine = Engine(AsyncOffloadConfig())
 
     def takes(self, parameter: Tensor) -> bool:
@@ -134,7 +134,10 @@ class HostStateStore(StateStore):
 
     def prefetch(self, stored: Tensor, parameter: Tensor) -> Transfer[Tensor]:
         device = parameter.device
-        return self.engine.run(lambda: stored.to(device, non_blocking=True), lane_of(device), device)
+        target = torch.empty_like(stored, device=device)
+        return self.engine.run(
+            lambda: target.copy_(stored, non_blocking=True), lane_of(device), device, allocated=True
+        )
 
     def write(self, stored: Tensor, values: Tensor) -> Transfer[None]:
         device = values.device
@@ -227,10 +230,11 @@ class StateMover:
 
     def prefetch(self, state: Any, parameter: Tensor) -> None:
         """Begin to load a parameter's state."""
-        for _, _, tensor in tensors_in(state):
-            transfer = self.store.prefetch(tensor, parameter) if self.is_stored(tensor) else None
-            if transfer is not None:
-                self._loading[id(tensor)] = transfer
+        with contextlib.suppress(torch.OutOfMemoryError):  # it is loaded when its bucket is stepped
+            for _, _, tensor in tensors_in(state):
+                transfer = self.store.prefetch(tensor, parameter) if self.is_stored(tensor) else None
+                if transfer is not None:
+                    self._loading[id(tensor)] = transfer
 
     def load(self, state: Any, each: Stepped) -> None:
         """Load a parameter's state, and note the stored tensors that it came from."""

@@ -53,8 +53,8 @@ class MixedPrecision:
             # Found by trial, and kept when the plan changes.
             scale = site.state.setdefault("loss scale", LossScale())
             scaling = LossScaling(site.model, scale, logs=site.logs)
-            scaling.attach()
             log.add(scaling)
+            scaling.attach()
         log.add_stage(site.model, AutocastStage(dtype, site.device.type, scaling))
 
 

@@ -21,9 +21,9 @@ COMPUTE_EFFICIENCY = 0.65  # of the published rate, which training code reaches
 MEMORY_EFFICIENCY = 0.8  # of the published bandwidth of device memory, which pointwise kernels reach
 LINK_EFFICIENCY = 0.83  # of the link's theoretical rate, page-locked (torchtitan: 53.1 of 64 GB/s)
 PAGEABLE_BANDWIDTH = 11e9  # bytes per second from memory that is not page-locked (torchtitan: 11.2 GB/s)
-# Seconds of Adam on the host for each byte of fp32 parameters: torch's loop over parameters takes 2.5 ns and more a
+# Seconds of Adam on the host for each byte of fp32 parameters: torch's loop over parameters takes 2.5 to 10 ns a
 # parameter (DeepSpeed PR 735: 4.8), its fused implementation 0.7 to 1.1.
-HOST_ADAM_LOOP = 2.5e-9 / 4
+HOST_ADAM_LOOP = 4.8e-9 / 4
 HOST_ADAM_FUSED = 0.9e-9 / 4
 FOREACH_ACCESSES = 22  # reads and writes of torch's foreach AdamW, for each byte of parameters
 OPTIMIZER_READS = 4  # Adam reads weight, gradient and two moments
@@ -36,8 +36,8 @@ HOOK_SECONDS = 100e-6  # of Python around the forward and backward of a block th
 
 
 @dataclass(frozen=True)
-class Rates:
-    """The rates of a device and of the tier below it, as training code reaches them."""
+class ReachedRates:
+    """The rates of a device and of its offload tier, as training code reaches them."""
 
     fp32_flops: float  # products of fp32 a second, in TF32 if torch's switch allows it
     half_flops: float  # products in 16 bits a second
@@ -46,15 +46,16 @@ class Rates:
     d2h_per_second: float  # bytes copied back
     pageable_per_second: float  # bytes copied each way from memory that is not page-locked
     latency: float = LINK_LATENCY  # fixed seconds of each transfer of a tensor
-    below_is_disk: bool = False  # whether the tier below is the disk, not host memory
+    tier_is_disk: bool = False  # whether the offload tier is the disk, not host memory
     host_adam_loop: float = HOST_ADAM_LOOP  # seconds for each byte of parameters
     host_adam_fused: float = HOST_ADAM_FUSED
 
     @classmethod
-    def of(cls, hardware: Hardware) -> Rates:
+    def of(cls, hardware: Hardware) -> ReachedRates:
         """Return the rates of a device: those that were measured, else what code reaches of those of tables."""
         device, disk, measured = hardware.device, hardware.disk, hardware.measured
-        tf32_is_allowed = torch.get_float32_matmul_precision() != "highest" and device.kind != "cpu"
+        # Not by `get_float32_matmul_precision`, which raises if the user has set this.
+        tf32_is_allowed = torch.backends.cuda.matmul.fp32_precision == "tf32" and device.kind != "cpu"
         half = device.rates.of(torch.bfloat16 if device.supports_bf16 else torch.float16) * COMPUTE_EFFICIENCY
         adam = HOST_ADAM_LOOP, HOST_ADAM_FUSED
         if measured is None:
@@ -103,9 +104,9 @@ class Rates:
         """Return the time of Adam on the device, by torch's foreach implementation."""
         return FOREACH_ACCESSES * gradient_bytes / self.bytes_per_second
 
-    def optimizer_below(self, gradient_bytes: int, *, fused: bool) -> float:
-        """Return the time of Adam on the tier below; on the host by torch's fused implementation, or by its loop."""
-        if not self.below_is_disk:
+    def optimizer_offloaded(self, gradient_bytes: int, *, fused: bool) -> float:
+        """Return the time of Adam on the offload tier; on the host by torch's fused implementation, or by its loop."""
+        if not self.tier_is_disk:
             return (self.host_adam_fused if fused else self.host_adam_loop) * gradient_bytes
         reads = OPTIMIZER_READS * gradient_bytes / self.h2d_per_second
         return reads + OPTIMIZER_WRITES * gradient_bytes / self.d2h_per_second
@@ -115,7 +116,7 @@ class Rates:
 class CostTerms:
     """What the cost of an option depends on beside the block."""
 
-    rates: Rates
+    rates: ReachedRates
     config: Config
     working_share: float = 1.0  # the size of a working copy over that of the parameters: one half in 16 bits
     prefetch: bool = False  # whether transfers overlap with computation
@@ -138,8 +139,8 @@ class CostTerms:
             return h2d, d2h
         return min(h2d, self.rates.pageable_per_second), min(d2h, self.rates.pageable_per_second)
 
-    def step_below(self, gradient_bytes: int, state_bytes: int, tensors: int) -> float:
-        """Return the time of stepping so many parameters that are on the tier below, gradients and state with them.
+    def step_offloaded(self, gradient_bytes: int, state_bytes: int, tensors: int) -> float:
+        """Return the time of stepping so many parameters that are on the offload tier, gradients and state with them.
 
         On the device, parameters, gradients and state are copied there, and all but the gradients back. Page-locked,
         both ways at once, while the calls for a bucket are launched; else one after the other.
@@ -147,7 +148,7 @@ class CostTerms:
         rates = self.rates
         if not self.step_bucket:
             fused = self.config.fused_host_step and self.fused_on_cpu
-            return rates.optimizer_below(gradient_bytes, fused=fused)
+            return rates.optimizer_offloaded(gradient_bytes, fused=fused)
         nbytes = 2 * gradient_bytes + state_bytes
         h2d = nbytes / self.link[0]
         d2h = (nbytes - gradient_bytes) / self.link[1] + rates.optimizer(gradient_bytes)
@@ -159,9 +160,19 @@ class CostTerms:
         return self.overlapped and block.role == "repeated" and (self.step_bucket > 0 or not offloaded)
 
     def early_copies(self, block: BlockProfile, *, offloaded: bool) -> float:
-        """Return the time of the copies for such a step, both ways at once: state, or parameters and gradients too."""
-        nbytes = block.optimizer_bytes + (2 * block.gradient_bytes if offloaded else 0)
-        return nbytes / min(self.link)
+        """Return the time of the copies for such a step, less that of its arithmetic, which hides as much of them.
+
+        State goes both ways, parameters too where they are offloaded, and their gradients to the device. Of two buckets
+        one is copied while the other is computed or copied back.
+        """
+        up = block.optimizer_bytes + (2 * block.gradient_bytes if offloaded else 0)
+        down = up - (block.gradient_bytes if offloaded else 0)
+        h2d, d2h, arithmetic = (
+            up / self.link[0],
+            down / self.link[1],
+            self.rates.optimizer(block.gradient_bytes),
+        )
+        return max(0.0, max(h2d, d2h, (h2d + arithmetic + d2h) / 2) - arithmetic)
 
     def exposed_early(self, block: BlockProfile, cover: float, *, offloaded: bool = True) -> float:
         """Return what of that a block's own backward, with so much time free of copies, does not hide."""
@@ -173,7 +184,7 @@ class BlockOption:
     """One thing that a technique can do with a block, and what it costs.
 
     A block has at most one option for its activations, and at most one for its parameters. With the latter its
-    parameters, gradients and optimizer state are on the tier below, and a working copy is on the device while it
+    parameters, gradients and optimizer state are on the offload tier, and a working copy is on the device while it
     computes.
     """
 

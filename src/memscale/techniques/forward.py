@@ -20,6 +20,11 @@ a bound method they take `forward.__func__`, which is a function of the module a
 the module's override under `OVERRIDE` at each call, or calls the class's forward if there is none any more.
 So plans may change underneath, `detach` leaves a forward that works, and a copy of the module calls itself.
 If someone closes over the override itself, it only calls the module's own forward once its stages are removed.
+
+*Redirected calls.* To have `training_step` run inside of DDP's forward, Lightning and Fabric put a function of theirs
+in the place of `forward` for one call, which first puts back what was there and then runs `training_step`. Such a call
+is not one of the module's forward: it has other arguments, and to profile it would run the user's whole step. The
+override must also stay as it is until it has been put back.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ import enum
 import functools
 import inspect
 import logging
+import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -43,6 +49,7 @@ OVERRIDE = "_memscale_forward"
 """The attribute under which a module has its override, also where another forward covers that."""
 
 _IS_DISPATCH = "_memscale_dispatch"
+_REDIRECTING = ("lightning.", "lightning_fabric.", "pytorch_lightning.")
 
 logger = logging.getLogger("memscale")
 
@@ -128,6 +135,12 @@ class ForwardOverride:
         """Return a function that runs only the stages inside of a place."""
         inside = tuple(each for each in self.stages if each.order > order)
         return functools.partial(self._run, self.module, inside)
+
+    def only(self, order: Stage) -> Callable[..., Any]:
+        """Return a function that runs only the stages of one place."""
+        return functools.partial(
+            self._run, self.module, tuple(each for each in self.stages if each.order == order)
+        )
 
     def redirect_next_call(self, override: ForwardOverride | None) -> None:
         """Let another override make the next call, which has looked up this one before the plan changed."""
@@ -215,6 +228,12 @@ def is_covered(module: nn.Module) -> bool:
             return True
         forward = getattr(forward, "__wrapped__", None)
     return False
+
+
+def is_redirected(module: nn.Module) -> bool:
+    """Return whether a call of a module runs another of its methods. See *Redirected calls* above."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, types.FunctionType) and str(forward.__module__).startswith(_REDIRECTING)
 
 
 def _dispatch_for(kind: type[nn.Module]) -> Callable[..., Any]:

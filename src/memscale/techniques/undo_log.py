@@ -7,7 +7,7 @@ a log keeps no model alive. It is never copied (Note [Copies]).
 
 from __future__ import annotations
 
-import logging
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from memscale._util.interrupts import raise_pending_interrupt
+from memscale.techniques.base import EXECUTOR
 from memscale.techniques.forward import (
     OVERRIDE,
     CompileNotice,
@@ -24,8 +25,6 @@ from memscale.techniques.forward import (
     is_covered,
     override_of,
 )
-
-logger = logging.getLogger("memscale")
 
 
 class Change(Protocol):
@@ -41,10 +40,11 @@ class Change(Protocol):
 class _SetAttribute:
     """An attribute in an object's own `__dict__`, and what was there before."""
 
-    def __init__(self, owner: object, owner_name: str, name: str, value: object) -> None:
+    def __init__(self, owner: object, owner_name: str, name: str, value: object, replaced: list[str]) -> None:
         self._owner = weakref.ref(owner)
         self._owner_name = owner_name
         self._name = name
+        self._replaced = replaced
         self._value = value
         self._had_before = name in vars(owner)
         self._before = vars(owner).get(name)
@@ -61,12 +61,13 @@ class _SetAttribute:
             return
         if isinstance(owner, nn.Module) and self._name == "forward" and is_covered(owner):
             return  # it calls the module's own forward from now on. See Note [Forward override]
-        logger.warning(
-            "%s.%s was replaced after MemScale had set it, and stays as it is now; what MemScale had put "
-            "there has no effect any more.",
-            self._owner_name or type(owner).__name__,
-            self._name,
-        )
+        now = vars(owner).get(self._name)
+        if isinstance(self._value, ForwardOverride) and EXECUTOR in vars(owner) and callable(now):
+            # The whole model's: each plan has a new one, and what is over this one calls the module's own forward.
+            wrapped = inspect.unwrap(now, stop=lambda each: each is self._value)
+            if wrapped is self._value:
+                return
+        self._replaced.append(f"{self._owner_name or type(owner).__name__}.{self._name}")
 
     def undo_in(self, owner: object, attributes: dict[str, Any]) -> bool:
         """Undo it in the attributes of an object; return False if someone has replaced it."""
@@ -126,6 +127,9 @@ class _AddedHook:
 class UndoLog:
     """Changes of a model, in the order in which they were made; `notice` logs that compiled code calls a replaced one.
 
+    Attributes:
+        replaced: The attributes that others had replaced when they were to be undone, and that stayed so.
+
     Example:
         >>> layer, log = nn.Linear(2, 2), UndoLog()
         >>> log.set_attribute(layer, "note", "hello")
@@ -139,13 +143,14 @@ class UndoLog:
     def __init__(self, notice: CompileNotice | None = None) -> None:
         self._changes: list[Change] = []
         self._notice = notice or CompileNotice()
+        self.replaced: list[str] = []
 
     def __len__(self) -> int:
         return len(self._changes)
 
     def set_attribute(self, owner: object, attribute: str, value: object, *, name: str = "") -> None:
         """Set an attribute in an object's own `__dict__`; messages call the object `name`."""
-        self._make(_SetAttribute(owner, name, attribute, value))
+        self._make(_SetAttribute(owner, name, attribute, value, self.replaced))
 
     def add_stage(
         self, module: nn.Module, stage: ForwardStage, *, method: str = "forward", name: str = ""
@@ -194,17 +199,20 @@ class UndoLog:
     def undo(self) -> None:
         """Undo all changes, the last one first; an error in one does not keep the others from being undone.
 
-        After an interrupt it can be called again, and continues where it was.
+        After an error or an interrupt it can be called again: what could not be undone is tried again.
         """
         errors = []
-        while self._changes:
-            change = self._changes[-1]
+        position = len(self._changes)
+        while position := min(position, len(self._changes)):
+            position -= 1
+            change = self._changes[position]
             try:
                 change.undo()
             except Exception as error:
                 errors.append(error)
-            if self._changes and self._changes[-1] is change:
-                self._changes.pop()
+                continue
+            if position < len(self._changes) and self._changes[position] is change:
+                del self._changes[position]
         if errors:
             raise errors[0]
 
@@ -212,3 +220,27 @@ class UndoLog:
         raise_pending_interrupt()
         self._changes.append(change)
         change.make()
+
+
+class GradientHook:
+    """Calls a method when a parameter's gradient was accumulated, until `remove`.
+
+    It refers to the method's object weakly: a parameter of a model that was dropped would else be in a cycle.
+    """
+
+    changes_parameter = False  # unlike an optimizer that steps here: see `ModuleFlags.check_parameters`
+
+    def __init__(self, parameter: nn.Parameter, method: Callable[[nn.Parameter], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+        self._handle = parameter.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        method = self._method()
+        if method is not None:
+            method(parameter)
+
+    def remove(self, parameter: nn.Parameter) -> None:
+        """Call it no more."""
+        self._handle.remove()
+        if not parameter._post_accumulate_grad_hooks:
+            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # as it was

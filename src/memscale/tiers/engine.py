@@ -3,17 +3,26 @@
 Note [Page-locked memory]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 Only between page-locked (pinned) host memory and a CUDA device are copies asynchronous, and as fast as the link. One
-`PinnedMemory` per model hands it out, within `AsyncOffloadConfig.pinned_pool_gb` (by default half of the host's RAM):
-to the masters of offloaded parameters, to gradients, which stay in the memory that they arrived in, to optimizer state
-and to activations. What does not fit is in ordinary memory.
+`PinnedMemory` per model hands it out, within `AsyncOffloadConfig.pinned_pool_gb`: to the masters of offloaded
+parameters, to gradients, which stay in the memory that they arrived in, to optimizer state and to activations. What
+does not fit is in ordinary memory. The default limit (`HostSpec.page_locked_bytes`) is for all models of a process
+together, and is divided among the processes of a job: the system cannot swap such memory out, nor reclaim it.
 
 Note [Copy streams]
 ~~~~~~~~~~~~~~~~~~~
 Device to host: the copy waits for what computed the tensor (an event on the compute stream), and the tensor is held
 until the compute stream has waited for the copy; then its memory is reused in the order of that stream. Host to device:
-the copy waits for nothing on the compute stream, or it could not overlap with it; only for the copy from the device, if
-that may still be running. Its result is allocated on the copy stream and used on the compute stream: `record_stream`
-tells the allocator so.
+the memory is allocated on the compute stream before the copy begins, which waits for what had that memory before, and
+so for all that was computed when it was asked for; it overlaps with what is computed from then on. It is freed in the
+order of the compute stream as well, which waits for a copy that nobody has waited for.
+
+So all memory of a step is of one stream, is reused at once, and is no more than what is alive: with memory of the copy
+stream and `record_stream`, what a host that runs ahead has freed would stay reserved until the device has come so far,
+in a deep model for many layers.
+
+Each tensor is a copy of its own, some 15 µs each (`plan.step_time.overhead`). A flat buffer for all tensors of a layer
+would be one copy, but masters would be views of one storage: `safetensors` refuses to save such, and `torch.save`
+writes the whole of it for each file that has one.
 """
 
 from __future__ import annotations
@@ -25,6 +34,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -43,8 +53,7 @@ T = TypeVar("T")
 _ALIGNMENT = 512  # as CUDA's own allocations have it
 _BLOCK_BYTES = 64 * 2**20  # of page-locked memory that masters and gradients are cut from
 
-PINNED_SHARE = 0.5  # of the host's RAM, what may be page-locked for one model where the Config does not say
-MASTERS_SHARE = 7 / 8  # of that, what masters may take: the rest is for gradients and activations
+MASTERS_SHARE = 7 / 8  # of page-locked memory, for masters: the rest is for gradients and activations
 
 
 class Lane(enum.Enum):
@@ -69,31 +78,52 @@ class Transfer(Generic[T]):
         """Block until the bytes are where they belong, and return the result. Raises as `wait`."""
         return self.wait()
 
-    def abandon(self, source: torch.Tensor) -> None:
-        """Keep the memory of its source from reuse until it was read, though nobody waits for the transfer."""
+    def abandon(self) -> None:
+        """Have the memory that it reads or writes reused only after it, though nobody waits for the transfer."""
 
 
 class StreamTransfer(Transfer[T]):
-    """Copies that were put on a stream, and the event at their end."""
+    """Copies that were put on a stream, and the event at their end.
 
-    def __init__(self, value: T, stream: torch.cuda.Stream, device: torch.device) -> None:
-        super().__init__(value)
-        self._stream = stream
-        self._device = device
+    Args:
+        value: The result.
+        stream: Where they are.
+        compute: The stream that asked for them.
+        allocated: Whether the memory that they read or write is of that stream, and not of `stream`.
+    """
+
+    def __init__(
+        self, value: T, stream: torch.cuda.Stream, compute: torch.cuda.Stream, *, allocated: bool
+    ) -> None:
         self.event = stream.record_event()
+        super().__init__(value)
+        self._compute = compute
+        self._allocated = allocated
+        self._is_awaited = not allocated  # by the stream that reuses the memory
 
     def wait(self) -> T:
-        stream = torch.cuda.current_stream(self._device)
+        stream = torch.cuda.current_stream(self._compute.device)
         stream.wait_event(self.event)
-        _record_use(self._value, stream)
+        is_here = stream == self._compute
+        self._is_awaited |= is_here
+        if not (self._allocated and is_here):
+            _record_use(self._value, stream)
         return self._value
 
     def finish(self) -> T:
         self.event.synchronize()
+        self._is_awaited = True
         return self._value
 
-    def abandon(self, source: torch.Tensor) -> None:
-        _record_use(source, self._stream)
+    def abandon(self) -> None:
+        if not self._is_awaited:
+            self._is_awaited = True
+            self._compute.wait_event(self.event)
+
+    def __del__(self) -> None:
+        # What a copy to the host reads is held by who started it. No event could be recorded: CUDA itself has failed.
+        if getattr(self, "_value", None) is not None:
+            self.abandon()
 
 
 class WorkerTransfer(Transfer[T]):
@@ -137,6 +167,7 @@ class Engine:
         device: torch.device,
         *,
         outward: bool = False,  # away from the device: it must wait for what is computed there
+        allocated: bool = False,  # to memory that was allocated on the compute stream, which may be in use until then
         after: Transfer[Any] | None = None,  # must be over first
     ) -> Transfer[T]:
         """Run `work`, now or soon. An error in it is raised here if it runs here, and else by `wait()`."""
@@ -147,7 +178,7 @@ class Engine:
             return WorkerTransfer(self._workers.submit(work))
         stream = self._stream(device, outward)
         compute = torch.cuda.current_stream(device)
-        computed = compute.record_event() if outward else None
+        computed = compute.record_event() if outward or allocated else None
 
         def on_stream() -> T:
             with torch.cuda.stream(stream):
@@ -158,12 +189,13 @@ class Engine:
         if lane is Lane.STREAM:
             if isinstance(after, StreamTransfer):
                 stream.wait_event(after.event)
-            return StreamTransfer(on_stream(), stream, device)
+            return StreamTransfer(on_stream(), stream, compute, allocated=outward or allocated)
 
         def in_worker() -> T:
             value = on_stream()
             stream.synchronize()
-            _record_use(value, compute)
+            if not allocated:
+                _record_use(value, compute)
             return value
 
         return WorkerTransfer(self._workers.submit(in_worker))
@@ -191,6 +223,17 @@ class _Block(NamedTuple):
     free: FreeList
 
 
+_locked_bytes = 0  # by all models of this process
+
+
+def _count_locked(change: int) -> None:
+    global _locked_bytes
+    _locked_bytes += change
+
+
+_counting: LateLock[int] = LateLock(_count_locked)
+
+
 class PinnedMemory:
     """Page-locked memory of torch's own allocator, up to a limit in bytes. See Note [Page-locked memory].
 
@@ -207,7 +250,11 @@ class PinnedMemory:
 
     @functools.cached_property
     def limit(self) -> int:
-        return int(PINNED_SHARE * read_host().total_ram_bytes) if self._limit is None else self._limit
+        if self._limit is not None:
+            return self._limit
+        host = read_host()  # on which other processes of the job have locked as much
+        unlocked = host.available_ram_bytes + host.processes * _locked_bytes
+        return replace(host, available_ram_bytes=min(unlocked, host.total_ram_bytes)).page_locked_bytes
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
         """Return so many page-locked bytes; None where the limit, or the system, does not allow it."""
@@ -273,12 +320,15 @@ class PinnedMemory:
         return False
 
     def _lock_pages(self, nbytes: int, share: float) -> torch.Tensor | None:
-        if not self._works or self.bytes_locked + self.size_of(nbytes) > share * self.limit:
+        size, locked = self.size_of(nbytes), _locked_bytes if self._limit is None else self.bytes_locked
+        if not self._works or locked + size > share * self.limit:
             return None
         memory = _allocate_pinned(nbytes)
         self._works = memory is not None
         if memory is not None:
-            self.bytes_locked += self.size_of(nbytes)
+            self.bytes_locked += size
+            _counting.submit(size)
+            weakref.finalize(memory.untyped_storage(), _counting.submit, -size).atexit = False
         return memory
 
     def _release(self, item: tuple[_Block | None, int, int]) -> None:
@@ -291,19 +341,30 @@ class PinnedMemory:
 
 def _allocate_pinned(nbytes: int) -> torch.Tensor | None:
     try:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError:  # no more pages can be locked, or there is no device to lock them for
         return None
 
 
 class HostMemory:
-    """Host memory for what leaves the device, under a hard cap in bytes; None for what the host has free now."""
+    """Host memory for what leaves the device, under a hard cap in bytes.
+
+    None: what the host has free for this process when the first tensor comes; none for simulated ones, as the host that
+    is planned for need not be this one.
+    """
 
     def __init__(self, capacity: int | None = None, pinned: PinnedMemory | None = None) -> None:
-        self.capacity = read_host().available_ram_bytes if capacity is None else capacity
+        self._cap = capacity
         self.bytes_used = 0
         self._pinned = pinned or PinnedMemory()
         self._lock: LateLock[int] = LateLock(self._release)
+
+    @functools.cached_property
+    def capacity(self) -> int:
+        if self._cap is not None:
+            return self._cap
+        host = read_host()
+        return host.available_ram_bytes // host.processes
 
     def empty_like(self, flat: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
         """Return host memory for a flat tensor, page-locked where CUDA copies from `source` (by default `flat`) to it.
@@ -312,11 +373,12 @@ class HostMemory:
         """
         memory, size = None, PinnedMemory.size_of(flat.nbytes)
         source = flat if source is None else source
+        is_limited = self._cap is not None or not is_fake(source)
         if source.device.type == "cuda" and not is_fake(source) and self.bytes_used + size <= self.capacity:
             memory = self._pinned.allocate(flat.nbytes)
         size = flat.nbytes if memory is None else size
         with self._lock:
-            if self.bytes_used + size > self.capacity:
+            if is_limited and self.bytes_used + size > self.capacity:
                 raise TierFullError(
                     f"The host tier is full: {format_bytes(flat.nbytes)} more would exceed its cap of "
                     f"{format_bytes(self.capacity)}, of which {format_bytes(self.bytes_used)} is used. The "

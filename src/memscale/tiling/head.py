@@ -186,7 +186,7 @@ class _TiledReduction(torch.autograd.Function):
             result: torch.Tensor = call.run(hidden, gradients)
             ctx.save_for_backward(*gradients.finish())
         else:
-            ctx.conditions = Conditions(ModuleFlags(()), [hidden.device.type])
+            ctx.conditions = Conditions(ModuleFlags(()), [hidden.device])
             ctx.save_for_backward(hidden, *parameters)
             result = call.run(hidden)
         return result

@@ -58,6 +58,7 @@ from memscale._util.snapshots import Attributes, HostRngState
 from memscale._util.trees import Tree
 from memscale.checkpointing.state import FREED, Conditions, Inputs, ModuleFlags, exchanged, submodules
 from memscale.errors import RecomputeError
+from memscale.profiler.recorder import recorded_times
 
 ResultT = TypeVar("ResultT")
 Layer = Callable[[torch.Tensor], torch.Tensor]
@@ -66,7 +67,8 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 def tiles_of(tensor: torch.Tensor, dim: int, rows: int) -> Iterator[slice]:
     """Yield the tiles of a tensor along one dimension: `rows` each, the last one the remainder.
 
-    Of a fake tensor, only the first two and the last: to a simulation of memory the others are like the second.
+    Of a fake tensor, only the first two and the last: the others need memory like the second, whose work is recorded
+    for them as well.
 
     Example:
         >>> [(tile.start, tile.stop) for tile in tiles_of(torch.ones(7), 0, 3)]
@@ -74,8 +76,12 @@ def tiles_of(tensor: torch.Tensor, dim: int, rows: int) -> Iterator[slice]:
     """
     size = tensor.shape[dim]
     starts = range(0, size, rows)
-    chosen = [*starts[:2], starts[-1]] if isinstance(tensor, FakeTensor) and len(starts) > 3 else starts
-    for start in chosen:
+    if isinstance(tensor, FakeTensor) and len(starts) > 3:
+        yield slice(0, rows)
+        with recorded_times(len(starts) - 2):
+            yield slice(rows, 2 * rows)
+        starts = starts[-1:]
+    for start in starts:
         yield slice(start, min(start + rows, size))
 
 
@@ -86,7 +92,8 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def without_saved_tensor_hooks() -> saved_tensors_hooks:
     """Return a block in which saved tensors stay as they are: its graph is used at once, or holds nothing new."""
-    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    # Detached: an output that a node saves with its history would keep the node alive, and itself, after an error.
+    return saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
 
 
 def first_order_only(backward: Callable[..., ResultT]) -> Callable[..., ResultT | tuple[None, ...]]:
@@ -131,7 +138,7 @@ def run_in_tiles(function: Layer, x: torch.Tensor, rows: int, modules: Sequence[
         out = _run_tiles(function, flat, rows)
     else:
         inputs = Inputs(Tree.of(((flat,), {})), surrounding_hooks())
-        conditions = Conditions(ModuleFlags(submodules(modules)), [x.device.type])
+        conditions = Conditions(ModuleFlags(submodules(modules)), [x.device])
         call = _LayerCall(function, rows, slots, inputs, conditions)
         out = _TiledLayer.apply(call, flat, *tensors)  # type: ignore[no-untyped-call]
     return out.reshape(*x.shape[:-1], out.shape[-1])
