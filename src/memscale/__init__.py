@@ -16,6 +16,7 @@ from memscale.version import __version__
 if TYPE_CHECKING:
     from memscale.api import detach, find_batch_size, optimize, plan, wrap
     from memscale.config import AsyncOffloadConfig, Config, OptimizationMode
+    from memscale.diagnosis import Finding, SelfTest, doctor, selftest
     from memscale.errors import MemScaleError
     from memscale.execution_plan import Plan
     from memscale.hardware.calibrate import calibrate
@@ -30,17 +31,21 @@ _MODULES = {
     "AsyncOffloadConfig": "memscale.config",
     "BatchSizes": "memscale.planner.batch_size",
     "Config": "memscale.config",
+    "Finding": "memscale.diagnosis",
     "MemScaleError": "memscale.errors",
     "MemoryTracker": "memscale.memory.tracker",
     "OptimizationMode": "memscale.config",
     "Plan": "memscale.execution_plan",
+    "SelfTest": "memscale.diagnosis",
     "calibrate": "memscale.hardware.calibrate",
     "detach": "memscale.api",
+    "doctor": "memscale.diagnosis",
     "find_batch_size": "memscale.api",
     "load_safetensors": "memscale.offload.loading",
     "log_scalars": "memscale.report.exporters",
     "optimize": "memscale.api",
     "plan": "memscale.api",
+    "selftest": "memscale.diagnosis",
     "simulate": "memscale.simulator",
     "wrap": "memscale.api",
 }
@@ -49,18 +54,22 @@ __all__ = [
     "AsyncOffloadConfig",
     "BatchSizes",
     "Config",
+    "Finding",
     "MemScaleError",
     "MemoryTracker",
     "OptimizationMode",
     "Plan",
+    "SelfTest",
     "__version__",
     "calibrate",
     "detach",
+    "doctor",
     "find_batch_size",
     "load_safetensors",
     "log_scalars",
     "optimize",
     "plan",
+    "selftest",
     "simulate",
     "wrap",
 ]

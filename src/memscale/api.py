@@ -10,19 +10,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memscale._torch import forbids_graph_breaks
 from memscale._util.interrupts import interrupts_deferred, raise_pending_interrupt
 from memscale.config import AsyncOffloadConfig, Config
 from memscale.errors import DoesNotFitError, ProfileError, WrapError, WrapTypeError, shown
 from memscale.execution_plan import Plan
-from memscale.executor import EXECUTOR, Executor, executor_of, refuse_nested
-from memscale.hardware import Hardware, detect, virtual_hardware
+from memscale.executor import EXECUTOR, Executor, executor_of, hardware_of, refuse_nested
+from memscale.hardware import Hardware, virtual_hardware
 from memscale.observe.counters import Meter
 from memscale.observe.log import log_plan, logger, open_log
-from memscale.offload.placement import training_device
 from memscale.optimizer.needs import OptimizerNeeds, needs_of
 from memscale.planner.batch_size import BatchSizes, batch_sizes
 from memscale.planner.decide import room_of
-from memscale.planner.make_plan import fits, make_plan
+from memscale.planner.make_plan import fits, make_plan, needed_bytes
+from memscale.planner.ranks import Planned, shared_plan
 from memscale.planner.replan import follow_batch
 from memscale.profiler import Place, hinted_sample, sample_of
 from memscale.profiler.sample import named_shapes
@@ -63,8 +64,8 @@ def wrap(
         WrapTypeError: ``target`` or another argument is of a wrong type.
         ConfigError: ``config.log_file`` can't be opened.
         HardwareError: ``config.offload_dir`` can't be a directory.
-        WrapError: the model is scripted, has no parameters, or some on the meta device that nothing initialises; the
-            optimizer steps none of them.
+        WrapError: the model is scripted, compiled with ``fullgraph=True``, has no parameters, or some on the meta
+            device that nothing initialises; the optimizer steps none of them.
         ProfileError: the model does not run on ``sample_input``.
 
     Example:
@@ -76,13 +77,13 @@ def wrap(
     settings = _settings(config, async_offload, async_config)
     _check_optimizer(optimizer)
     if isinstance(target, nn.Module):
-        _wrap_module(_uncompiled(target), settings, sample_input, optimizer)
+        _wrap_module(_uncovered(target, to_wrap=True), settings, sample_input, optimizer)
         return target
     if _is_trainer(target):
-        from memscale.integrations.huggingface import with_accumulation_of, wrap_trainer
+        from memscale.integrations.huggingface import with_accumulation, wrap_trainer
 
         trainer = cast(Any, target)
-        settings = with_accumulation_of(trainer, settings)
+        settings = with_accumulation(settings, trainer.args.gradient_accumulation_steps)
         wrap_trainer(trainer, lambda model: _wrap_module(model, settings, sample_input, optimizer))
         return target
     raise WrapTypeError(
@@ -102,7 +103,7 @@ def detach(model: Any) -> None:
 
         detach_trainer(model, detach)
         return
-    executor = executor_of(_uncompiled(model)) if isinstance(model, nn.Module) else None
+    executor = executor_of(_uncovered(model)) if isinstance(model, nn.Module) else None
     if executor is None:
         logger.warning("detach: %s is not wrapped, so that there is nothing to take off.", _kind(model))
         return
@@ -180,18 +181,20 @@ def find_batch_size(
     sample_input: Any,
     config: Config | None = None,
     hardware: str | int | Hardware | None = None,
+    *,
+    optimizer: Optimizer | None = None,
 ) -> BatchSizes:
     """Find the largest batch that fits, the longest sequences, and the batch that trains the most samples a second.
 
     By prediction: batches are profiled on fake tensors, and what is returned was simulated. Each of the three has its
-    plan and the Config to give to ``wrap``. The optimizer is taken to be AdamW: ``plan(optimizer=...)`` says what one
-    size needs with another.
+    plan and the Config to give to ``wrap``.
 
     Args:
         model: the model; its weights may be on the meta device.
         sample_input: a batch of any size, as for ``wrap``. Its first dimension is taken for that of samples.
-        config: as for ``wrap``.
+        config: as for ``wrap``, without its ``auto_policy``: the fastest plan is looked for here.
         hardware: as for ``plan``.
+        optimizer: as for ``wrap``; AdamW if not given.
 
     Raises:
         ProfileError: the model does not run on ``sample_input``, or on fake tensors not at all.
@@ -204,22 +207,35 @@ def find_batch_size(
         True
     """
     model = _checked(model, "find_batch_size")
-    settings = _settings(config, None, None)
+    _check_optimizer(optimizer)
+    settings = _settings(config, None, None).replace(auto_policy=False)
     there = _hardware(model, hardware, settings)
     with _without_techniques(model):
-        return batch_sizes(model, sample_of(sample_input, model), settings, there)
+        needs = None if optimizer is None else needs_of(optimizer, model, Place.of(there.device))
+        return batch_sizes(model, sample_of(sample_input, model), settings, there, needs)
 
 
-def _uncompiled(model: nn.Module) -> nn.Module:
-    """Return the model that `torch.compile(model)` calls: techniques go on that one."""
-    is_compiled = type(model).__name__ == "OptimizedModule"  # by name: to import the class takes a second
-    return cast(nn.Module, model._orig_mod) if is_compiled else model
+# The classes that `torch.compile` and Lightning's `Fabric.setup` put around a model, and where they have it. By name:
+# to import them takes a second.
+_COVERS = {"OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module"}
+
+
+def _uncovered(model: nn.Module, *, to_wrap: bool = False) -> nn.Module:
+    """Return the model that a compiled one, or Fabric's, calls: techniques go on that one."""
+    while (name := _COVERS.get(type(model).__name__)) is not None:
+        if to_wrap and forbids_graph_breaks(model):
+            raise WrapError(
+                "The model is compiled with fullgraph=True. What MemScale puts a technique on runs without the "
+                "compiler, which is a graph break: compile it without fullgraph=True."
+            )
+        model = cast(nn.Module, getattr(model, name))
+    return model
 
 
 def _checked(model: nn.Module, function: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise WrapTypeError(f"memscale.{function} takes an nn.Module, got {_kind(model)}.")
-    model = _uncompiled(model)
+    model = _uncovered(model)
     _check_scripted(model)
     return model
 
@@ -232,6 +248,19 @@ def _check_scripted(model: nn.Module) -> None:
         )
 
 
+def _check_devices(model: nn.Module) -> None:
+    """Raise a `WrapError` for a model that several devices share, each with some of its layers."""
+    accelerators = {each.device for each in model.parameters() if each.device.type not in ("cpu", "meta")}
+    spread: set[object] = {*getattr(model, "hf_device_map", {}).values()}  # of Hugging Face's `device_map`
+    spread = {*accelerators} if len(accelerators) > 1 else spread
+    if len(spread) > 1:
+        raise WrapError(
+            f"The layers of the {type(model).__name__} are spread over {', '.join(sorted(map(str, spread)))}, and "
+            "MemScale trains a model on one device. Load it onto one (without device_map, or with "
+            "device_map={'': 0}): MemScale keeps on the host what that has no room for."
+        )
+
+
 def _wrap_module(model: nn.Module, config: Config, sample_input: Any, optimizer: Optimizer | None) -> None:
     _check_scripted(model)
     if next(model.parameters(), None) is None:
@@ -240,6 +269,7 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any, optimizer:
             "Wrap the model that the optimizer steps."
         )
     refuse_nested(model)
+    _check_devices(model)
     hardware = _hardware(model, None, config)
     meter = Meter()
     with meter.planning():
@@ -249,7 +279,12 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any, optimizer:
         if is_provisional:
             decided = make_plan(model, None, config, hardware)
         else:
-            decided = _plan(model, sample_input, config, hardware, optimizer=needs)
+            shapes = {} if sample_input is None else named_shapes(model, sample_of(sample_input, model))
+
+            def make() -> Planned:
+                return _plan(model, sample_input, config, hardware, optimizer=needs), shapes
+
+            decided, shapes = shared_plan(model, config, hardware, make)
     executor = Executor(
         model,
         decided,
@@ -262,10 +297,10 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any, optimizer:
     )
     executor.optimizer = needs
     if sample_input is not None:
-        executor.batches.add(named_shapes(model, sample_of(sample_input, model)))
+        executor.batches.add(shapes)
     # The log comes first: if its file cannot be opened, the model stays as it is.
     with open_log(config, strict=True) as log:
-        _attach(executor, lambda: log_plan(log, None if is_provisional else decided, hardware))
+        _attach(executor, lambda: log_plan(log, None if is_provisional else decided, config, hardware))
 
 
 def _attach(executor: Executor, say: Callable[[], None]) -> None:
@@ -311,11 +346,12 @@ def _plan(
 
 def _what_is_missing(plan: Plan, hardware: Hardware, config: Config) -> str:
     """Return the numbers of a plan that does not fit, and what to do."""
-    needs, room = plan.predicted_peak_bytes + plan.allowance_bytes, room_of(hardware, config)
+    needs, room = needed_bytes(plan, hardware, config) + plan.allowance_bytes, room_of(hardware, config)
     notes = "; ".join(plan.notes)
     return (
         f"no plan fits: the smallest needs {format_bytes(needs)} (peak {format_bytes(plan.predicted_peak_bytes)} "
-        f"{plan.prediction_source}, and its allowance), and there is {format_bytes(room)} on {plan.device} for "
+        f"{plan.prediction_source}, what torch reserves beside it, and an allowance), and there is "
+        f"{format_bytes(room)} on {plan.device} for "
         f"{plan.batch or 'a batch that is not known'}. {notes or 'Give a smaller batch, or another mode.'}"
     )
 
@@ -325,15 +361,7 @@ def _hardware(model: nn.Module, hardware: str | int | Hardware | None, config: C
         return hardware
     if hardware is not None:
         return virtual_hardware(hardware)
-    return detect(_device(model), offload_dir=config.offload_dir)
-
-
-def _device(model: nn.Module) -> torch.device | None:
-    """Return where a model trains; None, for the machine's best device, if all of it is on the meta device."""
-    executor = executor_of(model)
-    if executor is not None:
-        return executor.device  # its parameters may be offloaded
-    return None if all(each.is_meta for each in model.parameters()) else training_device(model)
+    return hardware_of(model, config.offload_dir)
 
 
 def _new_device(model: nn.Module, hardware: Hardware) -> torch.device | None:

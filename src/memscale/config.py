@@ -92,20 +92,6 @@ def _number(kind: type[int] | type[float], allowed: str, accepts: Callable[[floa
     return check
 
 
-def _not_yet(check: _Check, default: object) -> _Check:
-    """Take only the default of a field that nothing reads yet."""
-
-    def only_default(field: str, value: object) -> object:
-        if check(field, value) != default:
-            raise ConfigError(
-                f"{field}={shown(value)} is not implemented yet: only {field}={default!r}, the default, is taken. "
-                f"Leave {field} out."
-            )
-        return default
-
-    return only_default
-
-
 def _optional(check: _Check) -> _Check:
     return lambda field, value: None if value is None else check(field, value)
 
@@ -183,7 +169,7 @@ class AsyncOffloadConfig:
         prefetch_depth: How many layers ahead of the one that computes are fetched. More hides slower links,
             and holds that many more layers on the device.
         pinned_pool_gb: The most page-locked host memory, for offloaded parameters, gradients and activations, in GB
-            (10⁹ bytes); None for half of the host's RAM.
+            (10⁹ bytes). None: half of what may be offloaded to the host, for all models of a process together.
         workers: Threads that move tensors.
 
     Raises:
@@ -257,7 +243,7 @@ class Config:
 
     A field that is set wins over the default of the mode: CONSERVATIVE turns offloading off, and AGGRESSIVE turns
     tiling, mixed precision and the 8-bit optimizer on, unless that field is given. The attributes show what holds,
-    :attr:`explicit_fields` which of them were given. Two Configs are equal when the same values hold.
+    :attr:`explicit_fields` which of them were given. Two Configs are equal when the same values hold, given or not.
 
     Args:
         mode: An :class:`OptimizationMode` or its name.
@@ -266,7 +252,8 @@ class Config:
         enable_tiling: May compute attention, MLPs and the loss in tiles. On in AGGRESSIVE.
         use_mixed_precision: May compute in 16 bits. On in AGGRESSIVE.
         use_8bit_optimizer: May keep Adam's moments in 8 bits. On in AGGRESSIVE.
-        max_cpu_offload_gb: The most host memory to offload to, in GB (10⁹ bytes). 0: none; None: what is free.
+        max_cpu_offload_gb: The most host memory to offload to, in GB (10⁹ bytes). 0: none; None: what is free, less a
+            reserve of up to a sixteenth of the RAM, divided by the processes that torchrun has started on the host.
         target_gpu_utilization: The share of the device's memory that a plan may fill, above 0 and at most 1.
         force_optimize: Optimize also a model that fits as it is.
         use_static_profiling: Profile without running the model, on fake tensors.
@@ -275,10 +262,15 @@ class Config:
         enable_logging: Log the hardware and the plan.
         log_file: A file to log to as well.
         observability_port: Serve metrics for Prometheus on this port of 127.0.0.1; 0 for any that is free.
-        verify_correctness: Compare loss and gradients with the plain model's. Not implemented yet: only False is taken.
-        async_offload: Overlap transfers with compute.
+        verify_correctness: Before the first training batch is trained on, compare loss and gradients of a step with
+            those of the plain model, and raise a VerificationError if they differ by more than the plan's techniques
+            may. It takes two steps, and host memory for the gradients.
+        async_offload: Overlap transfers with compute. If it is not given, a plan does so where it has room for that and
+            it pays; True: always; False: never.
         async_config: How; see :class:`AsyncOffloadConfig`.
-        auto_policy: Let the learned policy choose the strategy. Not implemented yet: only False is taken.
+        auto_policy: Let the learned policy choose mode, techniques and memory budget, for the most samples a second.
+            Fields that are set are kept, and `use_mixed_precision` and `use_8bit_optimizer` as they are. Where it was
+            not trained, or what it chooses does not fit, the rules decide; `plan.decision_source` says who did.
         memory_budget: Take the fastest plan that fits this size: `"6GB"`, `"6GiB"`, a number of bytes, or
             `"auto"` for `target_gpu_utilization` of the device.
         offload_dir: Where the disk tier keeps its files.
@@ -288,14 +280,16 @@ class Config:
             implementation, where the optimizer has one and was given neither `foreach` nor `fused`: several times as
             fast as torch's loop, with other last bits. False: to the bit as the plain model.
         overlap_optimizer: Compute steps whose state is on the host while backward goes on, and commit them by
-            `optimizer.step()`: the numbers are the same, whatever the loop does. None: once the loop was seen to leave
-            gradients as backward makes them; True: plan for that from the start; False: never.
+            `optimizer.step()` if nothing has changed in between, else as always: the numbers are the same. Not seen
+            is a change of a few elements of optimizer state on the host, through `.data`, between backward and
+            `step()`. None: once the loop was seen to leave gradients as backward makes them; True: plan for that from
+            the start; False: never.
         gradient_accumulation_steps: Batches for each `optimizer.step()`: a plan spreads the time of a step over so
             many, and counts the gradients that wait for it. Nothing is accumulated by it; the loop does that. If
             it is not given, a `Trainer`'s own is taken, or what a loop is seen to do in its first two steps.
 
     Raises:
-        ConfigError: A value is out of range, or asks for what is not implemented yet.
+        ConfigError: A value is out of range.
         ConfigTypeError: A value has the wrong type, or there is no such field.
 
     Example:
@@ -321,10 +315,10 @@ class Config:
     enable_logging: bool = _setting(True, _boolean)
     log_file: str | None = _setting(None, _optional(_path))
     observability_port: int | None = _setting(None, _optional(_port))
-    verify_correctness: bool = _setting(False, _not_yet(_boolean, False))
+    verify_correctness: bool = _setting(False, _boolean)
     async_offload: bool = _setting(False, _boolean)
     async_config: AsyncOffloadConfig | None = _setting(None, _optional(_async_config))  # noqa: RUF009
-    auto_policy: bool = _setting(False, _not_yet(_boolean, False))
+    auto_policy: bool = _setting(False, _boolean)
     memory_budget: int | str | None = _setting(None, _optional(_memory_budget))
     offload_dir: str | None = _setting(None, _optional(_path))
     max_disk_offload_gb: float | None = _setting(None, _offload_limit)

@@ -39,6 +39,10 @@ class PlanError(MemScaleError, ValueError):
     """A plan is not readable: broken JSON, unknown fields, or values that contradict each other."""
 
 
+class PolicyError(MemScaleError, RuntimeError):
+    """The file of the learned policy (`Config.auto_policy`) is missing or damaged."""
+
+
 class RecomputeError(MemScaleError, RuntimeError):
     """Recomputing a checkpointed region gave something other than its forward did."""
 
@@ -53,6 +57,10 @@ class TierFullError(TierError):
 
 class TransferError(TierError):
     """A copy to or from a tier failed; the cause is chained."""
+
+
+class VerificationError(MemScaleError, RuntimeError):
+    """A step with the plan did not compute what a step of the plain model does (`Config.verify_correctness`)."""
 
 
 class WeightsError(MemScaleError, RuntimeError):
@@ -85,6 +93,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     >>> is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to ..."))
     True
+    >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    True
+    >>> is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
+    True
     >>> is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     False
     """
@@ -93,4 +105,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error).lower() if isinstance(error, RuntimeError) else ""
-    return "out of memory" in text or "not enough memory" in text
+    # The last two: cuBLAS and cuDNN, which allocate by themselves (CUBLAS_STATUS_ALLOC_FAILED,
+    # CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED).
+    signs = ("out of memory", "not enough memory", "status_alloc_failed", "allocation_failed")
+    return any(sign in text for sign in signs)

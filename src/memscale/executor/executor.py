@@ -1,18 +1,19 @@
 """The executor: attaches what a plan says to a model's own modules, and undoes it exactly.
 
-Note [Copies]
-~~~~~~~~~~~~~
-`copy.deepcopy` and pickle ask an object itself for `__reduce_ex__`. While a model is wrapped, each of its modules has
-one in its `__dict__`, by which it is copied as if it were not wrapped. That of the model also passes on the plan and
-the settings; once the copy is complete, an executor of its own attaches the plan to it. So nothing that a technique
-holds is ever copied, and a copy of a single submodule is plain.
-
 Note [Moves]
 ~~~~~~~~~~~~
 `.to()`, `.cuda()`, `.half()` and the like all go through `nn.Module._apply`. A move to the device that the model trains
 on already, as accelerate and the Trainer make, leaves offloaded parameters on their tier: the card may have no room for
 them. A move to another device takes everything along. The plan was for the old device, so nothing is attached until the
-next training batch makes a new one.
+next training batch makes a new one. If the other device has no room for the parameters, the layers are offloaded to the
+host until then: a Trainer moves a model that is larger than its card before it sees a batch.
+
+Note [Called parts]
+~~~~~~~~~~~~~~~~~~~
+A loop may call a part of the model and never the model itself: `self.net(x)` in the `training_step` of a Lightning
+module. Such a model sees no batch. So calls of parts that contain layers are noted too; if the optimizer has stepped,
+and the model was not called, then the executor moves to the part with the most layers of those that were: it is planned
+for and attached to in the place of the model, which keeps a reference to it for `detach`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -29,22 +31,26 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from memscale._torch import FakeTensor, outside_compiler
+from memscale._torch import FakeTensor, outside_compiler, sharded_groups
 from memscale._util.interrupts import interrupts_deferred, raise_pending_interrupt
-from memscale.checkpointing.technique import no_cache_hooks
+from memscale._util.processes import process_rank
+from memscale.checkpointing.technique import OwnCheckpointing, no_cache_hooks
 from memscale.config import Config
 from memscale.errors import WrapError
 from memscale.execution_plan import LayerPlan, Offloading, Plan, Tier
+from memscale.executor.copies import CopiedAsPlain
 from memscale.executor.registry import LAYER_TECHNIQUES, MODEL_TECHNIQUES
+from memscale.hardware import Hardware, detect
 from memscale.observe.counters import Accumulation, Meter
+from memscale.observe.log import open_log
 from memscale.observe.report import Report
 from memscale.offload.layer import bring_inputs
 from memscale.offload.loading import forget_pending
 from memscale.offload.materialise import Materialised, has_meta_tensors
-from memscale.offload.placement import ModelPlacement, training_device
+from memscale.offload.placement import ModelPlacement, bytes_held_on_host, training_device
 from memscale.profiler.sample import PlannedBatches
 from memscale.techniques.base import EXECUTOR, LayerSite, ModelSite
-from memscale.techniques.forward import CompileNotice, ForwardStage, override_of
+from memscale.techniques.forward import CompileNotice, ForwardStage, is_redirected, override_of
 from memscale.techniques.undo_log import UndoLog
 from memscale.tiers.disk import DiskStore
 from memscale.tiers.engine import PinnedMemory
@@ -54,6 +60,12 @@ if TYPE_CHECKING:
     from memscale.report.exporters import Metrics
 
 logger = logging.getLogger("memscale")
+
+UNSEEN_STEPS = 3  # without a call, after which that is warned of
+UNSEEN = (
+    "%d optimizer steps were made without a call of the %s, or of a part of it that has layers, so no plan was made "
+    "from a batch. Wrap the module that training calls, and call it rather than one of its methods."
+)
 
 TrainingBatch = Callable[["Executor", tuple[Any, ...], dict[str, Any]], None]
 """What is called before each forward pass in training: the executor, and the arguments of the call."""
@@ -124,8 +136,7 @@ class Executor:
         device: Where the model trains, if that is not where it is: what is not offloaded is moved there, and so are the
             arguments of each call.
         on_training_batch: Called before each forward pass in training that it does not make itself. It may call
-        `replan`,
-            by which that pass runs. A copy of the model keeps it only if it is a module-level function.
+            `replan`, by which that pass runs. A copy of the model keeps it only if it is a module-level function.
         guard: Catches out-of-memory errors in a step.
         metrics: Serves the executor's numbers while it is attached.
         meter: Counts what is done; by default a new one.
@@ -158,6 +169,7 @@ class Executor:
         self._model = weakref.ref(model)
         self._device = device
         self.plan = plan
+        self._planned_trainable = _count_trainable(model)  # when the plan was made
         self.config = config = config or Config()
         self.on_training_batch = on_training_batch
         self.metrics = metrics
@@ -174,15 +186,22 @@ class Executor:
         self.placement.fused_host_step = config.fused_host_step
         self.technique_state: dict[str, Any] = {}  # what techniques keep from one plan to the next
         self.batches = PlannedBatches()  # that the model's plans were made for so far
+        self.verified: Plan | None = None  # the plan that was compared with the plain model
         self.accumulation = Accumulation(config.warmup_steps)
         self.optimizer: OptimizerNeeds | None = None  # what plans assume of its memory; None for AdamW
         self._guard = guard
+        self.is_sharded = False  # by FSDP2, when the plan was attached
         self._is_calling_back = False
-        self._logs = config.enable_logging
+        self._logs = config.enable_logging and process_rank() == 0
         notice = CompileNotice(enabled=self._logs)
         self._hooks = UndoLog(notice)  # what stays when the plan changes
         self._techniques = UndoLog(notice)
         self._materialised: Materialised | None = None  # while a plan is being attached
+        self._own_checkpointing: OwnCheckpointing | None = None  # while a plan that replaces it is attached
+        self._said_replaced = False
+        self._was_called = False  # the model, in training
+        self._called_parts: dict[str, int] = {}  # steps before their first call: Note [Called parts]
+        self._around: weakref.ref[nn.Module] | None = None  # the model that was wrapped, if this is on a part
 
     @property
     def model(self) -> nn.Module:
@@ -226,6 +245,11 @@ class Executor:
         """Whether a graph of the attached plan waits for backward, as far as that is known."""
         return self._guard is not None and self._guard.awaits_backward
 
+    @property
+    def is_partly_frozen(self) -> bool:
+        """Whether fewer parameters require gradients than when the plan was made."""
+        return _count_trainable(self.model) < self._planned_trainable
+
     @interrupts_deferred()
     def attach(self) -> None:
         """Attach the plan to the model; if that fails, the model is as it was before.
@@ -247,31 +271,41 @@ class Executor:
         vars(model)[EXECUTOR] = self
         try:
             self._apply(model)
+            self.attached = True
+            _wrapped_models.add(self)
+            simulated = any(isinstance(each, FakeTensor) for each in model.parameters())
+            self.meter.begin(self.device, simulated=simulated)
+            if self.metrics is not None:
+                self.metrics.begin(self, logs=self._logs)
             raise_pending_interrupt()
+            forget_pending(model)
         except BaseException:
             if self._materialised is not None:
                 self._materialised.undo()  # first: there may be no room for what would be brought back
+            self._end()
             self._undo(model)
             raise
         finally:
             self._materialised = None
-        forget_pending(model)
-        self.attached = True
-        _wrapped_models.add(self)
-        self.meter.begin(
-            self.device, simulated=any(isinstance(each, FakeTensor) for each in model.parameters())
-        )
-        if self.metrics is not None:
-            self.metrics.begin(self, logs=self._logs)
 
     @interrupts_deferred()
     def detach(self) -> None:
-        """Undo every change, in reverse; after an interrupt other than Ctrl-C it can be called again, and continues."""
+        """Undo every change, in reverse; after an error it can be called again, and does what is left."""
+        self._end()
+        if self.attached or vars(self.model).get(EXECUTOR) is self:
+            self._undo(self.model)
+            for name in (*self._techniques.replaced, *self._hooks.replaced) if self._logs else ():
+                logger.warning(
+                    "%s was replaced after MemScale had set it, and stays as it is now; what MemScale had put there "
+                    "has no effect any more.",
+                    name,
+                )
+
+    def _end(self) -> None:
         if self.metrics is not None:
             self.metrics.end(self)
         if self.attached:
             self.meter.end()
-            self._undo(self.model)
 
     @interrupts_deferred()
     def replan(self, plan: Plan) -> None:
@@ -287,16 +321,21 @@ class Executor:
             self._attach_techniques(model, self.plan)
             raise
         self.plan = plan
+        self._planned_trainable = _count_trainable(model)
 
     @contextlib.contextmanager
-    def suspended(self) -> Iterator[nn.Module]:
-        """Run a block with the plain model, for example to profile it; then attach the plan again."""
+    def suspended(self, *, restore: bool = False) -> Iterator[nn.Module]:
+        """Run a block with the plain model, for example to profile it; then attach the plan again.
+
+        Parameters stay where they are, as the device may have no room for all of them; with `restore` they go back to
+        where they were before `wrap`.
+        """
         if not self.attached:
             yield self.model
             return
-        model = self.model
-        # Parameters stay where they are: the device may have no room for all of them.
-        placement, self.placement = self.placement, ModelPlacement()
+        model, placement = self.model, self.placement
+        if not restore:
+            self.placement = ModelPlacement()
         self.meter.end()
         self._undo(model)
         try:
@@ -318,19 +357,61 @@ class Executor:
             try:
                 yield
             finally:
-                self._device, self.batches = None, PlannedBatches()
-                why = f"nothing until the next training batch makes a new plan: the model moved to {device}"
-                layers = tuple(
-                    LayerPlan(each.name, each.members, (), "moved", why) for each in self.plan.layers
-                )
-                plan = replace(self.plan, layers=layers, notes=(*self.plan.notes, why))
-                self.plan = replace(plan, precision=None, loss=None, optimizer=None)
-                self._attach_techniques(model, self.plan)
+                self._device = None
+                self._attach_provisional(f"the model moved to {device}")
                 self.meter.begin(self.device)
 
+    def _has_room(self, device: torch.device) -> bool:
+        """Return whether all parameters and buffers fit a device, within the budget."""
+        model, config = self.model, self.config
+        if device.type in ("cpu", "meta") or not config.enable_offloading:
+            return True
+        there = detect(device, offload_dir=config.offload_dir).device
+        room = min(
+            there.free_bytes, there.total_bytes if there.capacity_bytes is None else there.capacity_bytes
+        )
+        if config.memory_budget_bytes is not None:
+            room = min(room, config.memory_budget_bytes)
+        needed = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+        return needed <= room * config.target_gpu_utilization
+
+    @interrupts_deferred()
+    def _offload_all(self, device: torch.device) -> None:
+        """Train on another device from now on, with all layers offloaded to the host until the next plan."""
+        self._techniques.undo()
+        self._device = device
+        self._attach_provisional(
+            f"{device} has no room for the parameters", ("offloading",), Offloading("host")
+        )
+        self.meter.begin(device)
+
+    @interrupts_deferred()
+    def release_parameters(self, why: str) -> None:
+        """Let go of parameters that others have replaced; nothing is attached until the next plan."""
+        self._techniques.undo()
+        self.placement.release()
+        self._attach_provisional(why)
+
+    def _attach_provisional(
+        self, why: str, techniques: tuple[str, ...] = (), offloading: Offloading | None = None
+    ) -> None:
+        self.batches = PlannedBatches()
+        note = f"{' '.join(techniques) or 'nothing'} until the next training batch makes a new plan: {why}"
+        layers = tuple(
+            LayerPlan(each.name, each.members, techniques, "moved", note, offloading=offloading)
+            for each in self.plan.layers
+        )
+        plan = replace(self.plan, layers=layers, notes=(*self.plan.notes, note))
+        self.plan = replace(plan, precision=None, loss=None, optimizer=None)
+        self._attach_techniques(self.model, self.plan)
+
     def _apply(self, model: nn.Module) -> None:
+        self._hooks.replaced.clear()  # what others have put there since is covered anew
         self._hooks.set_attribute(model, "_apply", functools.partial(_convert, weakref.ref(self)))
-        copied = _CopiedAsPlain(model)
+        around = None if self._around is None else self._around()
+        if around is not None:
+            self._hooks.set_attribute(around, EXECUTOR, self)
+        copied = CopiedAsPlain(model, around)
         self._hooks.add(copied)
         copied.make(self)
         for module, hook in no_cache_hooks(model, logs=self._logs):
@@ -339,12 +420,93 @@ class Executor:
             self._hooks.add_forward_pre_hook(model, _before_forward)
             if not isinstance(model, torch.jit.ScriptModule):
                 self._hooks.add_stage(model, _Placeholder())
+            if not self._was_called and not self.batches and around is None:
+                self._watch_parts(model)
         if self._guard is not None:
             self._guard.begin(model, self._hooks)
         self._attach_techniques(model, self.plan)
 
+    def _watch_parts(self, model: nn.Module) -> None:
+        """Note calls of the modules that contain layers of the plan. See Note [Called parts]."""
+        members = [member for layer in self.plan.layers for member in layer.members]
+        parts = {
+            ".".join(name[:end])
+            for name in (each.split(".") for each in members)
+            for end in range(1, len(name))
+        }
+        for name in sorted(parts):
+            part = model.get_submodule(name)
+            if not isinstance(part, (nn.ModuleList, nn.ModuleDict, torch.jit.ScriptModule)):
+                self._hooks.add_forward_pre_hook(part, _PartCall(self, name))
+                self._hooks.add_stage(part, _Placeholder())
+
+    def warn_unseen(self) -> None:
+        """Warn of a model that is trained without a call that could be planned for."""
+        if not self.batches and self.on_training_batch is not None:
+            with open_log(self.config) as log:
+                log.warning(UNSEEN, UNSEEN_STEPS, type(self.model).__name__)
+
+    def _note_part(self, name: str, part: nn.Module) -> bool:
+        """Note the call of a part; return whether the executor has moved to it."""
+        if self._was_called or not any(each.requires_grad for each in part.parameters()):
+            return False
+        self.accumulation.was_called = True
+        steps = self.accumulation.steps
+        has_stepped = self._called_parts.setdefault(name, steps) < steps
+
+        def layers_of(part: str) -> int:
+            return sum(layer.members[0].startswith(f"{part}.") for layer in self.plan.layers)
+
+        if not has_stepped or name != max(self._called_parts, key=lambda each: (layers_of(each), -len(each))):
+            return False
+        others = [each for each in self._called_parts if not f"{each}.".startswith(f"{name}.")]
+        with open_log(self.config) as log:
+            log.info(
+                "Training calls %r and not the %s itself: that is planned for.",
+                name,
+                type(self.model).__name__,
+            )
+            if others:
+                log.warning(
+                    "Training also calls %s, which get no plan: wrap them by themselves.", ", ".join(others)
+                )
+        self._move_to(name, part)
+        return True
+
+    @interrupts_deferred()
+    def _move_to(self, name: str, part: nn.Module) -> None:
+        """Attach to a part of the model in its place; the next batch makes a plan for it."""
+        model, prefix = self.model, f"{name}."
+        layers = tuple(
+            replace(
+                layer,
+                name=layer.name.removeprefix(prefix),
+                members=tuple(each.removeprefix(prefix) for each in layer.members),
+            )
+            for layer in self.plan.layers
+            if layer.members[0].startswith(prefix)
+        )
+        self._undo(model)
+        self._model, self._around = weakref.ref(part), weakref.ref(model)
+        self.plan = replace(self.plan, layers=layers)
+        if self.optimizer is not None:
+            state = {
+                each.removeprefix(prefix): tensors
+                for each, tensors in self.optimizer.state.items()
+                if each.startswith(prefix)
+            }
+            self.optimizer = replace(self.optimizer, state=state)
+        self.attach()
+
     def _attach_techniques(self, model: nn.Module, plan: Plan) -> None:
         log = self._techniques
+        log.replaced.clear()
+        self._own_checkpointing = None
+        if self.config.enable_checkpointing and not plan.does_nothing:
+            self._own_checkpointing = OwnCheckpointing(model)
+            log.add(self._own_checkpointing)
+            self.replace_own_checkpointing()
+        self.is_sharded = bool(sharded_groups(model))
         around = (model, plan, self.device, self.config, self.placement, self.meter, self.technique_state)
         sites = [
             LayerSite(*around, layer, tuple(_find_module(model, layer, name) for name in layer.members))
@@ -372,9 +534,30 @@ class Executor:
             model_technique.attach(ModelSite(*around), log)
         if self._guard is not None:
             self._guard.cover(model, log)
+        if (
+            moved
+            and self.device.type == "cuda"
+            and not any(isinstance(p, FakeTensor) for p in model.parameters())
+        ):
+            # What the parameters took is cached, and what an earlier plan's copy streams had: no other process, and
+            # no other stream, can have it.
+            torch.cuda.empty_cache()
         for (name, reason), layers in unsupported.items():
             if self._logs:
                 logger.warning("No %s on %s: %s.", name, ", ".join(layers), reason)
+
+    def replace_own_checkpointing(self) -> None:
+        """Switch off what the model has switched on of its own since. See Note [Own checkpointing]."""
+        replaced = 0 if self._own_checkpointing is None else self._own_checkpointing.replace()
+        if replaced and self.batches and not self._said_replaced:  # a plan without a batch may be gone soon
+            self._said_replaced = True
+            with open_log(self.config) as log:
+                log.info(
+                    "The model's own gradient checkpointing (%d modules) is replaced by the plan, and is back after "
+                    "detach; the plain step that plans are compared with is one without it. "
+                    "Config(enable_checkpointing=False) leaves it on.",
+                    replaced,
+                )
 
     def _place_parameters(self, model: nn.Module, sites: Sequence[LayerSite]) -> set[int]:
         """Move parameters to their tier or to the device; return the ids of those that are not on the device."""
@@ -401,19 +584,19 @@ class Executor:
         return moved
 
     def _undo(self, model: nn.Module) -> None:
-        """Undo everything, whatever one of the parts raises; after an interrupt it can be called again."""
+        """Undo everything, whatever one of the parts raises; after an error it can be called again."""
         errors = []
         for undo in (self._techniques.undo, self._hooks.undo, self.placement.restore):
             try:
                 undo()
             except Exception as error:
                 errors.append(error)
+        if errors:
+            raise errors[0]
         # Last: `memscale.detach` finds what is left to undo by it.
         vars(model).pop(EXECUTOR, None)
         _wrapped_models.discard(self)
         self.attached = False
-        if errors:
-            raise errors[0]
 
     def settings(self) -> Settings:
         """Return what the executor of a copy of the model begins with. See Note [Copies]."""
@@ -443,25 +626,50 @@ def executor_of(model: nn.Module) -> Executor | None:
     return found if isinstance(found, Executor) else None
 
 
+def hardware_of(model: nn.Module, offload_dir: str | os.PathLike[str] | None = None) -> Hardware:
+    """Describe what a model trains on; of the host, what the model has there already counts as available to it.
+
+    That is the machine's best device for a model that is on the meta device.
+    """
+    executor = executor_of(model)
+    if executor is not None:
+        device: torch.device | None = executor.device  # its parameters may be offloaded
+    else:
+        device = None if all(each.is_meta for each in model.parameters()) else training_device(model)
+    hardware = detect(device, offload_dir=offload_dir)
+    if hardware.device.kind == "cpu":
+        return hardware
+    host = hardware.host
+    held = bytes_held_on_host(model.parameters(), None if executor is None else executor.placement)
+    # Other processes of the job have as much of their copies.
+    available = min(host.total_ram_bytes, host.available_ram_bytes + host.processes * held)
+    return replace(hardware, host=replace(host, available_ram_bytes=available))
+
+
 _wrapped_models: weakref.WeakSet[Executor] = weakref.WeakSet()
 
 
 def refuse_nested(model: nn.Module) -> None:
     """Raise a `WrapError` if a part of a model is wrapped, or a model around it: parameters would have two plans."""
     for name, module in model.named_modules():
-        if module is not model and executor_of(module) is not None:
+        executor = executor_of(module)
+        if module is not model and executor is not None and executor is not executor_of(model):
             raise WrapError(
                 f"A part of the {type(model).__name__} is wrapped already: {name!r} ({type(module).__name__}). "
                 f"Take MemScale off it first, with memscale.detach(model.get_submodule({name!r})), and wrap the "
                 "whole model only."
             )
-    for executor in list(_wrapped_models):
-        around = executor._model()
+    for wrapped in list(_wrapped_models):
+        around = wrapped._model()
         if around is not None and around is not model and any(each is model for each in around.modules()):
             raise WrapError(
                 f"The {type(model).__name__} is a part of a {type(around).__name__} that is wrapped already. Leave it "
                 "at that, or take MemScale off the whole first, with memscale.detach(model)."
             )
+
+
+def _count_trainable(model: nn.Module) -> int:
+    return sum(each.requires_grad for each in model.parameters())
 
 
 def _find_module(model: nn.Module, layer: LayerPlan, name: str) -> nn.Module:
@@ -484,9 +692,11 @@ def _convert(
     model, device, placement = attached.model, attached.device, attached.placement
     apply: Callable[..., nn.Module] = type(model)._apply
     target = convert(torch.empty(0, device=device)).device
-    if target != device:
+    if target != device and attached._has_room(target):
         with attached._moving_to(target):
             return apply(model, convert, recurse)
+    if target != device:
+        attached._offload_all(target)
     masters = {id(each) for each in (*placement.host_masters(), *placement.on_disk)}
     hidden = [
         (module._parameters, name, parameter)
@@ -519,7 +729,7 @@ class _Placeholder(ForwardStage):
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
     """Tell the executor of a forward pass in training, before which it may change the plan."""
     executor = executor_of(model)
-    if executor is None or kwargs is None or not torch.is_grad_enabled():
+    if executor is None or kwargs is None or not torch.is_grad_enabled() or is_redirected(model):
         return
     if not model.training and not any(each.requires_grad for each in model.parameters()):
         return
@@ -527,6 +737,7 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     if callback is None or executor._is_calling_back:
         return
     called = override_of(model)
+    executor._was_called = True
     executor.meter.forward_pass()
     executor.accumulation.begin_batch(lambda: any(map(_has_gradient, model.parameters())))
     executor._is_calling_back = True
@@ -534,8 +745,28 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         callback(executor, args, kwargs)
     finally:
         executor._is_calling_back = False
+    executor.replace_own_checkpointing()
     if called is not None:
         called.redirect_next_call(override_of(model))
+
+
+class _PartCall:
+    """Notes the calls of a part of the model, as a forward pre-hook. See Note [Called parts]."""
+
+    def __init__(self, executor: Executor, name: str) -> None:
+        self._executor = weakref.ref(executor)
+        self._name = name
+
+    @outside_compiler
+    def __call__(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        executor = self._executor()
+        if executor is None or kwargs is None or not torch.is_grad_enabled() or is_redirected(part):
+            return
+        called = override_of(part)
+        if executor._note_part(self._name, part):
+            _before_forward(part, args, kwargs)
+            if called is not None:
+                called.redirect_next_call(override_of(part))
 
 
 def _has_gradient(weight: torch.Tensor) -> bool:
@@ -550,91 +781,3 @@ def _inputs_to_device(
     # does not run in this call, and offloaded layers copy their arguments themselves.
     executor = executor_of(model)
     return None if executor is None or kwargs is None else bring_inputs(args, kwargs, executor.device)
-
-
-# Copies. See Note [Copies].
-
-_REDUCE, _DEEPCOPY, _SET_STATE = "__reduce_ex__", "__deepcopy__", "__setstate__"
-
-
-class _CopiedAsPlain:
-    """Has the modules of a wrapped model copied as plain ones, and the copy wrapped. See Note [Copies]."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = [
-            weakref.ref(module)
-            for module in model.modules()
-            if not isinstance(module, torch.jit.ScriptModule) and _REDUCE not in vars(module)
-        ]
-
-    def make(self, executor: Executor) -> None:
-        for reference in self._modules:
-            if (module := reference()) is not None:
-                around = reference, weakref.ref(executor)
-                vars(module)[_REDUCE] = functools.partial(_reduce, *around)
-                if hasattr(type(module), _DEEPCOPY):
-                    vars(module)[_DEEPCOPY] = functools.partial(_deepcopy, *around)
-
-    def undo(self) -> None:
-        for reference in self._modules:
-            if (module := reference()) is not None:
-                self.undo_in(module, vars(module))
-
-    def undo_in(self, module: nn.Module, attributes: dict[str, Any]) -> None:
-        """Remove it from a copy of a module's attributes."""
-        for name, function in ((_REDUCE, _reduce), (_DEEPCOPY, _deepcopy)):
-            if getattr(attributes.get(name), "func", None) is function:
-                del attributes[name]
-
-
-def _plain(
-    module: weakref.ref[nn.Module], executor: weakref.ref[Executor]
-) -> tuple[nn.Module, Settings | None]:
-    """Return a module with the attributes that it would have without a plan, and the settings if it is the model."""
-    wrapped, attached = module(), executor()
-    assert wrapped is not None
-    assert attached is not None
-    plain = object.__new__(type(wrapped))
-    attributes = {name: value for name, value in vars(wrapped).items() if name != EXECUTOR}
-    for log in (attached._techniques, attached._hooks):
-        log.undo_in(wrapped, attributes)
-    vars(plain).update(attributes)
-    return plain, attached.settings() if wrapped is attached.model else None
-
-
-def _reduce(module: weakref.ref[nn.Module], executor: weakref.ref[Executor], protocol: Any) -> Any:
-    plain, settings = _plain(module, executor)
-    reduced: Any = plain.__reduce_ex__(protocol)
-    if settings is None:
-        return reduced
-    build, arguments, *contents = reduced
-    has_state = bool(contents) and contents[0] is not None
-    return _rebuild, (settings, has_state, build, arguments), *contents
-
-
-def _rebuild(settings: Settings, has_state: bool, build: Any, arguments: Any) -> nn.Module:
-    model: nn.Module = build(*arguments)
-    if has_state:
-        # Copying and unpickling set the state when all of it is there, and ask the object itself for the way.
-        vars(model)[_SET_STATE] = functools.partial(_set_state, model, settings)
-    else:
-        settings.attach_to(model)
-    return model
-
-
-def _set_state(model: nn.Module, settings: Settings, state: Any) -> None:
-    del vars(model)[_SET_STATE]
-    model.__setstate__(state)  # type: ignore[no-untyped-call]
-    settings.attach_to(model)
-
-
-def _deepcopy(
-    module: weakref.ref[nn.Module], executor: weakref.ref[Executor], memo: dict[int, Any]
-) -> nn.Module:
-    """Copy a module of a class with a `__deepcopy__` of its own."""
-    plain, settings = _plain(module, executor)
-    memo.setdefault(id(memo), []).append(plain)  # kept alive, as `copy` does: the memo goes by ids
-    twin: nn.Module = type(plain).__deepcopy__(plain, memo)  # type: ignore[attr-defined]
-    if settings is not None:
-        settings.attach_to(twin)
-    return twin

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memscale.checkpointing.technique import GradientCheckpointing
-from memscale.offload.technique import FreedMemory, Offloading, Transfers
+from memscale.offload.technique import FreedMemory, LayerOffloading, Transfers
 from memscale.optimizer.placement import OptimizerState
 from memscale.precision.technique import MixedPrecision
 from memscale.techniques.base import LayerTechnique, ModelTechnique
@@ -11,7 +11,7 @@ from memscale.tiling.technique import ActivationTiling, SdpaAttention, TiledLoss
 
 LAYER_TECHNIQUES: dict[str, LayerTechnique] = {
     "checkpointing": GradientCheckpointing(),
-    "offloading": Offloading(),
+    "offloading": LayerOffloading(),
     "tiling": ActivationTiling(),
 }
 

@@ -31,7 +31,7 @@ from memscale.memory.process import peak_rss_bytes, rss_bytes
 
 What = Literal["parameters", "gradients", "activations", "optimizer state"]  # what is moved
 
-Below = Literal["host", "disk"]  # the tier that it is kept on
+OffloadTier = Literal["host", "disk"]  # the tier that it is kept on
 
 Cost = Literal["recomputing", "offloading", "optimizer state", "8-bit optimizer"]  # what time is lost to
 
@@ -122,7 +122,8 @@ def _read(figure: Callable[[], int]) -> int | None:
 class Totals:
     forward_passes: int = 0  # in training that were begun
     backward_passes: int = 0  # that came to the model
-    moved: dict[tuple[What, Below], tuple[int, int]] = field(default_factory=dict)  # bytes from and to tiers
+    # Bytes from and to tiers.
+    moved: dict[tuple[What, OffloadTier], tuple[int, int]] = field(default_factory=dict)
     recomputed: dict[str, tuple[int, int]] = field(default_factory=dict)  # by layer: times, and FLOPs
     seconds_lost: dict[str, float | None] = field(default_factory=dict)  # None where it cannot be measured
 
@@ -144,14 +145,18 @@ class Accumulation:
         self._to_watch = steps
         self._batches = 0  # since the last step
         self._least = 0  # of the steps so far: one that was skipped has its batches in the next
+        self.steps = 0  # of all optimizers
+        self.was_called = False  # the model, or a part of it that has layers, in training
 
     def begin_batch(self, has_gradients: Callable[[], bool]) -> None:
         """Count a forward pass in training, which adds to a batch before it if that has left gradients."""
+        self.was_called = True
         if self._to_watch:
             self._batches = self._batches + 1 if self._batches and has_gradients() else 1
 
     def end_step(self) -> None:
         """Note an optimizer's step; of several optimizers the first one's."""
+        self.steps += 1
         if self._to_watch and self._batches:
             self._least = min(self._least or self._batches, self._batches)
             self._to_watch -= 1
@@ -220,11 +225,11 @@ class Meter:
         """Count a backward pass once, however often it comes by with its graph task id."""
         self._add("backward", task)
 
-    def count_read(self, what: What, tier: Below, nbytes: int) -> None:
+    def count_read(self, what: What, tier: OffloadTier, nbytes: int) -> None:
         """Count bytes that were copied to the device (or to host memory) from the tier they are kept on."""
         self._add("moved", (what, tier), nbytes, 0)
 
-    def count_written(self, what: What, tier: Below, nbytes: int) -> None:
+    def count_written(self, what: What, tier: OffloadTier, nbytes: int) -> None:
         """Count bytes that were copied to the tier they are kept on."""
         self._add("moved", (what, tier), 0, nbytes)
 

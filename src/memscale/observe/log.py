@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterator
 
+from memscale._util.processes import process_rank
 from memscale.config import Config
 from memscale.errors import ConfigError, shown
-from memscale.execution_plan import Plan
+from memscale.execution_plan import LEFT_AS_IT_IS, WITHIN_BUDGET, Plan
+from memscale.execution_plan.explain import outline_plan, reserved
 from memscale.hardware import Hardware
 from memscale.units import format_bytes
 
@@ -54,7 +57,7 @@ def open_log(config: Config, *, strict: bool = False) -> Iterator[logging.Logger
 
     A log file that can't be opened is a ConfigError if `strict`, and else warned of once: a step must not fail for it.
     """
-    if not config.enable_logging:
+    if not config.enable_logging or process_rank():  # of several processes the first one logs
         yield _silent
         return
     handlers: list[logging.Handler] = []
@@ -89,25 +92,53 @@ def open_log(config: Config, *, strict: bool = False) -> Iterator[logging.Logger
 _silent = logging.Logger("memscale.silent", logging.CRITICAL + 1)  # no message is even formatted
 
 
-def log_plan(log: logging.Logger, plan: Plan | None, hardware: Hardware, occasion: str = "planned") -> None:
-    """Log the hardware, the predicted peak before and after, the step-time ratio, and the plan as a table."""
+def log_plan(
+    log: logging.Logger, plan: Plan | None, config: Config, hardware: Hardware, occasion: str = "planned"
+) -> None:
+    """Log the hardware, the predicted peak before and after, the step-time ratio, and the plan as a short table.
+
+    Of a model that is left as it is, one line says so, and why.
+    """
     # Without a plan, log that it is made from the first training batch.
+    if plan is not None:
+        warn_if_idle(log, plan, config)
     if not log.isEnabledFor(logging.INFO):
         return
-    log.info("hardware: %s", hardware.summary())
-    if plan is None:
+    if plan is not None and any(LEFT_AS_IT_IS in note for note in plan.notes):
+        log.info("%s", "; ".join(plan.notes))
+        return
+    if plan is None:  # the hardware is logged with the plan: the model may still move
         log.info("The plan is made from the first training batch; nothing is moved before.")
         return
-    log.info(
-        "%s (%s) for %s: peak %s → %s, step time × %.2f (%s)",
-        occasion,
-        plan.mode,
-        plan.batch,
-        format_bytes(plan.baseline_peak_bytes),
-        format_bytes(plan.predicted_peak_bytes),
-        plan.predicted_time_ratio,
-        plan.prediction_source,
-    )
+    log.info("hardware: %s", hardware.summary())
+    log.info("%s (%s) for %s: %s", occasion, plan.mode, plan.batch, figures_of(plan))
     for note in plan.notes:
         log.warning("%s", note)
-    log.info("%s", plan.explain(trades=False))
+    log.info("the plan (plan.explain() has all of it):\n%s", outline_plan(plan))
+
+
+def figures_of(plan: Plan) -> str:
+    """Return the figures of a plan in one line: peak before and after, step-time ratio, host memory and disk."""
+    below = ((plan.host_bytes, "host memory"), (plan.disk_bytes, "disk"))
+    return (
+        f"peak {format_bytes(plan.baseline_peak_bytes)} → {format_bytes(plan.predicted_peak_bytes)}{reserved(plan)} "
+        f"({plan.prediction_source}), step time × {plan.predicted_time_ratio:.2f} (estimated)"
+        + "".join(f", {format_bytes(nbytes)} of {where}" for nbytes, where in below if nbytes)
+    )
+
+
+def warn_if_idle(log: logging.Logger, plan: Plan, config: Config) -> None:
+    """Warn, with the reason, of a plan that does nothing although something was asked for.
+
+    A model left as it is because it needs little of the device, or no more than its budget, has what was asked for.
+    """
+    wanted = (config.enable_checkpointing, config.enable_offloading, config.enable_tiling)
+    is_asked_for = any((*wanted, config.use_mixed_precision, config.use_8bit_optimizer))
+    is_small = any(LEFT_AS_IT_IS in note for note in plan.notes)
+    is_small = is_small or any(layer.rule == WITHIN_BUDGET for layer in plan.layers)
+    if plan.does_nothing and is_asked_for and not is_small:
+        reasons = Counter(layer.reason for layer in plan.layers)
+        why = "; ".join(f"{reason} ({count} layers)" for reason, count in reasons.most_common(2))
+        log.warning(
+            "The plan does nothing, the model trains as without MemScale: %s.", why or "it has no layers"
+        )

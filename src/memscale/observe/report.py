@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from memscale.errors import HardwareError
 from memscale.execution_plan import Plan, PredictionSource
-from memscale.observe.counters import Below, Meter, What
+from memscale.observe.counters import Meter, OffloadTier, What
 from memscale.units import format_bytes
 
 if TYPE_CHECKING:
@@ -23,7 +26,7 @@ class Moved:
     """Bytes copied between the model's device (host memory for a model on the CPU) and the tier they are kept on."""
 
     what: What
-    tier: Below
+    tier: OffloadTier
     technique: str  # which technique moved them
     read_bytes: int  # copied from the tier
     written_bytes: int  # copied to the tier
@@ -74,6 +77,7 @@ class Report:
     planning_seconds: float = 0.0  # the time that took (measured)
     steps_committed: int = 0  # steps of single parameters that were computed in backward
     steps_dropped: int = 0  # the same, not used: something had changed before the optimizer's step
+    plan: Plan = field(default=Plan(()), repr=False, compare=False)  # the present one; not in the JSON
 
     @classmethod
     def of(
@@ -117,6 +121,7 @@ class Report:
             planning_seconds=meter.planning_seconds,
             steps_committed=meter.steps_committed,
             steps_dropped=meter.steps_dropped,
+            plan=plan,
         )
 
     @property
@@ -163,7 +168,21 @@ class Report:
         return {name: value for name, value in values.items() if value is not None}
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
+        counts = dataclasses.replace(self, plan=Plan(()))
+        data = {name: value for name, value in dataclasses.asdict(counts).items() if name != "plan"}
+        return json.dumps(data, indent=1, sort_keys=True)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan and what was observed of it as a page: one HTML file without references to others."""
+        from memscale.execution_plan.page import write_page
+        from memscale.hardware import detect
+
+        hardware = None
+        with contextlib.suppress(
+            HardwareError
+        ):  # a device that says nothing about itself: the plan has its name
+            hardware = detect(self.device) if self.device else None
+        write_page(self.plan, path, title=self.model, hardware=hardware, report=self)
 
     def explain(self, *, terminal: Terminal | None = None) -> str:
         """Return the report as tables for a person."""
@@ -171,7 +190,7 @@ class Report:
 
         screen = terminal or Terminal.detect()
         title = f"Report: {self.model} on {self.device}"
-        parts = [table(title, ["what", "so far", "how it is known"], self._totals(), terminal=screen)]
+        parts = [table(title, ["what", "so far", "how it is known"], self.totals(), terminal=screen)]
         for columns, rows in (
             (["moved (counted)", "technique", "tier", "read", "written"], map(_moved_row, self.moved)),
             (["recomputed", "times (counted)", "FLOPs (counted × profiled)"], _layer_rows(self.recomputed)),
@@ -181,13 +200,16 @@ class Report:
                 parts.append(table("", columns, listed, terminal=screen))
         return "\n".join(parts)
 
-    def _totals(self) -> Iterator[tuple[str, object, str]]:
+    def totals(self) -> Iterator[tuple[str, object, str]]:
+        """Yield what is counted or known of all layers together: what, how much, and how it is known."""
         yield "forward passes in training", self.forward_passes, "counted"
         yield "backward passes", self.backward_passes, "counted"
         yield "peak of a step", format_bytes(self.predicted_peak_bytes), self.prediction_source
         yield "  allowance beyond that", format_bytes(self.allowance_bytes), "a share of the prediction"
         known = self.observed_peak_bytes is not None
         how = f"measured since {self.observed_since}" if known else f"not known: {self.observed_since}"
+        if known and self.observed_peak_kind.startswith("process memory"):
+            how += "; it includes libraries, which outweigh a small model's step"
         kind = "" if self.observed_peak_kind == "not known" else f" of {self.observed_peak_kind}"
         observed = None if self.observed_peak_bytes is None else format_bytes(self.observed_peak_bytes)
         yield f"observed peak{kind}", observed, how

@@ -53,6 +53,9 @@ _FREED = (
 )
 
 
+_COMMUNICATES = "FSDP2 gathers parameters in it, with processes that would not repeat it"
+
+
 class StepGuard:
     """Guards forward, backward and the optimizer steps of one model. See `memscale.recovery`."""
 
@@ -68,9 +71,13 @@ class StepGuard:
 
     def begin(self, model: nn.Module, log: UndoLog) -> None:
         self._model = weakref.ref(model)
-        BACKWARD.subscribe(_guarded_backward, self, BackwardOrder.RECOVERY)
         log.add(self)
-        log.add(StepRecovery(model))
+        BACKWARD.subscribe(_guarded_backward, self, BackwardOrder.RECOVERY)
+        executor = executor_of(model)
+        assert executor is not None, "it is being attached"
+        steps = StepRecovery(model, executor)
+        log.add(steps)
+        steps.subscribe()
 
     def undo(self) -> None:
         BACKWARD.unsubscribe(_guarded_backward, self)
@@ -124,7 +131,7 @@ def _planned_forward(executor: Executor, call: ModelCall) -> Any:
 
 def _repeat_forward(executor: Executor, call: ModelCall, failure: Exception) -> Any:
     tried: list[Plan] = []
-    objection = ""
+    objection = _COMMUNICATES if executor.is_sharded else ""
 
     def run() -> Any:
         _use(executor, tried[-1])
@@ -134,7 +141,7 @@ def _repeat_forward(executor: Executor, call: ModelCall, failure: Exception) -> 
     origin = free_memory(executor.device, failure)
     try:
         call.restore_state()
-        for plan in heavier_plans(executor, call.sample):
+        for plan in heavier_plans(executor, call.sample) if not objection else ():
             tried.append(plan)
             output, again = attempt(run)
             if again is None:
@@ -244,6 +251,9 @@ class _Pass:
     def _objection(self) -> str:
         """Return why the pass must not be repeated; nothing if it may be."""
         assert self._guard is not None
+        executor = self._guard.executor()
+        if executor is not None and executor.is_sharded:
+            return _COMMUNICATES
         if self._is_special:
             return "it was called with retain_graph, create_graph or inputs"
         if not all(call in self._guard.calls.values() for call in self.calls):

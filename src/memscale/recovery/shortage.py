@@ -29,10 +29,10 @@ from memscale._torch import disable_current_modes
 from memscale.config import Config, OptimizationMode
 from memscale.errors import ProfileError, is_out_of_memory
 from memscale.execution_plan import Plan, Tier
-from memscale.executor import Executor
-from memscale.hardware import Hardware, detect
+from memscale.executor import Executor, hardware_of
+from memscale.hardware import Hardware
 from memscale.memory.record import Snapshot
-from memscale.observe.log import open_log
+from memscale.observe.log import figures_of, open_log
 from memscale.planner.make_plan import make_plan
 from memscale.profiler import Place, Sample
 from memscale.profiler.recorder import backward_targets, loss_of
@@ -94,11 +94,12 @@ def heavier_plans(executor: Executor, sample: Sample) -> Iterator[Plan]:
     placement = _placement(executor.plan) if executor.awaits_backward else None
     if placement == {}:
         config = config.replace(enable_offloading=False)
-    hardware = detect(executor.device, offload_dir=config.offload_dir)
+    hardware = hardware_of(executor.model, config.offload_dir)
     same_numbers = config.replace(
         use_mixed_precision=config.use_mixed_precision,
         use_8bit_optimizer=config.use_8bit_optimizer,
-        enable_tiling=config.enable_tiling,
+        enable_tiling=config.enable_tiling or (config.auto_policy and _is_tiled(executor.plan)),
+        auto_policy=False,
     )
     least = same_numbers.replace(mode=OptimizationMode.AGGRESSIVE, memory_budget=None)
     first = executor.plan
@@ -135,6 +136,10 @@ def _placement(plan: Plan) -> dict[str, Tier]:
     return {name: tier for name, tier in tiers.items() if tier != "device"}
 
 
+def _is_tiled(plan: Plan) -> bool:
+    return plan.loss is not None or any(layer.tiling is not None for layer in plan.layers)
+
+
 def _numerics(plan: Plan) -> tuple[object, ...]:
     """Return what decides about the numbers of a step. A plan may lack what the Config asks for."""
     return plan.precision and plan.precision.dtype, plan.optimizer is not None and plan.optimizer.eight_bit
@@ -146,12 +151,10 @@ def log_recovery(executor: Executor, where: str, error: BaseException) -> None:
     executor.batches.ceiling = plan.predicted_peak_bytes or None
     with open_log(executor.config) as log:
         log.warning(
-            "out of memory in %s (%s): the step was repeated with a heavier plan, peak %s, step time × %.2f (%s)",
+            "out of memory in %s (%s): the step was repeated with a heavier plan: %s",
             where,
             str(error).strip().partition("\n")[0][:120],
-            format_bytes(plan.predicted_peak_bytes),
-            plan.predicted_time_ratio,
-            plan.prediction_source,
+            figures_of(plan),
         )
 
 
@@ -200,7 +203,7 @@ def explain(
 def _simulated_peak(executor: Executor, sample: Sample) -> Snapshot | None:
     config = executor.config.replace(enable_logging=False)
     try:
-        hardware = detect(executor.device, offload_dir=config.offload_dir)
+        hardware = hardware_of(executor.model, config.offload_dir)
         with (
             executor.suspended() as model,
             disable_current_modes(),
@@ -244,7 +247,7 @@ def _dump(
     }
     try:
         if directory is not None:
-            os.makedirs(directory, exist_ok=True)
+            os.makedirs(directory, 0o700, exist_ok=True)
         with tempfile.NamedTemporaryFile(
             "w", prefix="memscale-oom-", suffix=".json", dir=directory, delete=False, encoding="utf-8"
         ) as file:

@@ -31,10 +31,18 @@ from memscale._torch import LightDispatchMode, a_dispatch_mode_is_active, writte
 from memscale.config import Config
 from memscale.errors import is_out_of_memory
 from memscale.executor import Executor, executor_of
+from memscale.executor.executor import UNSEEN_STEPS
 from memscale.observe.log import open_log
-from memscale.optimizer.interceptor import Member, SplitStep, StepOrder, StepSubscriber, members_of
-from memscale.optimizer.kinds import why_whole
-from memscale.recovery.shortage import attempt, explain, free_memory
+from memscale.optimizer.interceptor import (
+    Member,
+    SplitStep,
+    StepInterceptor,
+    StepOrder,
+    StepSubscriber,
+    members_of,
+)
+from memscale.optimizer.kinds import arithmetic_of, why_whole
+from memscale.recovery.shortage import explain, free_memory
 
 BUCKET_BYTES = 64 * 2**20
 _TEMPORARIES = 2  # bytes of temporaries that a step may need, for each byte of parameters
@@ -42,6 +50,7 @@ _NEW_STATE = 2  # the same for state that is not there yet: as for Adam
 _CHANGED = "the update had begun, and parameters or moments were changed: load them from a checkpoint before going on"
 _EXPLAINED = "_memscale_explained"
 _NOT_OURS = "its step is not torch.optim's own"
+_AROUND = "memory ran out where state is moved for the step, outside of torch's arithmetic"
 _REPEATED = (
     "out of memory in the optimizer's step (%s): repeated in buckets of parameters, as later ones will be"
 )
@@ -56,10 +65,11 @@ class StepRecovery(StepSubscriber):
 
     order = StepOrder.RECOVERY
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, executor: Executor) -> None:
         self._model = weakref.ref(model)
+        self._optimizers = executor.placement.optimizers
+        self._accumulation = executor.accumulation
         self._ran_out = False
-        self.subscribe()
 
     def _executor(self) -> Executor | None:
         model = self._model()
@@ -71,14 +81,14 @@ class StepRecovery(StepSubscriber):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Tell the model's placement of an optimizer."""
-        executor = self._executor()
-        if executor is not None:
-            executor.placement.note_optimizer(optimizer)
+        self._optimizers.add(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        executor = self._executor()
-        if executor is not None:
-            executor.accumulation.end_step()
+        self._accumulation.end_step()
+        if self._accumulation.steps == UNSEEN_STEPS and not self._accumulation.was_called:
+            executor = self._executor()
+            if executor is not None:
+                executor.warn_unseen()
 
     def around_step(self, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Explain an out-of-memory error in a step that cannot be repeated."""
@@ -86,7 +96,8 @@ class StepRecovery(StepSubscriber):
             return step(optimizer, *args, **kwargs)
         except Exception as error:
             if is_out_of_memory(error) and not hasattr(error, _EXPLAINED):
-                self._explain(error, why_whole(optimizer) or _NOT_OURS)
+                by_torch = arithmetic_of(type(optimizer)) is type(optimizer)
+                self._explain(error, why_whole(optimizer) or (_AROUND if by_torch else _NOT_OURS))
             raise
 
     def around_arithmetic(self, call: Callable[[], Any], optimizer: Optimizer) -> None:
@@ -99,7 +110,7 @@ class StepRecovery(StepSubscriber):
         # Under a dispatch mode versions do not change.
         writes = _Writes(members) if a_dispatch_mode_is_active() else None
         with writes or contextlib.nullcontext():
-            _, failure = attempt(call)
+            failure = _attempt(call)
         if failure is None:
             return
         self._ran_out = True
@@ -118,7 +129,7 @@ class StepRecovery(StepSubscriber):
         pending = sorted(members_of(optimizer), key=lambda member: member.parameter.grad is None)[::-1]
         limit = BUCKET_BYTES
         done: list[_Snapshot] = []
-        is_kept = True  # what every bucket so far had before
+        is_kept = not StepInterceptor.instance.has_begun(optimizer)  # what every bucket so far had before
         with SplitStep(optimizer) as split:
             while pending:
                 bucket = [pending.pop()]
@@ -128,7 +139,7 @@ class StepRecovery(StepSubscriber):
                     bucket.append(pending.pop())
                 operands = _Snapshot(optimizer, bucket, _on_host)
                 split.show(bucket)
-                _, failure = attempt(call)
+                failure = _attempt(call)
                 if failure is None:
                     if all(member.parameter.device.type != "cpu" for member in bucket):
                         done.append(operands)  # on the host, where there is room
@@ -162,6 +173,17 @@ class StepRecovery(StepSubscriber):
         if executor is not None:
             explain(error, executor, "the optimizer's step", None, (), why, origin=origin)
             setattr(error, _EXPLAINED, True)  # steps may be nested
+
+
+def _attempt(call: Callable[[], Any]) -> Exception | None:
+    """Make a call; return the error if memory ran out. See Note [What an error holds]."""
+    try:
+        call()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return error
+    return None
 
 
 class _Snapshot:
