@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -12,12 +13,17 @@ from memscale.errors import PlanError
 if TYPE_CHECKING:
     from memscale._util.terminal import Terminal
 
-DecisionSource = Literal["user_config", "rule", "rule_fallback"]
+DecisionSource = Literal["user_config", "ml", "rule", "rule_fallback"]
 PredictionSource = Literal["simulated", "measured", "estimated"]
 Tier = Literal["device", "host", "disk"]
 
 ALLOWANCES: dict[PredictionSource, float] = {"simulated": 0.01, "measured": 0.03, "estimated": 0.1}
 """What a step may need beyond its predicted peak, as a share of that, by how the peak was predicted."""
+
+LEFT_AS_IT_IS = "the model is left as it is"
+"""In the note of a plan that does nothing because the model needs little of the device."""
+WITHIN_BUDGET = "budget-fastest"
+"""The rule of layers in the fastest plan that fits a budget."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +174,14 @@ class StepTime:
     @property
     def total(self) -> float:
         """Return the seconds of the whole step."""
-        return sum(self.parts)
+        return (
+            self.compute
+            + self.recomputation
+            + self.transfers
+            + self.device_step
+            + self.host_step
+            + self.overhead
+        )
 
 
 @dataclass(frozen=True)
@@ -195,6 +208,47 @@ class FrontierPoint:
 
 
 @dataclass(frozen=True)
+class MemoryPhase:
+    """A phase of a step, and the first sample of `StepMemory` in it."""
+
+    name: str
+    begin: int
+
+
+@dataclass(frozen=True)
+class MemoryHolder:
+    """A tensor in use at the peak: what it is, what it is used for, and its bytes."""
+
+    what: str
+    category: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Device memory over one simulated step, by what it is used for.
+
+    Attributes:
+        categories: the uses: "weights", "gradients", "activations", ...
+        samples: bytes of each category, at the highest moment of each part of the step, in order.
+        phases: where forward, the loss, backward and the optimizer's step begin.
+        peak: the sample at the peak.
+        largest: the largest tensors at the peak.
+    """
+
+    categories: tuple[str, ...]
+    samples: tuple[tuple[int, ...], ...]
+    phases: tuple[MemoryPhase, ...]
+    peak: int
+    largest: tuple[MemoryHolder, ...]
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Return the bytes of each category at the peak."""
+        return dict(zip(self.categories, self.samples[self.peak], strict=True))
+
+
+@dataclass(frozen=True)
 class Plan:
     """What MemScale will do to a model, and what it predicts of it.
 
@@ -204,7 +258,11 @@ class Plan:
         mode: the mode's name.
         batch: the shapes planned for, in words.
         baseline_peak_bytes: peak of device memory of a step without MemScale.
-        predicted_peak_bytes: peak of a step with this plan.
+        predicted_peak_bytes: peak of a step with this plan (`torch.cuda.max_memory_allocated`).
+        predicted_reserved_bytes: what torch's allocator takes for that of a device with plenty of memory, free blocks
+            included (`torch.cuda.max_memory_reserved`); 0 if the peak is an estimate.
+        predicted_capacity_bytes: the least that the allocator must be able to take, beside CUDA's context and other
+            processes: before it runs out of memory, it releases free blocks. 0 if the peak is an estimate.
         peak_at: where in the step that is: "backward of h.3", "backward of GPT2LMHeadModel" (outside of its modules, as
             its loss is), "loss" and "backward" (of a loss outside of the model), "optimizer step"; empty if the peak
             is an estimate.
@@ -215,7 +273,9 @@ class Plan:
         predicted_saved_bytes: what forward saves there with this plan.
         host_bytes: host memory that the plan uses beside the device.
         disk_bytes: disk space that the plan uses.
-        decision_source: what chose the strategy.
+        decision_source: what chose the strategy: fields of the Config that decide about it ("user_config"), the
+            learned policy ("ml"), the rules of the mode ("rule"), or these because the policy did not decide or what
+            was chosen could not be done ("rule_fallback").
         prediction_source: "simulated", "measured" (a real run) or "estimated" (cost model only).
         unseen_bytes: an upper bound of what the prediction does not see; the notes say what that is.
         notes: what the user should know: fallbacks, skipped blocks, what does not fit.
@@ -224,6 +284,8 @@ class Plan:
         optimizer: how optimizer state is kept, if not as the optimizer itself does.
         loss: how head and loss are computed, if not whole.
         async_offload: transfers overlap with compute.
+        baseline_memory: device memory over the plain step; None if that was not simulated.
+        predicted_memory: device memory over a step with this plan; None if that was not simulated.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -249,10 +311,14 @@ class Plan:
     loss: LossTiling | None = None
     async_offload: bool = False
     peak_at: str = ""
+    baseline_memory: StepMemory | None = None
+    predicted_memory: StepMemory | None = None
+    predicted_reserved_bytes: int = 0
+    predicted_capacity_bytes: int = 0
 
     @property
     def allowance_bytes(self) -> int:
-        """Return what a step may need beyond the predicted peak; a plan fits if both together do."""
+        """Return what a step may need beyond the predicted peak, and beyond the predicted capacity."""
         share = ALLOWANCES[self.prediction_source]
         return math.ceil(self.predicted_peak_bytes * share) + self.unseen_bytes
 
@@ -260,6 +326,12 @@ class Plan:
     def predicted_seconds(self) -> float:
         """Return the step time with this plan, estimated from the device's rates."""
         return self.step_time.total
+
+    @property
+    def does_nothing(self) -> bool:
+        """Return whether no layer has a technique, and the rest of the step is as it is, too."""
+        whole = (self.precision, self.loss, self.optimizer)
+        return not any(layer.techniques for layer in self.layers) and all(each is None for each in whole)
 
     @property
     def actions(self) -> tuple[object, ...]:
@@ -314,6 +386,17 @@ class Plan:
         from memscale.execution_plan.explain import explain_plan
 
         return explain_plan(self, trades=trades, terminal=terminal)
+
+    def report(self, path: str | os.PathLike[str], *, title: str = "") -> None:
+        """Write the plan as a page: one HTML file without references to others, for any browser.
+
+        Args:
+            path: the file to write.
+            title: the page's heading, such as the model's name.
+        """
+        from memscale.execution_plan.page import write_page
+
+        write_page(self, path, title=title)
 
     def __str__(self) -> str:
         from memscale.execution_plan.explain import summarize_plan

@@ -1,4 +1,4 @@
-"""Plans as text for a person: one line, or tables of what each layer gets, what it saves and what it costs."""
+"""Plans as text for a person: one line, tables of what each layer gets, saves and costs, and a chart of the trades."""
 
 from __future__ import annotations
 
@@ -9,10 +9,23 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from memscale._util.terminal import Terminal, clean, table, wrap
-from memscale.execution_plan import LayerPlan, LossTiling, OptimizerPlan, Plan, Precision, StepTime
+from memscale.execution_plan import (
+    FrontierPoint,
+    LayerPlan,
+    LossTiling,
+    OptimizerPlan,
+    Plan,
+    Precision,
+    StepMemory,
+    StepTime,
+)
 from memscale.units import format_bytes
 
+RESERVED_SHARE = 0.05  # of a peak: what torch reserves beside it is said from here on
 MOST_TRADES = 12  # points of the frontier that a table shows; a plan may have hundreds
+HEIGHT = 12  # lines of a chart
+WIDEST = 72  # its columns
+CHOSEN, OTHER, PLAIN = "●", "·", "○"
 
 
 def summarize_plan(plan: Plan) -> str:
@@ -22,7 +35,8 @@ def summarize_plan(plan: Plan) -> str:
     return (
         f"Plan for {plan.device or 'an unnamed device'} ({plan.mode}): {done} of {len(plan.layers)} "
         f"layers; peak {format_bytes(plan.baseline_peak_bytes)} → "
-        f"{format_bytes(plan.predicted_peak_bytes)}{_peak_at(plan)}, step time {_ratio(plan.predicted_time_ratio)} "
+        f"{format_bytes(plan.predicted_peak_bytes)}{_peak_at(plan)}{reserved(plan)}, step time "
+        f"{_ratio(plan.predicted_time_ratio)} "
         f"({plan.prediction_source})"
     )
 
@@ -33,7 +47,7 @@ def explain_plan(plan: Plan, *, trades: bool = True, terminal: Terminal | None =
     about = [plan.device, f"mode {plan.mode}", plan.batch, f"numbers are {plan.prediction_source}"]
     title = f"Plan: {', '.join(text for text in about if text)}"
     columns = ["layer", "technique", "why", "saves", "costs"]
-    rows = [*_layer_rows(plan.layers), *_whole_rows(plan)]
+    rows = [*_layer_rows(plan.layers), *whole_rows(plan)]
     parts = [table(title, columns, rows, terminal=screen)]
     columns = ["totals", "plain", "with this plan", "change"]
     parts.append(table("", columns, _total_rows(plan), terminal=screen))
@@ -46,35 +60,74 @@ def explain_plan(plan: Plan, *, trades: bool = True, terminal: Terminal | None =
         rest = f" (and {count - most} more between them, in plan.frontier)" if count > most else ""
         trade_rows = [(p.label, format_bytes(p.peak_bytes), _ratio(p.time_ratio)) for p in points]
         parts.append(
-            table(f"The trades found{rest}", ["plan", "peak", "step time"], trade_rows, terminal=screen)
+            table(
+                f"Other trade-offs of memory and time{rest}",
+                ["plan", "peak", "step time"],
+                trade_rows,
+                terminal=screen,
+            )
         )
     for note in plan.notes:
         parts += wrap(f"Note: {clean(note)}", screen.width)
     return "\n".join(parts)
 
 
-def _layer_rows(layers: Iterable[LayerPlan]) -> Iterator[tuple[str | None, ...]]:
-    """Yield the rows of layers: neighbours that differ in nothing but a number in their names share one."""
+def outline_plan(plan: Plan, *, terminal: Terminal | None = None) -> str:
+    """Return the plan as a short table for a log: a row for all layers that get the same; `explain` has the rest."""
+    alike: dict[str | None, list[LayerPlan]] = {}
+    for layer in plan.layers:
+        plain = dataclasses.replace(layer, checkpointing=None)  # not what it keeps of each
+        what = "; ".join(technique_in_words(technique, plain) for technique in layer.techniques) or None
+        alike.setdefault(what, []).append(layer)
+    rows: list[tuple[str | None, ...]] = []
+    for what, layers in sorted(alike.items(), key=lambda item: item[0] is None):
+        first, last = layers[0].name or "(the model)", layers[-1].name
+        saved = sum(layer.saved_bytes for layer in layers)
+        rows.append(
+            (
+                f"{first} … {last} ({len(layers)})" if len(layers) > 1 else first,
+                what,
+                "as they are" if what is None else _short(layers[0].reason),
+                format_bytes(saved) if saved else None,
+            )
+        )
+    rows += [(name, what, _short(why), saves) for name, what, why, saves, _ in whole_rows(plan)]
+    return table("", ["layers", "technique", "why", "saves"], rows, terminal=terminal or Terminal.detect())
+
+
+def _short(why: str | None) -> str | None:
+    """Return the first clause of a reason."""
+    return why and why.partition(";")[0]
+
+
+def _groups(layers: Iterable[LayerPlan]) -> Iterator[list[LayerPlan]]:
+    """Yield neighbours that differ in nothing but a number in their names."""
 
     def without_numbers(layer: LayerPlan) -> LayerPlan:
         pattern = re.sub(r"\d+", "#", layer.name)
         return dataclasses.replace(layer, name=pattern, members=("",) * len(layer.members))
 
     for _, run in groupby(layers, key=without_numbers):
-        first, *others = group = list(run)
+        yield list(run)
+
+
+def _layer_rows(layers: Iterable[LayerPlan]) -> Iterator[tuple[str | None, ...]]:
+    """Yield a row for each group of layers."""
+    for group in _groups(layers):
+        first, *others = group
         name = first.name or "(the model)"
         saved = sum(layer.saved_bytes for layer in group)
         seconds = sum(layer.extra_seconds for layer in group)
         yield (
             f"{name} … {others[-1].name} ×{len(group)}" if others else name,
-            "; ".join(_technique(technique, first) for technique in first.techniques) or None,
-            f"{first.rule}: {first.reason}" if first.rule else first.reason,
+            "; ".join(technique_in_words(technique, first) for technique in first.techniques) or None,
+            first.reason,
             format_bytes(saved) if saved else None,
-            f"+{_seconds(seconds)}" if seconds else None,
+            f"+{format_seconds(seconds)}" if seconds else None,
         )
 
 
-def _whole_rows(plan: Plan) -> Iterator[tuple[str | None, ...]]:
+def whole_rows(plan: Plan) -> Iterator[tuple[str | None, ...]]:
     """Yield the rows of what concerns the model as a whole."""
     rows: list[tuple[str, str, LossTiling | Precision | OptimizerPlan]] = []
     if plan.loss is not None:
@@ -88,11 +141,14 @@ def _whole_rows(plan: Plan) -> Iterator[tuple[str | None, ...]]:
         parts += ["host parameters stepped on the device"] * (plan.optimizer.host_step == "device")
         rows.append(("(optimizer)", ", ".join(parts), plan.optimizer))
     for where, what, entry in rows:
-        yield where, what or None, f"{entry.rule}: {entry.reason}" if entry.rule else entry.reason, None, None
+        yield where, what or None, entry.reason, None, None
 
 
-def _technique(name: str, layer: LayerPlan) -> str:
+def technique_in_words(name: str, layer: LayerPlan) -> str:
+    """Return a technique of a layer with its settings."""
     if name == "offloading" and layer.offloading is not None:
+        if layer.offloading.to == "device":
+            return "offloading of activations"
         inside = " with activations" if layer.offloading.activations else ""
         return f"offloading to {layer.offloading.to}{inside}"
     if name == "tiling" and layer.tiling is not None:
@@ -107,8 +163,9 @@ def _technique(name: str, layer: LayerPlan) -> str:
 
 
 def _total_rows(plan: Plan) -> Iterator[tuple[str, str | None, str | None, str | None]]:
+    peak = f"peak of device memory{_peak_at(plan)}{reserved(plan)}"
     for what, plain, planned in (
-        (f"peak of device memory{_peak_at(plan)}", plan.baseline_peak_bytes, plan.predicted_peak_bytes),
+        (peak, plan.baseline_peak_bytes, plan.predicted_peak_bytes),
         ("activations saved for backward", plan.baseline_saved_bytes, plan.predicted_saved_bytes),
         ("host memory", 0, plan.host_bytes),
         ("disk", 0, plan.disk_bytes),
@@ -122,20 +179,89 @@ def _total_rows(plan: Plan) -> Iterator[tuple[str, str | None, str | None, str |
 
 def _step_time(time: StepTime) -> str:
     names = (field.name.replace("_", " ") for field in dataclasses.fields(time))
-    parts = (f"{name} {_seconds(part)}" for name, part in zip(names, time.parts, strict=True) if part)
-    return f"A step takes {_seconds(time.total)} (estimated): {', '.join(parts)}."
+    parts = (f"{name} {format_seconds(part)}" for name, part in zip(names, time.parts, strict=True) if part)
+    return f"A step takes {format_seconds(time.total)} (estimated): {', '.join(parts)}."
 
 
 def _peak_at(plan: Plan) -> str:
     return f" (in {clean(plan.peak_at)})" if plan.peak_at else ""
 
 
+def reserved(plan: Plan) -> str:
+    """Return what torch's allocator reserves for the peak, and what it makes do with, where that is much more."""
+    needed = plan.predicted_capacity_bytes
+    if needed <= (1 + RESERVED_SHARE) * plan.predicted_peak_bytes:
+        return ""
+    most = format_bytes(plan.predicted_reserved_bytes)
+    return f" (torch reserves {most} where there is room; {format_bytes(needed)} is enough)"
+
+
 def _ratio(value: float) -> str:
     return f"{value:.2f}×"
 
 
-def _seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
+    """Return a time with three digits in the unit that fits it: "478 ms"."""
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if abs(value) * factor >= 1:
             return f"{value * factor:.3g} {unit}"
     return f"{value * 1e6:.3g} µs"
+
+
+def frontier_chart(plan: Plan, *, terminal: Terminal | None = None) -> str:
+    """Return peak memory over step time of all trades, with the plan itself and the plain step; empty without trades.
+
+    Example:
+        >>> points = tuple(FrontierPoint("", peak << 20, time) for peak, time in ((900, 1.1), (500, 1.4), (200, 2.0)))
+        >>> plan = Plan((), baseline_peak_bytes=1000 << 20, predicted_peak_bytes=500 << 20, frontier=points)
+        >>> plan = dataclasses.replace(plan, predicted_time_ratio=1.4)
+        >>> chart = frontier_chart(plan, terminal=Terminal(width=50))
+        >>> chart.count(CHOSEN), chart.count(PLAIN), "1000.0 MiB" in chart
+        (2, 2, True)
+    """
+    if not plan.frontier:
+        return ""
+    screen = terminal or Terminal.detect()
+    chosen = FrontierPoint("this plan", plan.predicted_peak_bytes, plan.predicted_time_ratio)
+    plain = FrontierPoint("plain", plan.baseline_peak_bytes, 1.0)
+    points = [*plan.frontier, chosen, plain]
+    fastest, slowest = (end(point.time_ratio for point in points) for end in (min, max))
+    highest = max(point.peak_bytes for point in points)
+    labels = [format_bytes(highest * line // (HEIGHT - 1)) for line in range(HEIGHT)]
+    margin = max(map(len, labels)) + 2
+    width = max(10, min(WIDEST, screen.width - margin - 1))
+    grid = [[" "] * width for _ in range(HEIGHT)]  # line 0 is at the bottom
+    for mark, shown in ((OTHER, plan.frontier), (PLAIN, (plain,)), (CHOSEN, (chosen,))):
+        for point in shown:
+            share = (point.time_ratio - fastest) / ((slowest - fastest) or 1)
+            grid[round(point.peak_bytes / highest * (HEIGHT - 1))][round(share * (width - 1))] = mark
+    title = f"Peak memory over step time: {CHOSEN} this plan, {PLAIN} plain, {OTHER} other plans (estimated)"
+    lines = wrap(title, screen.width)
+    for line in reversed(range(HEIGHT)):
+        label = labels[line] if line % 3 == 2 or line == 0 else ""
+        lines.append(f"{label:>{margin - 1}}┤{''.join(grid[line]).rstrip()}")
+    left, right = f"{fastest:.2f} ×", f"{slowest:.2f} ×"
+    lines.append(" " * (margin - 1) + "└" + "─" * width)
+    lines.append(" " * margin + left + right.rjust(max(len(right) + 1, width - len(left))))
+    return "\n".join(lines)
+
+
+def memory_table(plan: Plan, *, terminal: Terminal | None = None) -> str:
+    """Return what holds the device's memory at the peak, of the plain step and with the plan; empty if unknown."""
+    steps = {"plain": plan.baseline_memory, "with this plan": plan.predicted_memory}
+    known = {name: step for name, step in steps.items() if step is not None}
+    if not known:
+        return ""
+    categories = dict.fromkeys(category for step in known.values() for category in step.categories)
+    rows: list[tuple[str | None, ...]] = [
+        (category, *(format_bytes(step.at_peak.get(category, 0)) for step in known.values()))
+        for category in categories
+        if any(step.at_peak.get(category) for step in known.values())
+    ]
+    rows.append(("largest tensor", *(_largest(step) for step in known.values())))
+    where = f", which is in {plan.peak_at} with this plan" if plan.peak_at else ""
+    return table(f"At the peak{where} (simulated)", ["used for", *known], rows, terminal=terminal)
+
+
+def _largest(step: StepMemory) -> str | None:
+    return f"{format_bytes(step.largest[0].nbytes)}: {step.largest[0].what}" if step.largest else None

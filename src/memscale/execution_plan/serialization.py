@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from memscale.errors import PlanError, shown
 from memscale.execution_plan import Plan
 
-SCHEMA = 6
+SCHEMA = 8
 """The version of the JSON form; it changes with the fields."""
 
 _ADVICE = "Make the plan again with memscale.plan(), or pass the text as Plan.to_json wrote it."

@@ -11,6 +11,7 @@ from torch import nn
 from memscale.checkpointing.technique import can_recompute
 from memscale.config import Config, OptimizationMode
 from memscale.execution_plan import (
+    WITHIN_BUDGET,
     Checkpointing,
     FrontierPoint,
     LayerPlan,
@@ -26,7 +27,7 @@ from memscale.planner.cost_model import PLAIN, Choice, CostModel, Point, all_byt
 from memscale.planner.settings import Under
 from memscale.profiler import find_blocks
 from memscale.profiler.profile import BlockProfile, ModelProfile
-from memscale.techniques.cost import Rates
+from memscale.techniques.cost import ReachedRates
 from memscale.units import format_bytes
 
 SECONDS_DIGITS = 9  # decimals of seconds in a plan: its text must not depend on the last bit of a float
@@ -46,10 +47,10 @@ WHY_KEPT = {
     "least-peak-within-1.15x": "computing it again would not lower the peak, or take too long",
     "least-peak-within-1.5x": "computing it again would not lower the peak, or take too long",
     "least-peak-within-2x": "computing it again would not lower the peak, or take too long",
-    "fastest-at-24%": "the peak is at 24% of the plain one without it",
+    "fastest-at-24%": "24% of the plain peak, the aim of this mode, is reached without recomputing it",
     "fastest-within-utilization": "target_gpu_utilization leaves room for it",
     "fastest-that-fits": "the device has room for it",
-    "budget-fastest": "the budget has room for it",
+    WITHIN_BUDGET: "the budget has room for it",
     "smallest-plan": "dropping it would not lower the peak",
     "forced": "dropping it would not lower the peak",
     "by-hand": "nobody asked for it",
@@ -85,7 +86,7 @@ def plain_point(profile: ModelProfile, hardware: Hardware, config: Config) -> Po
 
 def plain_time(profile: ModelProfile, hardware: Hardware, config: Config) -> StepTime:
     """Return the time of a step of the model as it is."""
-    return _rounded(Rates.of(hardware).step(profile, config.gradient_accumulation_steps))
+    return _rounded(ReachedRates.of(hardware).step(profile, config.gradient_accumulation_steps))
 
 
 def _rounded(time: StepTime) -> StepTime:
@@ -123,7 +124,7 @@ def plan_of(
         step_time=time,
         baseline_saved_bytes=plain.saved_bytes,
         predicted_saved_bytes=chosen.saved_bytes,
-        host_bytes=0 if hardware.offloads_to_disk else chosen.peak_below_bytes,
+        host_bytes=0 if hardware.offloads_to_disk else chosen.offload_peak_bytes,
         disk_bytes=chosen.offloaded_bytes if hardware.offloads_to_disk else 0,
         decision_source="user_config" if config.explicit_fields & _TECHNIQUE_FIELDS else "rule",
         prediction_source="estimated",
@@ -191,9 +192,9 @@ def _describe(point: Point) -> str:
         "MLPs in tiles": setting.mlp_rows is not None,
         "" if setting.precision is None else setting.precision.dtype: setting.precision is not None,
         "8-bit optimizer": setting.eight_bit,
-        f"optimizer state of {point.state_below} blocks on the host": point.state_below > 0,
+        f"optimizer state of {point.states_on_host} blocks on the host": point.states_on_host > 0,
         "stepped on the device": setting.device_step and offloaded > 0,
-        "stepped in backward": setting.overlapped and (point.state_below > 0 or offloaded > 0),
+        "stepped in backward": setting.overlapped and (point.states_on_host > 0 or offloaded > 0),
     }
     parts += [what for what, is_done in whole.items() if is_done]
     return ", ".join(parts) or ("stepped in buckets" if setting.bucketed else "as it is")
@@ -213,9 +214,9 @@ def _optimizer(chosen: Point, hardware: Hardware, rule: str, model: CostModel) -
     on_disk = hardware.offloads_to_disk and any(choice.offloaded for choice in chosen.choices)
     if not (on_disk or setting.eight_bit or setting.bucketed):
         return None
-    with_state_below = model.blocks_with_state_below(chosen.choices, chosen.state_below)
+    with_state_on_host = model.blocks_with_state_on_host(chosen.choices, chosen.states_on_host)
     device_step = model.terms.step_bucket > 0 and any(choice.offloaded for choice in chosen.choices)
-    on_host = [model.blocks[index] for index in with_state_below if model.blocks[index].optimizer_bytes]
+    on_host = [model.blocks[index] for index in with_state_on_host if model.blocks[index].optimizer_bytes]
     reasons = []
     if on_disk:
         reasons.append(f"stepped {format_bytes(bucket)} at a time, parameters and gradients too")
@@ -275,14 +276,14 @@ class _LayerPlans:
         option = self.model.parameter_option(index, choice)
         if option is None and not choice.input_offloaded:
             return _with_residents(layer, block)
-        tier: Tier = "disk" if self.model.terms.rates.below_is_disk else "host"
+        tier: Tier = "disk" if self.model.terms.rates.tier_is_disk else "host"
         nbytes, seconds, reason = 0, 0.0, ""
         if option is not None:
             nbytes, seconds = all_bytes(block), option.seconds
             reason = f"{format_bytes(nbytes)} of parameters, gradients and Adam state live on the {tier}"
             if block.resident:
                 reason += f"; {_why_resident(block)}"
-        size = self.model.activation_bytes_below(index, choice)
+        size = self.model.offloaded_activation_bytes(index, choice)
         if size:
             nbytes += size
             what = "its input"
@@ -341,6 +342,11 @@ class _LayerPlans:
         elif block.changes_input:
             rule = "changes-its-input"
             reason = "its forward writes into its input, so that it can't be run again from it"
+        elif block.gathers_inside:
+            rule, reason = (
+                "gathers-its-parts",
+                "FSDP2 gathers its parts one by one: fully_shard the whole layer instead",
+            )
         elif not can_recompute(block):
             rule, reason = "nothing-to-save", "holds only its inputs and outputs"
         elif not self.config.enable_checkpointing:
@@ -390,6 +396,7 @@ def plan_by_structure(model: nn.Module, hardware: Hardware, config: Config, note
         batch="not seen yet",
         baseline_peak_bytes=peak,
         predicted_peak_bytes=peak,
+        decision_source="rule_fallback" if config.auto_policy else "rule",  # the policy knows batches only
         prediction_source="estimated",
         notes=(note,),
     )

@@ -16,6 +16,7 @@ from memscale._util.terminal import Terminal, table
 from memscale.config import Config
 from memscale.execution_plan import Plan
 from memscale.hardware import Hardware
+from memscale.optimizer.needs import OptimizerNeeds
 from memscale.planner.decide import room_of
 from memscale.planner.estimates import (
     Estimates,
@@ -99,21 +100,27 @@ class BatchSizes:
         return self.explain()
 
 
-def batch_sizes(model: nn.Module, sample: Sample, config: Config, hardware: Hardware) -> BatchSizes:
+def batch_sizes(
+    model: nn.Module,
+    sample: Sample,
+    config: Config,
+    hardware: Hardware,
+    optimizer: OptimizerNeeds | None = None,
+) -> BatchSizes:
     """Search for the batches that fit; the model is not changed."""
-    search = _Search(model, config, hardware)
+    search = _Search(model, config, hardware, optimizer)
     batch, length = batch_size_of(sample), length_of(sample)
     longest = None
-    with rehearsal(model):
+    with rehearsal(model, config):
         samples = _Sizes(functools.partial(with_batch_size, model, sample), (batch, 4 * batch), MOST_SAMPLES)
         estimates = search.estimates(samples)
-        largest = search.most(samples, estimates)
+        largest, estimates = search.most(samples, estimates)
         fastest = None if largest is None else search.fastest(samples, estimates, largest.batch_size)
         if length > 1:
             limit = max(most_positions(model), length)
             known = sorted({length, max(1, length // 2), min(limit, 4 * length)})
             lengths = _Sizes(functools.partial(with_length, model, sample), known, limit)
-            longest = search.most(lengths, search.estimates(lengths))
+            longest, _ = search.most(lengths, search.estimates(lengths))
     return BatchSizes(hardware.describe(), search.room, largest, longest, fastest)
 
 
@@ -127,10 +134,13 @@ class _Sizes:
 
 
 class _Search:
-    def __init__(self, model: nn.Module, config: Config, hardware: Hardware) -> None:
+    def __init__(
+        self, model: nn.Module, config: Config, hardware: Hardware, optimizer: OptimizerNeeds | None
+    ) -> None:
         self._model = model
         self._config = config
         self._hardware = hardware
+        self._optimizer = optimizer
         self._profiles: dict[tuple[int, int], ModelProfile] = {}
         self._known: dict[tuple[tuple[int, int], Config], ProfiledModel] = {}
         self.room = room_of(hardware, config)
@@ -139,10 +149,11 @@ class _Search:
         known = [(size, self._profiled(sizes.sample(size), self._config).under) for size in sizes.known]
         return Estimates(known, self._hardware, self._config, usable(self.room))
 
-    def most(self, sizes: _Sizes, estimates: Estimates) -> BatchFit | None:
+    def most(self, sizes: _Sizes, estimates: Estimates) -> tuple[BatchFit | None, Estimates]:
         """Return the largest size that fits, by simulation; that no larger one does is estimated.
 
-        Each size that was simulated improves the estimates of the others, so that mostly one simulation is enough.
+        Each size that was simulated improves the estimates of the others, so that mostly one simulation is enough; they
+        are returned, too.
         """
         best, low, high = None, 0, sizes.most + 1  # the first fits, the second does not
         size = max(1, estimates.largest(sizes.most))
@@ -161,7 +172,7 @@ class _Search:
             if size >= high or (low and not estimates.has_room(size)):
                 break
             size = max(1, estimates.largest(high - max(1, int(high * LARGEST_PRECISION))))
-        return best
+        return best, estimates
 
     def fastest(self, sizes: _Sizes, estimates: Estimates, largest: int) -> BatchFit | None:
         """Return the batch with the most samples a second, of those up to the largest that fits."""
@@ -180,16 +191,21 @@ class _Search:
             between -= set(tried)
             tried = sorted({*tried, *between})
         quick = self._config.replace(memory_budget=self.room)
+        best: BatchFit | None = None
         for size in sorted(tried, key=about, reverse=True):
+            if best is not None and about(size) <= best.samples_per_second:
+                break
             found, _ = self._fit(sizes.sample(size), quick)
-            if found is not None:
-                return found
-        return None
+            if found is not None and (best is None or found.samples_per_second > best.samples_per_second):
+                best = found
+        return best
 
     def _fit(self, sample: Sample, config: Config) -> tuple[BatchFit | None, float]:
         """Return a batch with its plan, None if that does not fit; and the simulated peak over the estimate."""
         known = self._profiled(sample, config)
-        plan, excess = simulated_plan(self._model, sample, _without_values(config), self._hardware, known)
+        plan, excess = simulated_plan(
+            self._model, sample, _without_values(config), self._hardware, known, self._optimizer
+        )
         if not fits(plan, self._hardware, config):
             return None, excess
         return BatchFit(batch_size_of(sample), length_of(sample), plan, config), excess
@@ -198,8 +214,9 @@ class _Search:
         """Return the profile of a batch, made once for each size; the settings depend on the Config."""
         size = (batch_size_of(sample), length_of(sample))
         if (size, config) not in self._known:
+            profile = self._profiles.get(size)
             known = profile_settings(
-                self._model, sample, _without_values(config), self._hardware, self._profiles.get(size)
+                self._model, sample, _without_values(config), self._hardware, profile, self._optimizer
             )
             self._profiles[size] = known.profile
             self._known[size, config] = known

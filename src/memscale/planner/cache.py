@@ -30,6 +30,7 @@ from memscale._torch import (
     math_attention_is_enabled,
     private_device_name,
 )
+from memscale._util.processes import in_process_group
 from memscale.config import Config
 from memscale.execution_plan import Plan
 from memscale.executor.registry import LAYER_TECHNIQUES
@@ -60,11 +61,14 @@ def plan_key(
     """Return everything that a plan depends on, except values of the batch; None if that cannot be told."""
     if has_global_forward_hooks():
         return None
-    # Plans go by the size of memory, not by what is free of it; free disk space counts in powers of two.
+    # Of memory its size counts, and of an accelerator's host what may be offloaded to it, in steps; free disk space
+    # counts in powers of two.
+    host = hardware.host
+    may_offload = 0 if hardware.device.kind == "cpu" else host.offload_bytes
     machine = replace(
         hardware,
         device=replace(hardware.device, free_bytes=0),
-        host=replace(hardware.host, available_ram_bytes=0),
+        host=replace(host, available_ram_bytes=may_offload),
         disk=replace(hardware.disk, free_bytes=hardware.disk.free_bytes.bit_length()),
     )
     batch = (sample.args, sample.kwargs, sample.beside)
@@ -90,7 +94,7 @@ def values_of(sample: Sample) -> object:
 
 
 def _switches() -> object:
-    """Return the part of torch's global state that kernels and types depend on."""
+    """Return the part of torch's global state that kernels, types and placement depend on."""
     kinds = ("cpu", "cuda", private_device_name())
     return (
         torch.get_default_dtype(),
@@ -102,6 +106,7 @@ def _switches() -> object:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_grad_enabled(),
         torch.get_float32_matmul_precision(),
+        in_process_group(),
     )
 
 

@@ -19,12 +19,13 @@ from memscale.execution_plan import StepTime
 from memscale.executor.registry import LAYER_TECHNIQUES
 from memscale.hardware import Hardware
 from memscale.offload.technique import activation_time
-from memscale.planner.frontier import Option, Row, trade_of
+from memscale.optimizer.cost import StepCosts, bucket_bytes_for
+from memscale.planner.frontier import ModelRow, Option, trade_of
 from memscale.planner.settings import NOTHING, Setting
 from memscale.profiler.profile import BlockProfile, ModelProfile
-from memscale.techniques.cost import BUCKET_SECONDS, BlockOption, CostTerms, Rates
+from memscale.techniques.cost import BlockOption, CostTerms, ReachedRates
+from memscale.tiers.engine import MASTERS_SHARE
 
-PAGE_LOCKED_SHARE = 0.5  # of host memory, which may be page-locked where the user has set no limit
 PAGE_BYTES = 4096  # files on disk take whole pages
 SLAB_BYTES = 2**16  # the file that small tensors share
 SEGMENT_LENGTHS = (2, 3, 4, 6, 8)  # blocks recomputed as one
@@ -34,9 +35,6 @@ ODD_BLOCKS_SHARE = 1 / 50  # of what the stacks save: if odd blocks save less, t
 # Products that the first block of a segment keeps, and the others: a segment returns all it dropped at once, so that
 # keeping more gains little.
 KEPT_IN_SEGMENT = ((0, 0), (0, 1), (1, 1), (1, 2), (2, 2))
-LARGEST_BUCKET = 64 * 2**20  # bytes: runs long enough to be read at the disk's full rate
-SMALLEST_BUCKET = 2**20  # bytes
-BUCKET_SHARE = 1 / 8  # of the parameters, between the two
 
 
 class Choice(NamedTuple):
@@ -45,8 +43,8 @@ class Choice(NamedTuple):
     technique: str = ""  # for its activations; empty if they are left alone
     variant: int = 0  # which of that technique's options for the block
     chained: bool = False  # a recomputed block's input is recomputed too, from the block before
-    offloaded: bool = False  # its parameters are on the tier below
-    input_offloaded: bool = False  # its input, or that of the segment it is in, is on the tier below
+    offloaded: bool = False  # its parameters are on the offload tier
+    input_offloaded: bool = False  # its input, or that of the segment it is in, is on the offload tier
 
     @property
     def recompute(self) -> bool:
@@ -54,7 +52,7 @@ class Choice(NamedTuple):
 
     @property
     def saved_offloaded(self) -> bool:
-        """Whether what it saves for backward, its input included, is on the tier below."""
+        """Whether what it saves for backward, its input included, is on the offload tier."""
         return self.technique == "offloading"
 
     @property
@@ -78,11 +76,13 @@ class Point:
     peak_bytes: int  # of device memory
     saved_bytes: int  # what forward saves for backward
     seconds: float  # of a step
-    offloaded_bytes: int = 0  # parameters, gradients and optimizer state on the tier below
-    peak_below_bytes: int = 0  # the most there at once: those, in whole pages on disk, and activations
+    offloaded_bytes: int = 0  # parameters, gradients and optimizer state on the offload tier
+    offload_peak_bytes: int = 0  # the most there at once: those, in whole pages on disk, and activations
     setting: Setting = NOTHING
     prefetch: int = 0  # how many layers ahead parameters are fetched
-    state_below: int = 0  # the optimizer state of so many blocks, the last ones on the device, is on the host
+    states_on_host: int = (
+        0  # the optimizer state of so many blocks, the last ones on the device, is on the host
+    )
 
 
 def spans(choices: Sequence[Choice]) -> Iterator[tuple[int, int]]:
@@ -127,22 +127,22 @@ def _segment_pays(length: int, block: BlockProfile, kept: int, stacks: Mapping[s
     return length**2 * max(1, returned) <= LONGEST_SEGMENT**2 * inputs
 
 
-def room_below(hardware: Hardware, config: Config) -> int:
-    """Return what may be on the tier below: the user's cap, else the host's memory or what is free of the disk."""
+def offload_room(hardware: Hardware, config: Config) -> int:
+    """Return what may be on the offload tier: the user's cap, else what is free of the host's memory or the disk."""
     if hardware.offloads_to_disk:
         cap, there = config.max_disk_offload_bytes, hardware.disk.free_bytes if hardware.disk.writable else 0
     else:
-        cap, there = config.max_cpu_offload_bytes, hardware.host.total_ram_bytes
+        cap, there = config.max_cpu_offload_bytes, hardware.host.offload_bytes
     return there if cap is None else cap
 
 
-def adamw_temporaries(kind: str) -> tuple[float, float]:
-    """Return the bytes that AdamW's step allocates for each of all parameters (foreach), and of the largest (loop)."""
-    return (0.0, 2.0) if kind == "cpu" else (1.0, 0.0)
-
-
 class CostModel:
-    """What plans cost for one profile of a model under a setting, with `prefetch` layers fetched ahead."""
+    """What plans cost for one profile of a model under a setting, with `prefetch` layers fetched ahead.
+
+    Attributes:
+        room: The most that a plan may have on the offload tier; with page-locked memory what masters may take of that.
+        fits_page_locked: Whether that is enough for all parameters, gradients and state.
+    """
 
     def __init__(
         self,
@@ -157,28 +157,30 @@ class CostModel:
         self.prefetch = prefetch
         pool = None if config.async_config is None else config.async_config.pinned_pool_bytes
         if pool is None:
-            pool = int(hardware.host.total_ram_bytes * PAGE_LOCKED_SHARE)
+            pool = hardware.host.page_locked_bytes
         everything = profile.parameter_bytes + profile.gradient_bytes + profile.optimizer_bytes
-        # How much of parameters, gradients and loaded state is stepped at once, where that is done in buckets.
-        share = int(profile.parameter_bytes * BUCKET_SHARE)
-        self.bucket_bytes = min(LARGEST_BUCKET, max(SMALLEST_BUCKET, share))
+        self.bucket_bytes = bucket_bytes_for(profile)
         self.terms = CostTerms(
-            Rates.of(hardware),
+            ReachedRates.of(hardware),
             config,
             setting.working_share,
             prefetch > 0,
-            everything <= pool,
+            hardware.offloads_to_disk or setting.page_locked,  # a disk is as fast in either case
             profile.fused_on_cpu,
             self.bucket_bytes if setting.device_step else 0,
             setting.overlapped,
         )
+        self.steps = StepCosts(profile, self.terms, hardware.device.kind, setting.bucketed, setting.eight_bit)
         called = (block for block in profile.blocks if block.order >= 0)
         self.blocks = tuple(sorted(called, key=lambda block: block.order))
         self._on_cpu = hardware.device.kind == "cpu"
         self._accumulates = config.gradient_accumulation_steps > 1
-        self._room_below = room_below(hardware, config) if config.enable_offloading else 0
+        self.room = offload_room(hardware, config) if config.enable_offloading else 0
+        locked = int(MASTERS_SHARE * pool)
+        self.fits_page_locked = hardware.offloads_to_disk or everything <= locked
+        if setting.page_locked and not hardware.offloads_to_disk:
+            self.room = min(self.room, locked)
         self._stacks = Counter(block.container for block in self.blocks)
-        self._temporaries = profile.step_temporaries or adamw_temporaries(hardware.device.kind)
         layers = [block for block in self.blocks if block.role == "repeated"]
         odd = [block for block in self.blocks if block.role != "repeated" and can_recompute(block)]
         saved = sum(block.saved_bytes for block in layers if can_recompute(block))
@@ -192,9 +194,14 @@ class CostModel:
         ]
         by_kind = [self._options_of(block) for block in kinds]
         self._options = [by_kind[kind] for kind in self._kinds]
+        self._known_with_state: dict[tuple[object, ...], Option[Choices]] = {}
         self._known_options: dict[tuple[object, ...], Option[Choices]] = {}
         self._known_positions: dict[tuple[object, ...], tuple[Option[Choices], ...]] = {}
         self._frame = functools.cache(self._row)
+        # Points differ in few blocks: what depends on one block and its choice is computed once.
+        self._cover = functools.cache(self._idle_link)
+        self._state_time = functools.cache(self._time_of_state)
+        self._early_copies = functools.cache(self._copies_of)
 
     def _options_of(self, block: BlockProfile) -> dict[str, tuple[BlockOption, ...]]:
         """Return what each technique offers for a block's activations, and under "" what there is for parameters."""
@@ -217,22 +224,22 @@ class CostModel:
 
     # Whole plans -------------------------------------------------------------------------------------
 
-    def numbers_of_state_below(self, parts: int) -> list[int]:
+    def numbers_of_states_on_host(self, parts: int) -> list[int]:
         """Return how many blocks may have their optimizer state on the host: none, all, and evenly in between."""
         config, setting = self.terms.config, self.setting
         may = config.enable_offloading and setting.bucketed and not setting.eight_bit
-        most = len(self.blocks) if may and not self.terms.rates.below_is_disk else 0
+        most = len(self.blocks) if may and not self.terms.rates.tier_is_disk else 0
         return sorted({round(most * part / parts) for part in range(parts + 1)})
 
-    def rows(self, state_below: Collection[int] = ()) -> Iterator[Row[Choices]]:
+    def rows(self, states_on_host: Collection[int] = ()) -> Iterator[ModelRow[Choices]]:
         """Yield rows with every choice that is allowed at every position, the state of some of them on the host.
 
         Blocks outside of stacks, which may share parameters, are offloaded together or not at all: a row for each. Of
         the layers of stacks the last ones are offloaded, as many as pay.
         """
-        saved = [self.activation_bytes_below(index, SAVED_OFFLOADED) for index in range(len(self.blocks))]
+        saved = [self.offloaded_activation_bytes(index, SAVED_OFFLOADED) for index in range(len(self.blocks))]
         sums = list(itertools.accumulate(reversed(saved)))  # where the room ends, the last blocks
-        room_for_saved = [total <= self._room_below for total in reversed(sums)]
+        room_for_saved = [total <= self.room for total in reversed(sums)]
         for odd_offloaded in (False, True) if self.terms.config.enable_offloading else (False,):
             allowed = self._may_be_offloaded(odd_offloaded)
             # With prefetching, plans that offload what is saved have some of it in flight: a row of their own.
@@ -244,20 +251,20 @@ class CostModel:
                     for index in range(len(self.blocks))
                 ]
                 sent = [
-                    self.activation_bytes_below(index, option.what[0])
+                    self.offloaded_activation_bytes(index, option.what[0])
                     for index, here in enumerate(options)
                     for option in here
                     if option.what[0].saved_offloaded
                 ]
                 if self.prefetch and saved_offloaded and not sent:
                     continue
-                if state_below:
+                if states_on_host:
                     options = [
-                        tuple(self._with_state_below(index, each, state_below) for each in here)
+                        tuple(self._with_state_on_host(index, each, states_on_host) for each in here)
                         for index, here in enumerate(options)
                     ]
                 in_flight = self._in_flight([max(sent)] * len(self.blocks)) if sent else 0
-                frame = self._frame(odd_offloaded, self.prefetch, bool(state_below), in_flight, True)
+                frame = self._frame(odd_offloaded, self.prefetch, bool(states_on_host), in_flight, True)
                 yield replace(frame, options=options)
 
     def _in_flight(self, sent: Sequence[int]) -> int:
@@ -269,7 +276,7 @@ class CostModel:
             return 0
         return max((sum(sent[first : first + self.prefetch + 1]) for first in range(len(sent))), default=0)
 
-    def blocks_with_state_below(self, choices: Choices, number: int) -> list[int]:
+    def blocks_with_state_on_host(self, choices: Choices, number: int) -> list[int]:
         """Return so many blocks on the device, in order: the last layers, whose gradients come first, then others.
 
         The longer backward goes on after a gradient has come, the more of a step it can hide; not that of embeddings.
@@ -278,17 +285,25 @@ class CostModel:
         here.sort(key=lambda index: (self.blocks[index].role != "repeated", -index))
         return sorted(here[:number])
 
-    def _with_state_below(
-        self, start: int, option: Option[Choices], state_below: Collection[int]
+    def _with_state_on_host(
+        self, start: int, option: Option[Choices], states_on_host: Collection[int]
     ) -> Option[Choices]:
         """Return an option with the state of those of its blocks on the host that are on the device themselves.
 
         An overlapped step has the new values of parameters beside them from backward to the step's end.
         """
         pairs = [(start + offset, choice) for offset, choice in enumerate(option.what)]
-        moved = [(index, choice) for index, choice in pairs if index in state_below and not choice.offloaded]
+        moved = tuple(pair for pair in pairs if pair[0] in states_on_host and not pair[1].offloaded)
         if not moved:
             return option
+        key = (id(option), moved)  # known options live as long as this
+        if key not in self._known_with_state:
+            self._known_with_state[key] = self._cost_with_state_on_host(option, moved)
+        return self._known_with_state[key]
+
+    def _cost_with_state_on_host(
+        self, option: Option[Choices], moved: Sequence[tuple[int, Choice]]
+    ) -> Option[Choices]:
         blocks = [self.blocks[index] for index, _ in moved]
         copies = sum(
             self.blocks[index].parameter_bytes for index, choice in moved if self._is_early(index, choice)
@@ -296,7 +311,7 @@ class CostModel:
         in_flight = max(self.bucket_bytes, *(each.parameter_bytes for each in blocks)) if copies else 0
         return replace(
             option,
-            seconds=option.seconds + sum((self._state_time(*each) for each in moved), StepTime()).total,
+            seconds=option.seconds + sum(self._state_time(*each).total for each in moved),
             resident=option.resident - sum(each.optimizer_bytes for each in blocks),
             backward=option.backward + in_flight,
             gradient=option.gradient + copies,
@@ -306,33 +321,41 @@ class CostModel:
     def _is_early(self, index: int, choice: Choice) -> bool:
         return self.terms.steps_early(self.blocks[index], offloaded=choice.offloaded)
 
-    def _state_time(self, index: int, choice: Choice) -> StepTime:
+    def _time_of_state(self, index: int, choice: Choice) -> StepTime:
         """Return what copying the state of a block to the device and back takes: in buckets, both at once."""
         block, accumulated = self.blocks[index], self.terms.accumulated
         latency = 2 * self.terms.rates.latency * block.parameter_count
-        cover = self._cover(index, choice) if self._is_early(index, choice) else 0.0
-        copies = self.terms.exposed_early(block, cover, offloaded=False)
+        copies = block.optimizer_bytes / min(self.terms.link)
+        if self._is_early(index, choice):
+            copies = self.terms.exposed_early(block, self._cover(index, choice), offloaded=False)
         return StepTime(transfers=copies / accumulated, overhead=latency / accumulated)
 
-    def _cover(self, index: int, choice: Choice) -> float:
+    def _copies_of(self, index: int, choice: Choice) -> float | None:
+        """Return the time of the copies for the step of a block in backward, where it is made there."""
+        if not self._is_early(index, choice):
+            return None
+        return self.terms.early_copies(self.blocks[index], offloaded=choice.offloaded)
+
+    def _idle_link(self, index: int, choice: Choice) -> float:
         """Return the time of a block's backward in which the link has nothing to copy for that."""
         block, rates = self.blocks[index], self.terms.rates
         computing = rates.backward(block) + rates.forward(block) * choice.recompute
-        copied = self.activation_bytes_below(index, choice)
+        copied = self.offloaded_activation_bytes(index, choice)
         if choice.offloaded:
             copied += int(max(block.used_bytes, block.gradient_bytes) * self.terms.working_share)
         return max(0.0, computing - copied / min(self.terms.link))
 
-    def _shared_cover(self, choices: Choices, state_below: Collection[int]) -> StepTime:
+    def _shared_cover(self, choices: Choices, states_on_host: Collection[int]) -> StepTime:
         """Return what steps that overlap with backward take less together than if only their own block hid each.
 
         From the first gradient on, the backward of all blocks hides the copies for all. Those of the last are not
         hidden.
         """
+        moved = {*states_on_host, *(index for index, choice in enumerate(choices) if choice.offloaded)}
         early = [
-            (self.terms.early_copies(self.blocks[index], offloaded=choice.offloaded), index, choice)
-            for index, choice in enumerate(choices)
-            if (index in state_below or choice.offloaded) and self._is_early(index, choice)
+            (copies, index, choices[index])
+            for index in sorted(moved)
+            if (copies := self._early_copies(index, choices[index])) is not None
         ]
         if not early:
             return StepTime()
@@ -341,45 +364,47 @@ class CostModel:
         together = max(early[0][0], sum(copies for copies, _, _ in early) - cover)
         return StepTime(transfers=min(0.0, together - alone))
 
-    def point(self, choices: Choices, state_below: int = 0) -> Point:
+    def point(self, choices: Choices, states_on_host: int = 0) -> Point:
         """Return what choices for all blocks cost, with the optimizer state of so many on the host."""
         pairs = list(zip(self.blocks, choices, strict=True))
-        with_state_below = self.blocks_with_state_below(choices, state_below)
+        with_state_on_host = self.blocks_with_state_on_host(choices, states_on_host)
         offloaded = [block for block, choice in pairs if choice.offloaded]
         odd_offloaded = any(block.role != "repeated" for block in offloaded)
         prefetch = min(self.prefetch, len(offloaded))
         options = []
         for start, stop in spans(choices):
             option = self._option(start, choices[start:stop], odd_offloaded, prefetch)
-            options.append(self._with_state_below(start, option, with_state_below))
-        sent = [self.activation_bytes_below(index, choice) for index, choice in enumerate(choices)]
-        saved_below = [size for size, choice in zip(sent, choices, strict=True) if choice.saved_offloaded]
-        in_flight = self._in_flight(saved_below)
-        frame = self._frame(odd_offloaded, prefetch, state_below > 0, in_flight, bool(offloaded))
+            options.append(self._with_state_on_host(start, option, with_state_on_host))
+        sent = [self.offloaded_activation_bytes(index, choice) for index, choice in enumerate(choices)]
+        sent_saved = [size for size, choice in zip(sent, choices, strict=True) if choice.saved_offloaded]
+        in_flight = self._in_flight(sent_saved)
+        frame = self._frame(odd_offloaded, prefetch, states_on_host > 0, in_flight, bool(offloaded))
         trade = trade_of(frame, options)
-        below = sum(all_bytes(block) for block in offloaded)
-        moved = [self.blocks[index] for index in with_state_below]
-        # Overlapped steps write new state beside the old, and new parameters if they are there.
-        early = [pairs[index] for index, choice in enumerate(choices) if self._is_early(index, choice)]
-        spare = sum(all_bytes(block) - block.gradient_bytes for block, choice in early if choice.offloaded)
-        spare += sum(
-            block.optimizer_bytes for block, choice in early if block in moved and not choice.offloaded
-        )
-        below += sum(block.optimizer_bytes for block in moved) + spare
-        peak_below = below + sum(sent)
+        # Steps in backward write new state beside the old, and new parameters if they are there.
+        offloaded_bytes = 0
+        for index in with_state_on_host:
+            is_early = self._is_early(index, choices[index])
+            offloaded_bytes += self.blocks[index].optimizer_bytes * (1 + is_early)
+        for index, (block, choice) in enumerate(pairs):
+            if choice.offloaded:
+                is_early = self._is_early(index, choice)
+                offloaded_bytes += all_bytes(block) + is_early * (
+                    block.parameter_bytes + block.optimizer_bytes
+                )
+        offload_peak = offloaded_bytes + sum(sent)
         if self._on_cpu and offloaded:
-            peak_below += SLAB_BYTES + sum(map(self._unused_in_pages, offloaded))
+            offload_peak += SLAB_BYTES + sum(map(self._unused_in_pages, offloaded))
         saved = self._profile.other_saved_bytes + trade.held
         return Point(
             choices,
             trade.peak,
             saved,
-            trade.seconds + self._shared_cover(choices, with_state_below).total,
-            below,
-            peak_below,
+            trade.seconds + self._shared_cover(choices, with_state_on_host).total,
+            offloaded_bytes,
+            offload_peak,
             self.setting,
             self.prefetch if any(sent) else prefetch,
-            state_below,
+            states_on_host,
         )
 
     def step_time(self, point: Point) -> StepTime:
@@ -388,22 +413,22 @@ class CostModel:
         for start, stop in spans(point.choices):
             choices = point.choices[start:stop]
             times.append(self._time(start, choices))
-        below = self.blocks_with_state_below(point.choices, point.state_below)
-        times += [self._state_time(index, point.choices[index]) for index in below]
-        return sum(times, self._shared_cover(point.choices, below))
+        on_host = self.blocks_with_state_on_host(point.choices, point.states_on_host)
+        times += [self._state_time(index, point.choices[index]) for index in on_host]
+        return sum(times, self._shared_cover(point.choices, on_host))
 
     def without_transfers(self, point: Point, nbytes: int) -> Point:
-        """Return a point that has at least so many bytes of activations less on the tier below, if it has as many."""
+        """Return a point that has at least so many bytes of activations less on the offload tier, if it has as many."""
         choices = list(point.choices)
         for start, stop in spans(point.choices):
             if nbytes <= 0:
                 break
-            nbytes -= self.activation_bytes_below(start, choices[start])
+            nbytes -= self.offloaded_activation_bytes(start, choices[start])
             choices[start:stop] = [each.with_activations_here for each in choices[start:stop]]
-        return self.point(tuple(choices), point.state_below)
+        return self.point(tuple(choices), point.states_on_host)
 
-    def activation_bytes_below(self, index: int, choice: Choice) -> int:
-        """Return what of a block's activations, with the input of a block or segment, is on the tier below."""
+    def offloaded_activation_bytes(self, index: int, choice: Choice) -> int:
+        """Return what of a block's activations, with the input of a block or segment, is on the offload tier."""
         if not choice.input_offloaded or choice.chained:
             return 0
         option = self.activation_option(index, choice)
@@ -419,7 +444,7 @@ class CostModel:
 
     def _row(
         self, odd_offloaded: bool, prefetch: int, loads_state: bool, in_flight: int, has_masters: bool
-    ) -> Row[Choices]:
+    ) -> ModelRow[Choices]:
         """Return the row without options: what is in use whatever is chosen."""
         profile, blocks = self._profile, self.blocks
         other_saved = profile.other_saved_bytes + in_flight
@@ -432,10 +457,10 @@ class CostModel:
         other_gradients = profile.gradient_bytes - sum(block.gradient_bytes for block in blocks)
         if self._accumulates:  # they are there from the first batch on
             constant, other_gradients = constant + other_gradients, 0
-        temporaries = self._step_temporaries(odd_offloaded, loads_state)
+        temporaries = self.steps.temporary_bytes(odd_offloaded=odd_offloaded, loads_state=loads_state)
         if has_masters:
-            temporaries = max(temporaries, self._device_step_bytes())
-        return Row(
+            temporaries = max(temporaries, self.steps.device_step_bytes)
+        return ModelRow(
             options=[()] * len(blocks),
             dropped=[block.dropped_bytes for block in blocks],
             constant=constant,
@@ -448,53 +473,15 @@ class CostModel:
 
     def _prefetched(self, index: int, towards: int, prefetch: int, odd_offloaded: bool) -> int:
         """Return the most that is prefetched beside a block: the next ones, `towards` the end (1) or the start (-1)."""
-        ahead = self.blocks[index + 1 :] if towards > 0 else self.blocks[:index][::-1]
-        offloaded = [block for block in ahead if odd_offloaded or block.role == "repeated"]
+        next_blocks = self.blocks[index + 1 :] if towards > 0 else self.blocks[:index][::-1]
+        offloaded = [block for block in next_blocks if odd_offloaded or block.role == "repeated"]
         return sum(map(self._working, offloaded[:prefetch]))
-
-    def _step_temporaries(self, odd_offloaded: bool, loads_state: bool) -> int:
-        """Return what a step allocates for one parameter, or one bucket, at a time; for all at once see `_cost`."""
-        of_all, of_one = self._temporaries
-        largest, bucket = self._profile.largest_gradient_bytes, self.bucket_bytes
-        if self._on_cpu:  # the largest are embeddings: offloaded ones are stepped in buckets
-            return bucket if odd_offloaded else int(of_one * largest)
-        if not self.setting.bucketed:
-            return int(of_one * largest) + (
-                bucket if self.setting.eight_bit else 0
-            )  # moments in 32 bits again
-        # Half of a bucket are parameters, a quarter if state is loaded: then two buckets of state, half of each.
-        loaded = loads_state or self.setting.eight_bit
-        parameters = min(bucket // 4 if loaded else bucket // 2, self._profile.gradient_bytes)
-        return int(of_all * parameters) + int(of_one * min(largest, parameters)) + (bucket if loaded else 0)
-
-    def _device_step_bytes(self) -> int:
-        """Return what stepping masters of the host on the device takes there: two buckets, temporaries of one."""
-        profile, bucket = self._profile, self.terms.step_bucket
-        copied = 2 * profile.gradient_bytes + profile.optimizer_bytes
-        parameters = min(bucket, copied) * profile.gradient_bytes // max(1, copied)
-        return min(2 * bucket, copied) + int(sum(self._temporaries) * parameters)
-
-    @property
-    def device_step_pays(self) -> bool:
-        """Whether stepping all parameters, as masters on the host, takes less time on the device than on the CPU."""
-        profile = self._profile
-        tensors = sum(block.parameter_count for block in profile.blocks)
-        needs = profile.gradient_bytes, profile.optimizer_bytes, tensors
-        on_device = replace(self.terms, step_bucket=self.bucket_bytes).step_below(*needs)
-        return on_device < replace(self.terms, step_bucket=0).step_below(*needs)
-
-    @property
-    def may_overlap(self) -> bool:
-        """Whether the loop is known to allow steps in backward; without page-locked memory they would hold that up."""
-        config = self.terms.config
-        allowed = config.overlap_optimizer is True and config.gradient_accumulation_steps == 1
-        return allowed and self.terms.page_locked and not self.terms.rates.below_is_disk
 
     # Positions ---------------------------------------------------------------------------------------
 
     def _may_be_offloaded(self, odd: bool) -> list[tuple[bool, ...]] | None:
         """Return for each block whether its parameters may, or must, be offloaded; None if no odd ones can."""
-        room = self._room_below
+        room = self.room
         allowed: list[tuple[bool, ...]] = [(False,)] * len(self.blocks)
         has_option = [bool(options[""]) for options in self._options]
         for index, block in enumerate(self.blocks):
@@ -529,7 +516,7 @@ class CostModel:
                 phase = int(offloaded) if len(allowed[index]) > 1 else None
                 # What is in flight is not in an option's peak, and no reason to prefer it.
                 in_flight = [
-                    self._in_flight([self.activation_bytes_below(index, option.what[0])])
+                    self._in_flight([self.offloaded_activation_bytes(index, option.what[0])])
                     if option.what[0].saved_offloaded
                     else 0
                     for option in those
@@ -568,9 +555,9 @@ class CostModel:
                     yield from self._with_input_offloaded(index, (first, *others), options[kept_first])
 
     def _with_input_offloaded(self, index: int, choices: Choices, option: BlockOption) -> Iterator[Choices]:
-        """Yield a block or segment with its input on the device, and with its input on the tier below."""
+        """Yield a block or segment with its input on the device, and with its input on the offload tier."""
         yield choices
-        allowed = self.terms.config.enable_offloading and (choices[0].offloaded or not self._on_cpu)
+        allowed = self.terms.config.enable_offloading
         if allowed and option.reruns_forward and not option.keep and self.input_bytes(index):
             yield tuple(choice._replace(input_offloaded=True) for choice in choices)
 
@@ -617,7 +604,7 @@ class CostModel:
             share = self.setting.state_share if block.role == "repeated" else 1.0
             live += int(block.optimizer_bytes * share)
         if not self.setting.bucketed:
-            stepping += int(self._temporaries[0] * gradient)
+            stepping += int(self.steps.temporaries[0] * gradient)
         if self._accumulates:  # gradients are there from the first batch on
             live, stepping, gradient = live + gradient, stepping - gradient, 0
         if any(choice.offloaded and self._is_early(start, choice) for choice in choices):
@@ -647,22 +634,10 @@ class CostModel:
         if self.setting.bucketed:
             pairs = zip(self.blocks[start : start + len(choices)], choices, strict=True)
             resident = sum(block.gradient_bytes for block, choice in pairs if not choice.offloaded)
-            exposed = self._exposed_in_buckets(resident)
-            time += StepTime(overhead=exposed)
+            time += StepTime(overhead=self.steps.exposed_in_buckets(resident))
         if choices[0].input_offloaded and not choices[0].saved_offloaded:
             time += self.input_time(start)
         return time
-
-    def _exposed_in_buckets(self, gradient_bytes: int) -> float:
-        """Return what buckets add to a step: the device computes one while the calls for the next are launched."""
-        parameters = self.bucket_bytes / 2
-        exposed = max(0.0, BUCKET_SECONDS - self.terms.rates.optimizer(int(parameters)))
-        return exposed * gradient_bytes / parameters / self.terms.accumulated
-
-    @property
-    def buckets_are_free(self) -> bool:
-        """Whether steps in buckets take no longer than whole ones."""
-        return self._exposed_in_buckets(self._profile.gradient_bytes) == 0.0
 
     def _part(self, index: int, choice: Choice) -> _Part:
         """Return the figures of one block under a choice."""
@@ -736,7 +711,7 @@ class _Part(NamedTuple):
     """One block of an option."""
 
     block: BlockProfile
-    offloaded: bool  # its parameters are on the tier below
+    offloaded: bool  # its parameters are on the offload tier
     reruns: bool  # its forward runs again in backward
     held: int  # inside of it between forward and backward
     returned: int  # what comes back when backward reaches it

@@ -18,13 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import torch
-
 from memscale.config import AsyncOffloadConfig, Config, OptimizationMode
-from memscale.execution_plan import Plan
+from memscale.execution_plan import LEFT_AS_IT_IS, WITHIN_BUDGET, Plan
 from memscale.hardware import Hardware
 from memscale.planner.assembly import Verdict, pareto_frontier, plain_point, plan_of
-from memscale.planner.cost_model import PLAIN, Choices, CostModel, Point, full_checkpointing, room_below
+from memscale.planner.cost_model import PLAIN, Choices, CostModel, Point, full_checkpointing, offload_room
 from memscale.planner.frontier import Trade, best_trades, fastest_within
 from memscale.planner.settings import NOTHING, Under
 from memscale.profiler.profile import ModelProfile
@@ -38,7 +36,8 @@ OVERLAPPED_TIME = 1.5  # the same where steps are known to overlap with backward
 AGGRESSIVE_SHARE = 0.02
 UNTOUCHED_SHARE = 0.1  # of the device: a model whose plain step needs less is left as it is
 STATE_PARTS = 8  # the numbers of blocks, evenly spaced, whose optimizer state is tried on the host
-FREE_STEP = 64 * 2**20  # bytes to which a device's free memory is rounded down, so that plans do not waver
+# Of the time of a plan that prefetches: what one that waits must take to be preferred.
+WORTH_WAITING = 0.99
 
 
 def decide(
@@ -70,13 +69,20 @@ def decide(
         ways.append((replace(hardware, past_host=True), False))
     plans = []
     for tiers, prefetch in ways:
+        plain = plain_point(profile, tiers, config)
         points = frontier_points(under, tiers, config, prefetch=prefetch)
-        verdict = _choose(points, plain_point(profile, tiers, config), tiers, config, margin)
+        verdict = choose_point(points, plain, tiers, config, margin)
+        may_wait = prefetch and (tiers, False) in ways
+        if may_wait and _waiting_may_be_faster(verdict, points, under, tiers, config):
+            others = frontier_points(under, tiers, config, prefetch=False)
+            waiting = choose_point(others, plain, tiers, config, margin)
+            if waiting.rule == verdict.rule and waiting.point.seconds < WORTH_WAITING * verdict.point.seconds:
+                verdict, points, prefetch = waiting, [*points, *others], False
         if refine:
             verdict = _refined(verdict, under, tiers, config, prefetch)
         plan = plan_of(verdict, profile, tiers, config, under=under, points=points)
         if tiers.past_host:
-            room = format_bytes(room_below(hardware, config))
+            room = format_bytes(offload_room(hardware, config))
             note = f"parameters, gradients and Adam state go to disk: with {room} of host memory for them nothing fits"
             plan = replace(plan, notes=(*plan.notes, note))
         plans.append(plan)
@@ -86,11 +92,27 @@ def decide(
     return min(plans, key=lambda each: each.predicted_peak_bytes)
 
 
+def _waiting_may_be_faster(
+    verdict: Verdict, points: Sequence[Point], under: Under, hardware: Hardware, config: Config
+) -> bool:
+    """Return whether the memory that prefetching takes could buy a plan up to the rule's limit that is faster.
+
+    At best one that waits takes no longer than the one that prefetches and needs as much more.
+    """
+    chosen = verdict.point
+    if verdict.within is None or not chosen.prefetch:
+        return False
+    same = [(setting, needs) for setting, needs in under if setting is chosen.setting]
+    (waiting,) = cost_models(same, hardware, config, prefetch=False)
+    taken = chosen.peak_bytes - waiting.point(chosen.choices, chosen.states_on_host).peak_bytes
+    return _fastest(pareto_frontier(points), verdict.within + taken).seconds < WORTH_WAITING * chosen.seconds
+
+
 def _is_short_of_host_memory(profile: ModelProfile, hardware: Hardware, config: Config) -> bool:
     """Return whether host memory is too small for all parameters and their state, and the disk is larger."""
     everything = profile.parameter_bytes + profile.gradient_bytes + profile.optimizer_bytes
-    on_disk = room_below(replace(hardware, past_host=True), config)
-    return config.enable_offloading and room_below(hardware, config) < min(everything, on_disk)
+    on_disk = offload_room(replace(hardware, past_host=True), config)
+    return config.enable_offloading and offload_room(hardware, config) < min(everything, on_disk)
 
 
 def _prefetch_depth(hardware: Hardware, config: Config) -> int:
@@ -108,7 +130,7 @@ def cost_models(
     """Yield the cost model of each setting, with prefetching where that is possible and wanted."""
     depth = _prefetch_depth(hardware, config) if prefetch else 0
     for setting, needs in under:
-        if not (setting.device_step and hardware.offloads_to_disk):
+        if not hardware.offloads_to_disk or (setting.page_locked and not setting.device_step):
             yield CostModel(needs, hardware, config, setting, depth)
 
 
@@ -123,21 +145,23 @@ def frontier_points(
     Of each position `most` partial plans are kept; by default as many as the depth of the model allows.
     """
     found = untouched_points(under, hardware, config)
-    room = room_below(hardware, config)
     for model in cost_models(under, hardware, config, prefetch=prefetch):
         plans = [(PLAIN,) * len(model.blocks)]
         if config.enable_checkpointing:  # at the same peak it may hold less
             plans += [full_checkpointing(model.blocks, odd=odd) for odd in (False, True)]
         plans += [_choices(trade) for row in model.rows() for trade in best_trades(row, most)]
-        numbers = model.numbers_of_state_below(STATE_PARTS)
-        points = [model.point(choices, number) for choices in plans for number in numbers]
-        found += [
+        _, *numbers = model.numbers_of_states_on_host(STATE_PARTS)
+        here = [model.point(choices) for choices in plans]
+        # What is beaten with all state on the device is so with as much of it on the host.
+        points = here + [model.point(each.choices, n) for each in pareto_frontier(here) for n in numbers]
+        points = [
             point
-            if point.peak_below_bytes <= room
-            else model.without_transfers(point, point.peak_below_bytes - room)
+            if point.offload_peak_bytes <= model.room
+            else model.without_transfers(point, point.offload_peak_bytes - model.room)
             for point in points
         ]
-    return [point for point in found if point.peak_below_bytes <= room]
+        found += [point for point in points if point.offload_peak_bytes <= model.room]
+    return found
 
 
 def untouched_points(under: Under, hardware: Hardware, config: Config) -> list[Point]:
@@ -153,7 +177,7 @@ def _choices(trade: Trade[Choices]) -> Choices:
     return tuple(choice for option in trade.options for choice in option.what)
 
 
-def _choose(
+def choose_point(
     points: Sequence[Point], plain: Point, hardware: Hardware, config: Config, margin: int
 ) -> Verdict:
     """Choose a point, with `margin` bytes left free; the first one does nothing to any block."""
@@ -163,11 +187,13 @@ def _choose(
     if is_small and not is_pressed and not config.force_optimize:
         note = (
             f"a plain step needs {format_bytes(needed)}, less than {UNTOUCHED_SHARE:.0%} of "
-            f"{hardware.device.describe()}: the model is left as it is (force_optimize=True changes that)"
+            f"{hardware.device.describe()}: {LEFT_AS_IT_IS} (force_optimize=True changes that)"
         )
         return Verdict(points[0], "small-model", (note,))
     verdict = _by_rule(points, plain, hardware, config, margin)
-    if config.force_optimize and not any(each.technique or each.offloaded for each in verdict.point.choices):
+    chosen = verdict.point
+    does_something = chosen.states_on_host or any(each.technique or each.offloaded for each in chosen.choices)
+    if config.force_optimize and not does_something:
         forced = [p for p in points if any(choice.recompute for choice in p.choices)]
         if forced:
             least = min(forced, key=lambda point: (point.peak_bytes, point.seconds))
@@ -186,14 +212,14 @@ def _by_rule(
     # Of equal peaks the one that holds the least for backward.
     smallest = min(points, key=lambda point: (point.peak_bytes, point.saved_bytes, point.seconds))
     if not fitting:
-        note = f"nothing fits: {_shortage(smallest, room)} than the device has ({format_bytes(capacity)})"
+        note = f"nothing fits: {_shortage(smallest, margin, capacity)} than the device has ({format_bytes(capacity)})"
         return Verdict(smallest, "smallest-plan", (note,))
     if budget is not None:
         most = min(budget, capacity) - margin
         within = [point for point in fitting if point.peak_bytes <= most]
         if within:
-            return Verdict(within[0], "budget-fastest", within=most)
-        note = f"no plan fits the budget of {format_bytes(budget)}: {_shortage(smallest, budget - margin)}"
+            return Verdict(within[0], WITHIN_BUDGET, within=most)
+        note = f"no plan fits the budget of {format_bytes(budget)}: {_shortage(smallest, margin, budget)}"
         return Verdict(smallest, "smallest-plan", (note,))
     if config.mode is OptimizationMode.AGGRESSIVE:
         least = smallest.peak_bytes
@@ -216,9 +242,9 @@ def _by_rule(
     return Verdict(_slowest(fitting, limit), f"least-peak-within-{times:g}x", at_most=limit)
 
 
-def _shortage(smallest: Point, room: int) -> str:
-    needs = smallest.peak_bytes
-    return f"the smallest plan needs {format_bytes(needs)}, {format_bytes(needs - room)} more"
+def _shortage(smallest: Point, margin: int, room: int) -> str:
+    needs, allowance = smallest.peak_bytes + margin, " with its allowance" if margin else ""
+    return f"the smallest plan needs {format_bytes(needs)}{allowance}, {format_bytes(needs - room)} more"
 
 
 def _fastest(curve: Sequence[Point], most: int) -> Point:
@@ -235,23 +261,22 @@ def _refined(verdict: Verdict, under: Under, hardware: Hardware, config: Config,
     """Return a better plan up to the rule's limit if there is one between two points of the thinned frontier."""
     best, limit = verdict.point, verdict.within
     same = [(setting, needs) for setting, needs in under if setting is best.setting]
-    room = room_below(hardware, config)
     for model in cost_models(same, hardware, config, prefetch=prefetch):
         if limit is not None:
-            for row in model.rows(model.blocks_with_state_below(best.choices, best.state_below)):
+            for row in model.rows(model.blocks_with_state_on_host(best.choices, best.states_on_host)):
                 trade = fastest_within(row, limit)
-                point = best if trade is None else model.point(_choices(trade), best.state_below)
-                is_allowed = point.peak_below_bytes <= room and point.peak_bytes <= limit
+                point = best if trade is None else model.point(_choices(trade), best.states_on_host)
+                is_allowed = point.offload_peak_bytes <= model.room and point.peak_bytes <= limit
                 best = point if is_allowed and point.seconds < best.seconds else best
-            while best.state_below:  # no more state on the host than must be
-                point = model.point(best.choices, best.state_below - 1)
+            while best.states_on_host:  # no more state on the host than must be
+                point = model.point(best.choices, best.states_on_host - 1)
                 if point.peak_bytes > limit:
                     break
                 best = point
         elif verdict.at_most is not None:
-            for number in range(best.state_below, model.numbers_of_state_below(1)[-1] + 1):
+            for number in range(best.states_on_host, model.numbers_of_states_on_host(1)[-1] + 1):
                 point = model.point(best.choices, number)
-                if point.seconds > verdict.at_most or point.peak_below_bytes > room:
+                if point.seconds > verdict.at_most or point.offload_peak_bytes > model.room:
                     break
                 best = min(best, point, key=lambda each: each.peak_bytes)
     return replace(verdict, point=best)
@@ -263,13 +288,15 @@ def room_of(hardware: Hardware, config: Config) -> int:
     return capacity if budget is None else min(capacity, budget)
 
 
+def capacity_of(hardware: Hardware) -> int:
+    """Return what torch's allocator can reserve of the device: without CUDA's context and other processes."""
+    device = hardware.device
+    return device.total_bytes if device.capacity_bytes is None else device.capacity_bytes
+
+
 def _capacity_and_budget(hardware: Hardware, config: Config) -> tuple[int, int | None]:
     """Return what a step may take of the device, without CUDA's context and other processes; and the budget."""
-    device = hardware.device
-    capacity = device.total_bytes
-    if device.kind == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        free = device.free_bytes + torch.cuda.memory_reserved(device.index)
-        capacity = min(capacity, free // FREE_STEP * FREE_STEP)
+    capacity = capacity_of(hardware)
     if config.memory_budget == "auto":
         return capacity, int(capacity * config.target_gpu_utilization)
     return capacity, config.memory_budget_bytes

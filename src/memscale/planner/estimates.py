@@ -16,7 +16,7 @@ masks), the second one in features, and the last two in masks of four dimensions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -60,7 +60,7 @@ class Estimates:
 
     def has_room(self, size: int) -> bool:
         """Return whether there is a plan for a size that fits."""
-        return self.seconds(size) is not None
+        return next(self._step_times(size), None) is not None
 
     def largest(self, most: int) -> int:
         """Return the largest size up to `most` that fits; 0 if not even 1 does."""
@@ -68,20 +68,27 @@ class Estimates:
 
     def seconds(self, size: int) -> float | None:
         """Return the step time of the fastest plan for a size that fits; None if none does."""
+        return min(self._step_times(size), default=None)
+
+    def _step_times(self, size: int) -> Iterator[float]:
+        """Yield the step times of plans for a size that fit, first of what needs little memory."""
         under = self._under(size)
-        room = self.room - unseen_bytes(
-            under[0][1], self.hardware, self.config
-        )  # what no prediction sees grows with it
-        models = cost_models(under, self.hardware, self.config, prefetch=False)
-        trades = [
-            fastest_within(row, room, FRONTIER_WIDTH)
-            for model in models
-            for number in model.numbers_of_state_below(2)
-            for row in model.rows(model.blocks_with_state_below((PLAIN,) * len(model.blocks), number))
-        ]
-        untouched = untouched_points(under, self.hardware, self.config)
-        found = [point.seconds for point in untouched if point.peak_bytes <= room]
-        return min((*found, *(trade.seconds for trade in trades if trade is not None)), default=None)
+        # What no prediction sees grows with the size.
+        room = self.room - unseen_bytes(under[0][1], self.hardware, self.config)
+        models = list(cost_models(under, self.hardware, self.config, prefetch=False))
+        for states in (1, 0):  # of all blocks on the host, or of none
+            for model in models:
+                numbers = model.numbers_of_states_on_host(1)
+                if states >= len(numbers):
+                    continue
+                on_host = model.blocks_with_state_on_host((PLAIN,) * len(model.blocks), numbers[states])
+                for row in reversed(list(model.rows(on_host))):
+                    trade = fastest_within(row, room, FRONTIER_WIDTH)
+                    if trade is not None:
+                        yield trade.seconds
+        for point in untouched_points(under, self.hardware, self.config):
+            if point.peak_bytes <= room:
+                yield point.seconds
 
     def _under(self, size: int) -> Under:
         sizes = sorted(self.known, key=lambda each: each[0])

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
@@ -72,7 +73,7 @@ class Option(Generic[What]):
 
 
 @dataclass(frozen=True)
-class Row(Generic[What]):
+class ModelRow(Generic[What]):
     """A model as the dynamic programme sees it."""
 
     options: Sequence[Sequence[Option[What]]]  # for each position those that begin there
@@ -88,9 +89,13 @@ class Row(Generic[What]):
         """The phases that options have."""
         return range(1 + max((option.phase or 0 for here in self.options for option in here), default=0))
 
+    @functools.cached_property
+    def _dropped(self) -> list[int]:
+        return list(itertools.accumulate(self.dropped or (0,) * len(self.options), initial=0))
+
     def dropped_before(self, position: int) -> int:
         """Return what the positions before this one allocated that is live until forward ends."""
-        return sum(self.dropped[:position])
+        return self._dropped[position]
 
     @functools.cached_property
     def end(self) -> int:
@@ -118,7 +123,7 @@ class Trade(Generic[What]):
         return sum(option.held for option in self.options)
 
 
-def trade_of(row: Row[What], options: Sequence[Option[What]]) -> Trade[What]:
+def trade_of(row: ModelRow[What], options: Sequence[Option[What]]) -> Trade[What]:
     """Return what a given sequence of options costs."""
     live = forward = backward = stepping = position = 0
     seconds = row.seconds
@@ -133,7 +138,7 @@ def trade_of(row: Row[What], options: Sequence[Option[What]]) -> Trade[What]:
     return Trade(row.constant + peak, seconds, tuple(options))
 
 
-def best_trades(row: Row[What], most: int | None = None) -> list[Trade[What]]:
+def best_trades(row: ModelRow[What], most: int | None = None) -> list[Trade[What]]:
     """Return the frontier, fastest first: each trade needs less memory than all faster ones.
 
     `most` partial plans are kept at a position; the frontier is exact where there are no more than that.
@@ -143,16 +148,16 @@ def best_trades(row: Row[What], most: int | None = None) -> list[Trade[What]]:
     return _frontier(row, most, None)
 
 
-def fastest_within(row: Row[What], peak: int, most: int = WITHIN_LIMIT) -> Trade[What] | None:
+def fastest_within(row: ModelRow[What], peak: int, most: int = WITHIN_LIMIT) -> Trade[What] | None:
     """Return the fastest trade that needs no more than a given peak; None if there is none."""
     found = _frontier(row, most, peak - row.constant)
     # Below the limit partial plans count as equal, so the peak found is the limit: compute the true one.
     return trade_of(row, found[0].options) if found else None
 
 
-def _frontier(row: Row[What], most: int, limit: int | None) -> list[Trade[What]]:
+def _frontier(row: ModelRow[What], most: int, limit: int | None) -> list[Trade[What]]:
     """Return the frontier of the plans up to a limit in bytes above the constants."""
-    with _one_thread():
+    with _on_one_thread():
         kept = _partial_plans(row, most, limit)
     count = len(row.options)
     ends: list[tuple[float, int, State, int]] = []
@@ -170,7 +175,9 @@ def _frontier(row: Row[What], most: int, limit: int | None) -> list[Trade[What]]
     return trades
 
 
-def _walk_back(row: Row[What], kept: dict[State, _Plans], state: State, index: int) -> list[Option[What]]:
+def _walk_back(
+    row: ModelRow[What], kept: dict[State, _Plans], state: State, index: int
+) -> list[Option[What]]:
     options: list[Option[What]] = []
     while state[0] > 0:
         position, phase, index, number = kept[state].trail[index].tolist()
@@ -180,17 +187,19 @@ def _walk_back(row: Row[What], kept: dict[State, _Plans], state: State, index: i
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Run on one thread: these tensors are small, and threads would wait for each other longer than they work."""
+def _on_one_thread() -> Iterator[None]:
+    """Run on one thread of the CPU: these tensors are small, and threads would wait for each other, or for a GPU."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    is_cpu = torch.get_default_device().type == "cpu"  # unless by torch.set_default_device
     try:
-        yield
+        with contextlib.nullcontext() if is_cpu else torch.device("cpu"):
+            yield
     finally:
         torch.set_num_threads(before)
 
 
-def _partial_plans(row: Row[What], most: int, limit: int | None) -> dict[State, _Plans]:
+def _partial_plans(row: ModelRow[What], most: int, limit: int | None) -> dict[State, _Plans]:
     """Return the partial plans worth extending at each state. See Note [The dynamic programme]."""
     rests = _rests(row)
     reached: dict[State, list[_Plans]] = {(0, 0): [_Plans.empty(row.seconds)]}
@@ -230,7 +239,7 @@ class _Rest(NamedTuple):
         return torch.equal(self.least[1:], self.most[1:])
 
 
-def _rests(row: Row[What]) -> dict[State, _Rest]:
+def _rests(row: ModelRow[What]) -> dict[State, _Rest]:
     """Return the bounds of the rest for each state from which the end of the row can be reached."""
     count = len(row.options)
     ends = torch.tensor((row.end, 0, 0, row.stepping))
@@ -286,7 +295,7 @@ class _Plans:
         columns = zip(*((part.bytes, part.seconds, part.trail) for part in parts), strict=True)
         return cls(*map(torch.cat, columns))
 
-    def extended(self, row: Row[What], state: State) -> Iterator[tuple[State, _Plans]]:
+    def extended(self, row: ModelRow[What], state: State) -> Iterator[tuple[State, _Plans]]:
         """Yield every plan with every option that may come next, by the states they lead to."""
         following = list(row.following(state))
         options = [option for _, option, _ in following]

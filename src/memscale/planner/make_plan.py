@@ -3,27 +3,46 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale.config import Config, ConfigFields
+from memscale._torch import sharded_groups
+from memscale.config import Config, ConfigFields, OptimizationMode
 from memscale.errors import ProfileError, is_out_of_memory
-from memscale.execution_plan import ALLOWANCES, Plan, Tier
+from memscale.execution_plan import ALLOWANCES, DecisionSource, Plan, Tier
 from memscale.executor import Executor
 from memscale.hardware import Hardware
 from memscale.observe.log import open_log
+from memscale.optimizer.cost import StepCosts
 from memscale.optimizer.needs import OptimizerNeeds, needs_of, with_optimizer
 from memscale.planner.assembly import plain_point, plan_by_structure, unseen_bytes
 from memscale.planner.cache import keep_plan, plan_key, plans_made, values_of
 from memscale.planner.cost_model import CostModel
-from memscale.planner.decide import decide, room_of
+from memscale.planner.decide import capacity_of, decide, room_of
 from memscale.planner.estimates import Estimates, batch_size_of, length_of, with_batch_size, with_length
-from memscale.planner.predict import Step, measure, predict, rehearsal, with_figures_of
-from memscale.planner.settings import Under, settings_for
+from memscale.planner.predict import (
+    PLAIN_NOT_SIMULATED,
+    Step,
+    measure,
+    plain_step_of,
+    predict,
+    rehearsal,
+    with_figures_of,
+)
+from memscale.planner.settings import Setting, Under, settings_for
+from memscale.planner.sharded import (
+    PARAMETERS_STAY,
+    optimizer_of_shards,
+    parameters_stay,
+    settings_for_shards,
+    with_shards,
+)
+from memscale.policy.choose import choose
+from memscale.policy.features import Situation
 from memscale.profiler import ModelProfile, Place, Sample, find_blocks, find_head, profile_model
 from memscale.profiler.run import profile_static, uses_cache
 from memscale.simulator.fake import batch_value_reads
@@ -79,20 +98,24 @@ def make_plan(
     Raises:
         ProfileError: the model does not run on the sample.
     """
+    config = settings_for_shards(model, config)
     if sample is None:
         plan = plan_by_structure(model, hardware, config)
         return replace(plan, notes=(*plan.notes, *_scripted_note(model)))
     if isinstance(optimizer, Optimizer):
         with rehearsal(model):
             optimizer = needs_of(optimizer, model, Place.of(hardware.device))
+    optimizer = optimizer_of_shards(model, optimizer, hardware)
     key = plan_key(model, sample, config, hardware, optimizer, suggest=suggest)
     with_values = (key, values_of(sample))
     if key is not None and (key in plans_made or with_values in plans_made):
         return plans_made[key if key in plans_made else with_values]
     value_reads = batch_value_reads()
-    with rehearsal(model):
+    with rehearsal(model, config):
         plan, excess = simulated_plan(model, sample, config, hardware, None, optimizer)
         plan = replace(plan, notes=(*plan.notes, *_scripted_note(model)))
+        if config.enable_offloading and parameters_stay(hardware) and not plan.does_nothing:
+            plan = replace(plan, notes=(*plan.notes, PARAMETERS_STAY))
         if suggest and not fits(plan, hardware, config) and plan.prediction_source == "simulated":
             advice = _what_would_fit(model, sample, config, hardware, excess, optimizer)
             plan = replace(plan, notes=(*plan.notes, advice))
@@ -113,6 +136,7 @@ def simulated_plan(
 
     A plan with which the simulated step raises would raise in training, and one that the plain model beats in memory
     and time is of no use: it is replaced by one with fewer techniques, and a note says which were left out and why.
+    With `config.auto_policy` the learned policy chooses a strategy first: Note [The learned policy].
     To be called in a `rehearsal`; the model is not profiled again where its profile is `known`.
     """
     try:
@@ -120,6 +144,60 @@ def simulated_plan(
     except torch.OutOfMemoryError:
         note = f"a step of the plain model on {sample.describe()} runs out of memory, so that it was not profiled"
         return plan_by_structure(model, hardware, config, note), 1.0
+    if not config.auto_policy:
+        return _plan_that_runs(model, sample, config, hardware, profile, known, optimizer)
+    decision = choose(situation_of(model, sample, profile, config, hardware))
+    source, reason = decision.source, decision.reason
+    if source == "ml":
+        plan, excess = _plan_that_runs(model, sample, decision.config, hardware, profile, known, optimizer)
+        if fits(plan, hardware, config):
+            with open_log(config) as log:
+                log.info("auto_policy: it chose %s", reason)
+            return _decided_by(source, plan), excess
+        source, reason = "rule_fallback", f"what it chose ({reason}) does not fit"
+    plan, excess = _plan_that_runs(model, sample, config, hardware, profile, known, optimizer)
+    who = "the Config decides" if source == "user_config" else "the rules decide"
+    plan = replace(plan, notes=(*plan.notes, f"auto_policy: {who}: {reason}"))
+    return _decided_by(source, plan), excess
+
+
+def _decided_by(source: DecisionSource, plan: Plan) -> Plan:
+    """Return a plan with what chose its strategy, unless that could not be done and another one was taken."""
+    return plan if plan.decision_source == "rule_fallback" else replace(plan, decision_source=source)
+
+
+def situation_of(
+    model: nn.Module, sample: Sample, profile: ModelProfile, config: Config, hardware: Hardware
+) -> Situation:
+    """Return what the learned policy chooses a strategy for."""
+    return Situation(
+        profile,
+        hardware,
+        config,
+        room_of(hardware, config),
+        plain_point(profile, hardware, config).peak_bytes,
+        *_sizes_of(model, sample),
+        is_sharded=bool(sharded_groups(model)),
+    )
+
+
+def _sizes_of(model: nn.Module, sample: Sample) -> tuple[int, int, int]:
+    """Return the positions of one sequence, those of all, and the outputs of the head whose loss may be tiled."""
+    # A tiled loss reads the head's weight after its forward: FSDP2 has freed it by then.
+    head = None if sharded_groups(model) else find_head(model)[1]
+    return (*sample.positions_and_tokens(), 0 if head is None else head.out_features)
+
+
+def _plan_that_runs(
+    model: nn.Module,
+    sample: Sample,
+    config: Config,
+    hardware: Hardware,
+    profile: ModelProfile,
+    known: ProfiledModel | None,
+    optimizer: OptimizerNeeds | None,
+) -> tuple[Plan, float]:
+    """Plan, and plan with fewer techniques while a simulated step raises or gains nothing. See `simulated_plan`."""
     reason = ""
     for left_out, changes in FEWER_TECHNIQUES:
         settings = config.replace(**changes)
@@ -174,10 +252,11 @@ def _plan_that_fits(
         else:
             predicted = predict(model, plan, sample, place, config, plain, needs.optimizer)
             simulated[plan.actions] = predicted
-            plain = Step(predicted.baseline_peak_bytes, predicted.baseline_saved_bytes)
-        difference = predicted.predicted_peak_bytes - plan.predicted_peak_bytes
+            plain = plain_step_of(predicted)
+        needed = needed_bytes(predicted, hardware, config)
+        difference = needed - plan.predicted_peak_bytes
         if attempt == 0:
-            excess = predicted.predicted_peak_bytes / max(1, plan.predicted_peak_bytes)
+            excess = needed / max(1, plan.predicted_peak_bytes)
         does_fit = fits(predicted, hardware, config)
         if best is not None:  # this is the second plan, made with what the first was overestimated by
             is_faster = predicted.predicted_time_ratio < best.predicted_time_ratio
@@ -192,10 +271,10 @@ def _plan_that_fits(
             best = predicted
     notes = list(predicted.notes)
     if profile.blocks_left_out >= DEEP:
-        notes.append(f"the plain step was not simulated: its figures follow from {profile.reason}")
-    if plan.predicted_peak_bytes <= limit < predicted.predicted_peak_bytes:
-        peak = format_bytes(predicted.predicted_peak_bytes)
-        notes.append(f"by simulation the plan needs {peak}, more than there is ({format_bytes(room)})")
+        notes.append(f"{PLAIN_NOT_SIMULATED}: its figures follow from {profile.reason}")
+    if plan.predicted_peak_bytes <= limit < needed_bytes(predicted, hardware, config):
+        size = format_bytes(needed_bytes(predicted, hardware, config))
+        notes.append(f"by simulation the plan needs {size}, more than there is ({format_bytes(room)})")
     return replace(predicted, notes=tuple(notes)), excess
 
 
@@ -206,24 +285,25 @@ def usable(room: int, unseen: int = 0) -> int:
 
 def fits(plan: Plan, hardware: Hardware, config: Config) -> bool:
     """Return whether a plan, with its allowance, fits the device and the budget."""
-    return plan.predicted_peak_bytes + plan.allowance_bytes <= room_of(hardware, config)
+    return needed_bytes(plan, hardware, config) + plan.allowance_bytes <= room_of(hardware, config)
 
 
-def _is_empty(plan: Plan) -> bool:
-    whole = (plan.precision, plan.loss, plan.optimizer)
-    return not any(layer.techniques for layer in plan.layers) and all(each is None for each in whole)
+def needed_bytes(plan: Plan, hardware: Hardware, config: Config) -> int:
+    """Return what a plan takes of `room_of`: of a budget its peak, of the device what torch must reserve for that."""
+    beside_budget = capacity_of(hardware) - room_of(hardware, config)
+    return max(plan.predicted_peak_bytes, plan.predicted_capacity_bytes - beside_budget)
 
 
 def _is_worse_than_plain(plan: Plan) -> bool:
     """Return whether a plan gains nothing: no time, no lower peak and, of equal peaks, not less held for backward."""
     memory = (plan.predicted_peak_bytes, plan.predicted_saved_bytes)
     plain = (plan.baseline_peak_bytes, plan.baseline_saved_bytes)
-    return memory >= plain and plan.predicted_time_ratio >= 1 and not _is_empty(plan)
+    return memory >= plain and plan.predicted_time_ratio >= 1 and not plan.does_nothing
 
 
 def _planned_without(left_out: str, plan: Plan, reason: str) -> Plan:
     """Note in a plan what was left out and why, also on layers that would otherwise blame the Config."""
-    note = f"planned without {'any technique' if _is_empty(plan) else left_out}: {reason}"
+    note = f"planned without {'any technique' if plan.does_nothing else left_out}: {reason}"
     layers = tuple(
         layer if layer.techniques else replace(layer, rule="left-as-it-is", reason=f"nothing on it ({note})")
         for layer in plan.layers
@@ -248,7 +328,7 @@ def _profile(
     place = Place.of(hardware.device)
     static, empirical = config.use_static_profiling, config.use_empirical_fallback
     profile = profile_model(model, sample, place, static=static, empirical=empirical)
-    return with_optimizer(profile, model, optimizer, place)
+    return with_shards(with_optimizer(profile, model, optimizer, place), model, hardware)
 
 
 def profile_settings(
@@ -262,18 +342,16 @@ def profile_settings(
     """Profile a model, in a `rehearsal`, under each setting to choose from, and plain unless `profile` is given."""
     profile = profile or _profile(model, sample, config, hardware, optimizer)
     place = Place.of(hardware.device)
-    head = find_head(model)[1]
-    sizes = (*sample.positions_and_tokens(), 0 if head is None else head.out_features)
     quiet = config.replace(enable_logging=False)
     tier: Tier = "disk" if hardware.device.kind == "cpu" else "host"
-    offload_to = tier if config.enable_offloading else None
+    offload_to = tier if config.enable_offloading and not parameters_stay(hardware) else None
     if optimizer is not None and not optimizer.eight_bit:
         config = config.replace(use_8bit_optimizer=False)
     # Where the user has switched everything off, steps are left whole as well.
     is_allowed = config.enable_checkpointing or config.enable_offloading or config.use_8bit_optimizer
     bucketed = is_allowed and (optimizer is None or optimizer.moves) and hardware.device.kind != "cpu"
     under = []
-    for setting in settings_for(hardware, config, *sizes):
+    for setting in settings_for(hardware, config, *_sizes_of(model, sample)):
         needs = profile
         if setting.changes_the_profile and profile.source == "static":
             resident = {block.name: block.resident for block in profile.blocks if block.resident}
@@ -286,21 +364,35 @@ def profile_settings(
                 offloaded=offload_to is not None,
                 resident=resident,
             )
-            needs = with_optimizer(needs, model, optimizer, place)
-        # Where buckets take time, on small models, whole steps are tried as well.
-        if not bucketed or not CostModel(needs, hardware, config).buckets_are_free:
-            under.append((setting, needs))
-        if bucketed:
-            in_buckets = replace(setting, bucketed=True)
-            under.append((in_buckets, needs))
-            # These take memory of the device: they are tried beside steps without.
-            costs = CostModel(needs, hardware, config)
-            moves = config.enable_offloading and not setting.eight_bit
-            on_device = moves and (optimizer is None or optimizer.steps_on_device) and costs.device_step_pays
-            overlaps = moves and (optimizer is None or optimizer.overlaps) and costs.may_overlap
-            if on_device or overlaps:
-                under.append((replace(in_buckets, device_step=on_device, overlapped=overlaps), needs))
+            needs = with_shards(with_optimizer(needs, model, optimizer, place), model, hardware)
+        # What exceeds page-locked memory is in ordinary memory: such plans are timed as if all of it were.
+        has_room = not config.enable_offloading or CostModel(needs, hardware, config).fits_page_locked
+        for page_locked in (True,) if has_room else (True, False):
+            way = replace(setting, page_locked=page_locked)
+            costs = CostModel(needs, hardware, config, Setting(page_locked=page_locked)).steps
+            stepped = _ways_to_step(way, costs, config, optimizer) if bucketed else ()
+            # Where buckets take time, on small models, whole steps are tried as well.
+            whole = () if bucketed and costs.buckets_are_free else (way,)
+            under += [(each, needs) for each in (*whole, *stepped)]
     return ProfiledModel(profile, under, optimizer)
+
+
+def _ways_to_step(
+    setting: Setting, costs: StepCosts, config: Config, optimizer: OptimizerNeeds | None
+) -> Iterator[Setting]:
+    """Yield a setting with each way that there is to step parameters in buckets."""
+    in_buckets = replace(setting, bucketed=True)
+    yield in_buckets
+    # These take memory of the device: they are tried beside steps without.
+    moves = config.enable_offloading and not setting.eight_bit
+    on_device = moves and (optimizer is None or optimizer.steps_on_device) and costs.device_step_pays
+    overlaps = moves and (optimizer is None or optimizer.overlaps) and costs.may_overlap
+    if on_device or overlaps:
+        yield replace(in_buckets, device_step=on_device, overlapped=overlaps)
+    # What is in flight in backward may be what a small peak has no room for.
+    is_tight = config.memory_budget is not None or config.mode is OptimizationMode.AGGRESSIVE
+    if on_device and overlaps and is_tight:
+        yield replace(in_buckets, device_step=True)
 
 
 def _attach(plan: Plan, config: Config, twin: nn.Module) -> None:

@@ -11,17 +11,19 @@ from typing import Any
 
 from torch import nn
 
+from memscale._torch import sharded_groups
 from memscale.config import Config, ConfigFields
 from memscale.errors import ProfileError
 from memscale.execution_plan import Plan
-from memscale.executor import Executor
-from memscale.hardware import Hardware, detect
-from memscale.observe.log import log_plan, open_log
+from memscale.executor import Executor, hardware_of
+from memscale.executor.verify import verify_plan
+from memscale.hardware import Hardware
+from memscale.observe.log import figures_of, log_plan, open_log, warn_if_idle
 from memscale.planner.assembly import NOT_CALLED
 from memscale.planner.make_plan import fits, make_plan
+from memscale.planner.ranks import Planned, shared_plan
 from memscale.profiler import Sample
 from memscale.profiler.sample import MOST_PLANS, call_key, named_shapes, resized, roundings
-from memscale.units import format_bytes
 
 FULL = (
     "a batch of %s is larger than planned for; %d plans were made in this run, which is the most: the largest one "
@@ -35,9 +37,26 @@ def follow_batch(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, An
     See Note [Covered batches]. A plan that was made for a larger batch is kept for smaller ones:
     moving tensors back and forth would cost more than it gains.
     """
+    _follow(executor, args, kwargs)
+    if executor.config.verify_correctness and executor.verified is not executor.plan and executor.batches:
+        executor.verified = executor.plan  # the steps that are compared call this as well
+        try:
+            verify_plan(executor, args, kwargs)
+        except BaseException:
+            executor.verified = None  # the next batch is not trained on either
+            raise
+
+
+def _follow(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if bool(sharded_groups(executor.model)) != executor.is_sharded:
+        if not _can_replan(executor):
+            return
+        executor.release_parameters("FSDP2 has sharded it")
     batches = executor.batches
     key = call_key(args, kwargs)
-    if (observed := _observed_loop(executor)) is not None and _can_replan(executor):
+    observed = _observed_loop(executor)
+    # Not while it is frozen for a part of the loop, as in a GAN: that plan would be one without gradients, and stay.
+    if observed is not None and _can_replan(executor) and not executor.is_partly_frozen:
         executor.config = executor.config.replace(**observed[1])
         _follow_loop(executor, Sample(args, kwargs), observed[0])
     if batches.knows(key):
@@ -97,33 +116,33 @@ def _follow_loop(executor: Executor, sample: Sample, observed: str) -> None:
             log.warning("the plan stays as it is, though %s: %s", observed, str(error))
             return
         batches.add(planned)
-        executor.replan(plan)
-        _log_anew(log, observed, plan)
+        _replace_plan(executor, plan, log, observed)
 
 
 def _settings(executor: Executor) -> tuple[Config, Hardware]:
     """Return what to plan with: the settings, within what has not run out of memory, and the device as it is now."""
     config, ceiling = executor.config, executor.batches.ceiling
     # The model may have moved since it was wrapped.
-    hardware = detect(executor.device, offload_dir=config.offload_dir)
+    hardware = hardware_of(executor.model, config.offload_dir)
     if ceiling is not None:
         budget = config.memory_budget_bytes
         config = config.replace(memory_budget=ceiling if budget is None else min(budget, ceiling))
     return config, hardware
 
 
-def _log_anew(log: logging.Logger, why: str, plan: Plan) -> None:
+def _replace_plan(executor: Executor, plan: Plan, log: logging.Logger, why: str) -> None:
+    was_idle = executor.plan.does_nothing
+    executor.replan(plan)
     log.info(
-        "%s: planned anew (%s) for %s: peak %s → %s, step time × %.2f (%s)%s",
+        "%s: planned anew (%s) for %s: %s%s",
         why,
         plan.mode,
         plan.batch,
-        format_bytes(plan.baseline_peak_bytes),
-        format_bytes(plan.predicted_peak_bytes),
-        plan.predicted_time_ratio,
-        plan.prediction_source,
+        figures_of(plan),
         "".join(f"; {note}" for note in plan.notes),
     )
+    if not was_idle:
+        warn_if_idle(log, plan, executor.config)
 
 
 def _replan(executor: Executor, sample: Sample) -> None:
@@ -131,25 +150,30 @@ def _replan(executor: Executor, sample: Sample) -> None:
     config, hardware = _settings(executor)
     is_first = not batches
     with open_log(config) as log:
-        try:
+        model = executor.model
+
+        def make() -> Planned:
             plan, planned = _plan_for(executor, sample, config, hardware)
+            return plan, named_shapes(model, planned)
+
+        try:
+            plan, planned = shared_plan(model, config, hardware, make) if is_first else make()
         except ProfileError as error:
             batches.give_up(named_shapes(executor.model, sample))
             which = "the first batch" if is_first else f"a batch of {sample.describe()}"
             # As text: a handler that keeps records would keep the frames of the error, and all that they hold.
             log.warning("%s could not be profiled, the plan stays as it is: %s", which, str(error))
             return
-        batches.add(named_shapes(executor.model, planned))
+        batches.add(planned)
         if is_first:
             executor.replan(plan)
-            log_plan(log, plan, hardware, "planned from the first training batch")
+            log_plan(log, plan, config, hardware, "planned from the first training batch")
         # For a batch that needs more memory; an estimate is taken to be.
         elif (
             plan.prediction_source == "estimated"
             or plan.baseline_peak_bytes > executor.plan.baseline_peak_bytes
         ):
-            executor.replan(plan)
-            _log_anew(log, f"a batch of {sample.describe()} is larger than planned for", plan)
+            _replace_plan(executor, plan, log, f"a batch of {sample.describe()} is larger than planned for")
 
 
 def _plan_for(executor: Executor, sample: Sample, config: Config, hardware: Hardware) -> tuple[Plan, Sample]:

@@ -31,6 +31,7 @@ class Setting:
     )
     device_step: bool = False  # parameters on the host are stepped on the device, not on the CPU
     overlapped: bool = False  # steps with state on the host are computed while backward goes on
+    page_locked: bool = True  # all that is on the host is in page-locked memory
     notes: tuple[str, ...] = ()  # for the user
 
     @property
@@ -41,7 +42,7 @@ class Setting:
     @property
     def whole_steps(self) -> Setting:
         """The same with steps of all parameters at once."""
-        return replace(self, bucketed=False, device_step=False, overlapped=False)
+        return replace(self, bucketed=False, device_step=False, overlapped=False, page_locked=True)
 
     @property
     def working_share(self) -> float:
