@@ -5,50 +5,80 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import sys
-import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
-from memscale._util.terminal import table
-from memscale.benchmarks.models import DEFAULT_MODELS, MODELS, device_name
-from memscale.benchmarks.results import Results, Row, cells, check_writable, command_line
-from memscale.benchmarks.run import BUDGET, MODES, run_suite
+from memscale._util.terminal import progress, table
+from memscale.benchmarks.compare import (
+    Compared,
+    Comparison,
+    compare,
+    versions,
+    ways_of,
+)
+from memscale.benchmarks.compare import tables as comparison_tables
+from memscale.benchmarks.models import DEFAULT_MODELS, MODELS, device_name, find_device
+from memscale.benchmarks.peers import PEERS
+from memscale.benchmarks.results import (
+    Results,
+    Row,
+    cells,
+    check_resumable,
+    check_writable,
+    command_line,
+    machine,
+    missing,
+)
+from memscale.benchmarks.run import BUDGET, MODES, Case, run_suite
 from memscale.errors import ConfigError, ConfigTypeError, HardwareError, MemScaleError
 from memscale.units import format_bytes
 
 _PROGRAM = "python -m memscale.benchmarks"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the suite as the arguments say, and print its table; return 2 for wrong ones, 1 for a run that failed."""
+def main(argv: Sequence[str] | None = None, *, program: str = _PROGRAM) -> int:
+    """Run the suite as the arguments say, and print its table; return 2 for wrong ones, 1 for a run that failed.
+
+    Args:
+        argv: The arguments; those of the process by default.
+        program: What help and errors call it. Results name `python -m memscale.benchmarks` always.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    options = _parser().parse_args(arguments)
+    options = _parser(program).parse_args(arguments)
     try:
         check_writable(options.json)
-        rows = _run(options)
-        if options.json is not None:
-            Results(
-                command=command_line(_PROGRAM, arguments),
-                torch=torch.__version__,
-                transformers=importlib.metadata.version("transformers"),
-                rows=tuple(rows),
-            ).write(options.json)
+        if options.compare:
+            print(_compare(options, command_line(_PROGRAM, arguments)))
+            return 0
+        if options.peers is not None:
+            raise ConfigError("--peers names what to compare with: give --compare as well.")
+        rows = _run(options, command_line(_PROGRAM, arguments))
     except MemScaleError as error:
-        print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
+        print(f"{program}: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, ConfigTypeError, HardwareError)) else 1
     print(_table(rows, options.on))
     if options.json is not None:
         print(f"Written to {options.json}.")
-    return 0
+    return 1 if any(row.peak_bytes is None and missing(row) == "failed" for row in rows) else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=_PROGRAM,
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """End with one line, as all errors do; `--help` has the usage."""
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=program,
         description="Train the models of the suite for a few steps, and show the memory that takes.",
-        epilog="A case that does not fit is a result too: it gets a row that says so.",
+        epilog="A case that fails or does not fit gets a row that says so. With --json, rows are written as they come, "
+        "and a case that the file has is not run again: remove the file to begin anew. Examples: "
+        f'{program} --on "RTX 3090"; {program} --on cpu --compare --models bert-base',
     )
     parser.add_argument(
         "--on",
@@ -67,14 +97,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--modes",
         type=_names,
-        default=["none"],
         metavar="A,B",
-        help=f"of {', '.join(MODES)}, and {BUDGET}: the published peak as memory_budget (default: none)",
+        help=f"of {', '.join(MODES)}, and {BUDGET}: the published peak as memory_budget (default: none,balanced; "
+        "with --compare all but none and budget)",
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="side by side with other ways to train in less memory",
+    )
+    parser.add_argument(
+        "--peers",
+        type=_names,
+        metavar="A,B",
+        help=f"what to compare with, of {', '.join(PEERS)} (default: all)",
     )
     parser.add_argument("--batch", type=int, metavar="N", help="samples in a batch (default: the model's)")
     parser.add_argument("--seq", type=int, metavar="N", help="tokens in a sample (default: the model's)")
     parser.add_argument(
-        "--steps", type=int, default=2, metavar="N", help="training steps (default: %(default)s)"
+        "--steps", type=int, metavar="N", help="training steps (default: 2; with --compare 3)"
     )
     parser.add_argument(
         "--no-overlap",
@@ -91,31 +132,91 @@ def _names(text: str) -> list[str]:
     return list(dict.fromkeys(name for name in names if name)) or [text]
 
 
-def _run(options: argparse.Namespace) -> list[Row]:
+def _run(options: argparse.Namespace, command: str) -> list[Row]:
+    """Run the suite, writing its file after each case, and return the rows."""
     found: list[Row] = []
-    start = time.perf_counter()
-    for row in run_suite(
+    modes = options.modes or ["none", "balanced"]
+    versions = {"torch": torch.__version__, "transformers": importlib.metadata.version("transformers")}
+    document = Results(command, **versions, rows=(), machine=_machine(options.on))
+    kept: tuple[Row, ...] = ()
+    if options.json is not None and options.json.exists():
+        old = Results.read(options.json)
+        before = {"torch": old.torch, "transformers": old.transformers, **old.machine}
+        check_resumable(before, {**versions, **document.machine}, options.json)
+        kept = old.rows
+
+    def write() -> None:
+        if options.json is not None:
+            done = {each.key for each in found}
+            others = tuple(each for each in kept if each.key not in done)
+            replace(document, rows=(*found, *others)).write(options.json)
+
+    rows = run_suite(
         options.models,
-        options.modes,
+        modes,
         on=options.on,
         batch=options.batch,
         seq=options.seq,
-        steps=options.steps,
+        steps=2 if options.steps is None else options.steps,
         overlap=options.overlap,
-    ):
-        now = time.perf_counter()
-        peak = row.note if row.peak_bytes is None else format_bytes(row.peak_bytes)
-        print(f"{row.model}, {row.mode}: {peak} ({now - start:.1f} s)", file=sys.stderr, flush=True)
-        start = now
-        found.append(row)
+        known=kept,
+    )
+    write()
+    with progress(len(options.models) * len(modes)) as advance:
+        for row in rows:
+            peak = row.note if row.peak_bytes is None else format_bytes(row.peak_bytes)
+            found.append(row)
+            write()
+            advance(f"{row.model}, {row.mode}: {'already there' if row in kept else peak}")
     return found
 
 
+def _machine(on: str) -> dict[str, str | int]:
+    """Return this machine, if results are of it; those of a simulated GPU are the same on every machine."""
+    return machine() if find_device(on) is None else {}
+
+
+def _compare(options: argparse.Namespace, command: str) -> str:
+    """Run the comparison, writing its file after each case, and return the table."""
+    ways = ways_of(options.peers or list(PEERS), options.modes or list(MODES))
+    steps = 3 if options.steps is None else options.steps
+    cases = [
+        replace(Case.of(name, options.batch, options.seq, steps), overlap=options.overlap)
+        for name in options.models
+    ]
+    document = Comparison(command, versions(ways), machine(), ())
+    kept: tuple[Compared, ...] = ()
+    if options.json is not None and options.json.exists():
+        old = Comparison.read(options.json)
+        check_resumable(
+            {**old.versions, **old.machine}, {**document.versions, **_machine(options.on)}, options.json
+        )
+        kept = old.rows
+    rows: list[Compared] = []
+    with progress(len(cases) * len(ways)) as advance:
+        for row, is_new in compare(cases, ways, options.on, kept):
+            rows.append(row)
+            found = row.note if row.peak_bytes is None else format_bytes(row.peak_bytes)
+            advance(f"{row.model}, {row.way}: {found if is_new else 'already there'}")
+            if options.json is not None:
+                done = {each.key for each in rows}
+                others = tuple(each for each in kept if each.key not in done)
+                replace(document, rows=(*rows, *others)).write(options.json)
+    return "\n\n".join(
+        table(title, text.columns, text.rows, caption="\n".join(text.remarks))
+        for title, text in comparison_tables(rows)
+    )
+
+
 def _table(rows: Sequence[Row], on: str) -> str:
-    text = cells(rows)
+    text = cells(rows, brief=True)
     title = f"Peak memory of training on {device_name(on)} ({rows[0].source})"
     return table(title, text.columns, text.rows, caption="\n".join(text.remarks))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print(f"{_PROGRAM}: interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -7,15 +7,17 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import torch
+
 from memscale._util.terminal import Column
-from memscale.benchmarks.models import MODELS, PUBLISHED_ON, Published, device_name, find_device
+from memscale.benchmarks.models import MODELS, PUBLISHED_ON, Published, assumed_host, device_name, find_device
 from memscale.errors import ConfigError, MemScaleError, shown
 from memscale.execution_plan import StepTime
-from memscale.hardware import GpuSpec
+from memscale.hardware import GpuSpec, read_host
 
 SCHEMA = 1
 _NOTHING = "–"
@@ -31,7 +33,7 @@ class Row:
     model: str
     params: int  # tied ones once
     batch: int  # samples
-    seq: int  # tokens in a sample
+    seq: int | None  # tokens in a sample; None if samples have one size, as images
     mode: str  # "none" is the plain model, "budget" one with the published peak as its memory_budget
     on: str  # the device as it was asked for
     source: Source
@@ -41,16 +43,21 @@ class Row:
     disk_bytes: int
     reduction: float | None  # 1 - peak / baseline
     time_ratio: float | None  # of a step, relative to mode "none"
-    # In JSON only where there is one:
+    # In JSON only where it is not the default:
     step_time: StepTime | None = None  # estimated, where the row is simulated
     note: str | None = None  # why there is no peak
+    steps: int = 2
+    overlap: bool = True  # whether the loop lets optimizer steps overlap with backward
+    step_seconds: float | None = None  # where the row is measured
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What makes it the same case: a file that has it needs no second run."""
+        return (self.model, self.batch, self.seq, self.steps, self.on, self.overlap, self.mode)
 
     def to_dict(self) -> dict[str, object]:
-        return {
-            name: value
-            for name, value in asdict(self).items()
-            if value is not None or name not in ("step_time", "note")
-        }
+        defaults = {field.name: field.default for field in fields(self)}
+        return {name: value for name, value in asdict(self).items() if value != defaults[name]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Row:
@@ -72,9 +79,12 @@ class Results:
     torch: str  # the version of torch
     transformers: str  # the version of transformers
     rows: tuple[Row, ...]
+    machine: Mapping[str, str | int] = field(default_factory=dict)  # where rows are measured
 
     def to_json(self) -> str:
         document = {"schema": SCHEMA, **asdict(self), "rows": [row.to_dict() for row in self.rows]}
+        if not self.machine:
+            del document["machine"]
         return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     @classmethod
@@ -97,14 +107,15 @@ class Results:
             )
         try:
             rows = tuple(map(Row.from_dict, document["rows"]))
-            return cls(document["command"], document["torch"], document["transformers"], rows)
+            versions = document["torch"], document["transformers"]
+            return cls(document["command"], *versions, rows, document.get("machine", {}))
         except (KeyError, TypeError) as error:
             raise ConfigError(
                 f"Results need command, torch and transformers, and a list of rows ({error})."
             ) from None
 
     def write(self, path: Path) -> None:
-        path.write_text(self.to_json(), encoding="utf-8")
+        write_whole(path, self.to_json())
 
     @classmethod
     def read(cls, path: Path) -> Results:
@@ -113,6 +124,38 @@ class Results:
             return cls.from_json(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, ConfigError) as error:
             raise ConfigError(f"{path}: {error}") from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, whole or not at all: a run that is interrupted goes on with it."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
+
+
+def check_resumable(old: Mapping[str, str | int], now: Mapping[str, str | int], path: Path) -> None:
+    """Raise a ConfigError if a file has rows of other versions or another machine: new ones can't go beside them."""
+    differ = [f"{name} {old[name]}" for name in now if old.get(name, now[name]) != now[name]]
+    if differ:
+        raise ConfigError(
+            f"{path} has results of {', '.join(differ)}: give another file, or remove this one."
+        )
+
+
+def machine() -> dict[str, str | int]:
+    """Describe this machine without naming it: the processor, its cores and the RAM."""
+    host = read_host()
+    model = "unknown"
+    with_cpu = Path("/proc/cpuinfo")
+    if with_cpu.exists():
+        named = re.search(r"^model name\s*:\s*(.+)$", with_cpu.read_text(), re.MULTILINE)
+        model = named[1].strip() if named else model
+    return {
+        "processor": model,
+        "cores": host.cores,
+        "ram_bytes": host.total_ram_bytes,
+        "threads": torch.get_num_threads(),
+    }
 
 
 def check_writable(path: Path | None) -> None:
@@ -156,24 +199,27 @@ class _Field:
     shown: bool = True
 
 
-def cells(rows: Sequence[Row]) -> Cells:
-    """Return the rows as text; columns that would be empty are left out."""
-    compared = any(_published_for(row) for row in rows)
+def cells(rows: Sequence[Row], *, brief: bool = False) -> Cells:
+    """Return the rows as text; columns that would be empty are left out, and if `brief` those that a terminal lacks."""
+    compared = not brief and any(_published_for(row) for row in rows)
     modes = any(row.mode != "none" for row in rows)
     has_host = any(row.host_bytes >= _MIB for row in rows)
     has_disk = any(row.disk_bytes for row in rows)
     sizes = [size for row in rows for size in (row.peak_bytes, row.baseline_bytes) if size is not None]
     unit, unit_name = (_GIB, "GiB") if compared or max(sizes, default=_GIB) >= _GIB else (_MIB, "MiB")
 
-    def size(nbytes: int | None) -> str:
-        return "does not fit" if nbytes is None else f"{nbytes / unit:.2f}"
+    def size(nbytes: int) -> str:
+        return f"{nbytes / unit:.2f}"
 
-    fields = [
+    shown = [
         _Field("model", lambda row: row.model, "left"),
-        _Field("params", lambda row: f"{row.params / 1e6:,.1f} M"),
-        _Field("batch × seq", lambda row: f"{row.batch} × {row.seq}"),
+        _Field("params", lambda row: f"{row.params / 1e6:,.1f} M", shown=not brief),
+        _Field("batch × seq", batch_text),
         _Field("mode", mode_text, "left"),
-        _Field(f"peak ({unit_name})", lambda row: size(row.peak_bytes)),
+        _Field(
+            f"peak ({unit_name})",
+            lambda row: size(row.peak_bytes) if row.peak_bytes is not None else missing(row),
+        ),
         _Field("reduction", _reduction, shown=modes),
         _Field("step time", _time, shown=modes),
         _Field(f"host ({unit_name})", lambda row: size(row.host_bytes), shown=has_host),
@@ -181,12 +227,22 @@ def cells(rows: Sequence[Row]) -> Cells:
         _Field("published (GiB)", _published, shown=compared),
         _Field("error", _error, shown=compared),
     ]
-    fields = [field for field in fields if field.shown]
+    shown = [each for each in shown if each.shown]
     return Cells(
-        columns=tuple(Column(field.header, field.align) for field in fields),
-        rows=tuple(tuple(field.text(row) for field in fields) for row in rows),
+        columns=tuple(Column(each.header, each.align) for each in shown),
+        rows=tuple(tuple(each.text(row) for each in shown) for row in rows),
         remarks=_remarks(rows, compared),
     )
+
+
+def missing(row: Row) -> str:
+    """Return why a row has no peak, in two or three words; the rest of its note is below the table."""
+    return (row.note or "does not fit").partition(":")[0]
+
+
+def batch_text(row: Row) -> str:
+    """Return the samples of a row and their length, if they have one."""
+    return f"{row.batch}" if row.seq is None else f"{row.batch} × {row.seq}"
 
 
 def mode_text(row: Row) -> str:
@@ -232,7 +288,8 @@ def _error(row: Row) -> str:
         return _NOTHING
     gib = published.baseline_gib
     if gib is None or row.peak_bytes is None:
-        return "agrees" if gib is None and row.peak_bytes is None else "differs"
+        both = gib is None and row.peak_bytes is None and missing(row) == "does not fit"
+        return "agrees" if both else "differs"
     return f"{row.peak_bytes / _GIB / gib - 1:+.1%}"
 
 
@@ -244,7 +301,7 @@ def _remarks(rows: Sequence[Row], compared: bool) -> tuple[str, ...]:
         devices = " and ".join(dict.fromkeys(map(device_name, simulated)))
         said.append(
             f"Simulated on {devices}: device memory in use at the peak, counted as CUDA's caching allocator "
-            "counts it. No GPU was used."
+            f"counts it. Assumed: {' and '.join(dict.fromkeys(map(assumed_host, simulated)))}. No GPU was used."
         )
     if "measured" in sources:
         said.append(

@@ -8,10 +8,12 @@ to see the peak: only in the second one are activations and optimizer state aliv
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -52,7 +54,7 @@ MODES: dict[str, Config | None] = {
 BUDGET = "budget"
 """Beside `MODES`: what `wrap` does within a `memory_budget` of the peak that others published for the model."""
 
-_ENDLESS = 2**50
+ENDLESS = 2**50
 _LEARNING_RATE = 1e-4
 
 
@@ -62,7 +64,7 @@ class Case:
 
     model: BenchmarkModel
     batch: int
-    seq: int
+    seq: int | None  # None if the model's samples have one size
     steps: int = 2
     overlap: bool = True  # whether the loop lets optimizer steps overlap with backward
 
@@ -73,6 +75,8 @@ class Case:
         case = cls(model, model.batch if batch is None else batch, model.seq if seq is None else seq, steps)
         for field in ("batch", "seq", "steps"):
             value = getattr(case, field)
+            if value is None:
+                continue  # of a model whose samples have one size
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{field}={shown(value)} is not allowed: give a whole number from 1 on.")
         model.check_length(case.seq)
@@ -80,7 +84,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class Outcome:
     """What a case needed; `peak_bytes` is None, and `note` says why, if it did not fit."""
 
     peak_bytes: int | None
@@ -101,8 +105,11 @@ def run_suite(
     seq: int | None = None,
     steps: int = 2,
     overlap: bool = True,
+    known: Sequence[Row] = (),
 ) -> Iterator[Row]:
     """Run every model in every mode, one after the other; a row comes as soon as it is there.
+
+    A case that fails or does not fit is a row that says so. One that is in `known` comes from there.
 
     All arguments are checked before anything runs: names in `MODELS` and `MODES`, or `BUDGET`, the name of a GPU or a
     size to simulate (or "cpu" to train for real), samples in a batch and tokens in a sample (the model's own by
@@ -127,7 +134,7 @@ def run_suite(
             raise unknown_name("mode", mode, (*MODES, BUDGET))
         for case in cases:
             config_of(case, mode)
-    return _rows(cases, wanted, on.strip(), device)
+    return _rows(cases, wanted, on.strip(), device, {row.key: row for row in known})
 
 
 def config_of(case: Case, mode: str) -> Config | None:
@@ -146,26 +153,46 @@ def config_of(case: Case, mode: str) -> Config | None:
     return config.replace(overlap_optimizer=case.overlap, warmup_steps=0)
 
 
-def _rows(cases: list[Case], modes: list[str], on: str, device: Device) -> Iterator[Row]:
+def _rows(
+    cases: list[Case], modes: list[str], on: str, device: Device, done: Mapping[tuple[object, ...], Row]
+) -> Iterator[Row]:
     source: Source = "measured" if device is None else "simulated"
 
-    def outcome(case: Case, mode: str) -> _Outcome:
-        return _measured(case, mode) if device is None else _simulated(case, mode, device)
+    def outcome(case: Case, mode: str) -> Outcome:
+        return _measured(case, mode) if device is None else simulated_mode(case, mode, device)
 
     for case in cases:
         with torch.device("meta"):
             params = sum(parameter.numel() for parameter in case.model.build().parameters())
-        baseline = outcome(case, "none")  # whatever the mode: the others are relative to it
+        empty = Row(
+            model=case.model.name,
+            params=params,
+            batch=case.batch,
+            seq=case.seq,
+            mode="none",
+            on=on,
+            source=source,
+            baseline_bytes=None,
+            peak_bytes=None,
+            host_bytes=0,
+            disk_bytes=0,
+            reduction=0.0,
+            time_ratio=1.0,
+            steps=case.steps,
+            overlap=case.overlap,
+        )
+        plain = done.get(empty.key)
+        # Whatever the mode: the others are relative to it.
+        baseline = plain and Outcome(plain.peak_bytes, step_seconds=plain.step_seconds)
         for mode in modes:
+            row = replace(empty, mode=mode)
+            if row.key in done:
+                yield done[row.key]
+                continue
+            baseline = baseline or outcome(case, "none")
             found = baseline if mode == "none" else outcome(case, mode)
-            yield Row(
-                model=case.model.name,
-                params=params,
-                batch=case.batch,
-                seq=case.seq,
-                mode=mode,
-                on=on,
-                source=source,
+            yield replace(
+                row,
                 baseline_bytes=baseline.peak_bytes,
                 peak_bytes=found.peak_bytes,
                 host_bytes=found.host_bytes,
@@ -173,17 +200,18 @@ def _rows(cases: list[Case], modes: list[str], on: str, device: Device) -> Itera
                 reduction=0.0 if mode == "none" else _reduction(found, baseline),
                 time_ratio=1.0 if mode == "none" else _ratio(found, baseline),
                 step_time=found.step_time,
+                step_seconds=found.step_seconds,
                 note=found.note,
             )
 
 
-def _reduction(found: _Outcome, baseline: _Outcome) -> float | None:
+def _reduction(found: Outcome, baseline: Outcome) -> float | None:
     if found.peak_bytes is None or baseline.peak_bytes is None:
         return None
     return round(1 - found.peak_bytes / baseline.peak_bytes, 4)
 
 
-def _ratio(found: _Outcome, baseline: _Outcome) -> float | None:
+def _ratio(found: Outcome, baseline: Outcome) -> float | None:
     if found.step_seconds is None or baseline.step_seconds is None:
         return found.time_ratio
     return round(found.step_seconds / baseline.step_seconds, 3)
@@ -204,13 +232,17 @@ def _train(model: nn.Module, inputs: dict[str, Tensor], steps: int) -> list[floa
     return seconds
 
 
-def _simulated(case: Case, mode: str, device: GpuSpec | int) -> _Outcome:
-    found = _simulate(case, mode, device)
-    if found.peak_bytes is not None:
-        return found
-    # Once more on a device without end, to say what it would take.
-    endless = replace(device, memory_bytes=_ENDLESS) if isinstance(device, GpuSpec) else _ENDLESS
-    needed = _simulate(case, mode, endless).peak_bytes or 0
+def simulated_mode(case: Case, mode: str, device: GpuSpec | int) -> Outcome:
+    """Return what a case needs on a virtual GPU; if it fails or does not fit, with the reason as a note."""
+    try:
+        found = _simulate(case, mode, device)
+        if found.peak_bytes is not None:
+            return found
+        # Once more on a device without end, to say what it would take.
+        endless = replace(device, memory_bytes=ENDLESS) if isinstance(device, GpuSpec) else ENDLESS
+        needed = _simulate(case, mode, endless).peak_bytes or 0
+    except Exception as error:  # a row: the cases after it are run all the same
+        return Outcome(None, note=f"failed: {reason(repr(error))}")
     capacity = device.memory_bytes if isinstance(device, GpuSpec) else device
     has = format_bytes(capacity)
     if needed > capacity:
@@ -220,7 +252,7 @@ def _simulated(case: Case, mode: str, device: GpuSpec | int) -> _Outcome:
     return replace(found, note=note)
 
 
-def _simulate(case: Case, mode: str, device: GpuSpec | int) -> _Outcome:
+def _simulate(case: Case, mode: str, device: GpuSpec | int) -> Outcome:
     config = config_of(case, mode)
     plan = None if config is None else _plan(case, config, device)
     step_time = _plain_time(case, device) if plan is None else plan.step_time
@@ -235,14 +267,14 @@ def _simulate(case: Case, mode: str, device: GpuSpec | int) -> _Outcome:
             simulation.tracker.reset_peak()  # the host held the weights until now, which is not training
             _train(model, inputs, case.steps)
         ratio = None if plan is None else round(plan.predicted_time_ratio, 3)
-        return _Outcome(
+        return Outcome(
             simulation.peak_bytes,
             host_bytes=simulation.host_peak_bytes,
             time_ratio=ratio,
             step_time=step_time,
         )
     except torch.OutOfMemoryError:
-        return _Outcome(None, step_time=step_time if plan is None else None)
+        return Outcome(None, step_time=step_time if plan is None else None)
     finally:
         gc.collect()  # modules and autograd graphs are cycles: the next case starts without this one's
 
@@ -268,33 +300,41 @@ def _on_meta(case: Case) -> tuple[nn.Module, Sample]:
         return model, sample_of(case.model.inputs(case.batch, case.seq))
 
 
-def _measured(case: Case, mode: str) -> _Outcome:
+def _measured(case: Case, mode: str) -> Outcome:
     if mode == "none":
         # Not left to the system to find out: it may kill another process than this one.
         available = read_host().available_ram_bytes
-        needed = _predicted_on_cpu(case) + rss_bytes()  # the other process has the same libraries
+        needed = predicted_on_cpu(case) + rss_bytes()  # the other process has the same libraries
         if needed > available:
             note = f"does not fit: needs {format_bytes(needed)}, {format_bytes(available)} free; not run"
-            return _Outcome(None, note=note)
+            return Outcome(None, note=note)
     try:
         measured = measure_in_fresh_process(measured_steps, case, mode, imports=case.model.modules)
     except ProfileError as error:
-        if "SIGKILL" not in str(error):
-            raise
-        return _Outcome(None, note="does not fit: the process was killed, mostly a sign of no memory")
+        if "SIGKILL" in str(error):
+            return Outcome(None, note="does not fit: the process was killed, mostly a sign of no memory")
+        return Outcome(None, note=f"failed: {reason(str(error))}")
     seconds, on_disk = measured.result
-    return _Outcome(
+    return Outcome(
         measured.peak_above_import_bytes,
         step_seconds=median(seconds[1:] or seconds),  # the first step also pays for warming up
         disk_bytes=on_disk,
     )
 
 
-def _predicted_on_cpu(case: Case) -> int:
+def reason(error: str) -> str:
+    """Return the last line of a traceback, without the places of files on this machine."""
+    line = [each for each in error.strip().splitlines() if each.strip()][-1].strip()
+    line = re.sub(r"(?<![\w.])/[\w./-]+/", "", line)
+    return line if len(line) <= 200 else f"{line[:199]}…"
+
+
+def predicted_on_cpu(case: Case) -> int:
     """Return the tensor bytes at the peak of the plain case."""
     try:
-        with simulate(_ENDLESS, device="cpu") as simulation:
-            _train(case.model.build(), case.model.inputs(case.batch, case.seq), case.steps)
+        with simulate(ENDLESS, device="cpu") as simulation:
+            # See Note [Which steps are run]: more than two would show no other peak.
+            _train(case.model.build(), case.model.inputs(case.batch, case.seq), min(case.steps, 2))
         return simulation.peak_bytes
     finally:
         gc.collect()
@@ -312,18 +352,25 @@ def measured_steps(case: Case, mode: str) -> tuple[list[float], int]:
         torch.manual_seed(0)
         model = case.model.build()
     inputs = case.model.inputs(case.batch, case.seq)
-    on_disk = [0]
     if config is not None:
         torch.manual_seed(0)
         wrap(model, config, inputs)
+    with disk_watch(model) as on_disk:
+        seconds = _train(model, inputs, case.steps)
+    return seconds, max(on_disk)
+
+
+@contextlib.contextmanager
+def disk_watch(model: nn.Module) -> Iterator[list[int]]:
+    """Note the bytes that a wrapped model has on disk after each optimizer step; 0 at first, and of a plain one."""
     executor = executor_of(model)
+    on_disk = [0]
 
     def note(*_: object) -> None:  # neither gradients nor state have gone yet
         on_disk.append(0 if executor is None else executor.bytes_on_disk)
 
     watch = register_optimizer_step_post_hook(note)
     try:
-        seconds = _train(model, inputs, case.steps)
+        yield on_disk
     finally:
         watch.remove()
-    return seconds, max(on_disk)

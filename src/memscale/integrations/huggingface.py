@@ -1,28 +1,61 @@
-"""Hugging Face ``Trainer``: wrap its model, and pass the plan and the peak to its loggers."""
+"""Hugging Face ``Trainer``: a callback, and what ``wrap(trainer)`` does: the plan and the peak go to its loggers."""
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback
 
+import memscale
 from memscale.config import Config
 from memscale.errors import WrapTypeError
 from memscale.execution_plan import Plan
 from memscale.executor import Executor, executor_of
+from memscale.hardware import detect
 from memscale.memory.process import peak_rss_bytes
+from memscale.optimizer.needs import needs_of
+from memscale.profiler import Place
+from memscale.profiler.sample import PlannedBatches
 
 GIB = 2**30
 PREFIX = "memscale/"
+
+
+class MemScaleCallback(TrainerCallback):
+    """Wraps the model when training begins, and detaches it when training ends.
+
+    The plan is made from the first training batch, for the Trainer's optimizer and accumulation. A callback has no way
+    to the Trainer's loggers: to have the plan and its measurements there, use ``memscale.wrap(trainer)`` instead.
+
+    Args:
+        config: as for ``memscale.wrap``.
+
+    Example:
+        >>> MemScaleCallback(Config(mode="aggressive")).config.mode.value  # Trainer(..., callbacks=[this])
+        'aggressive'
+    """
+
+    def __init__(self, config: Config | None = None) -> None:
+        self.config = config or Config()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        config = with_accumulation(self.config, args.gradient_accumulation_steps)
+        memscale.wrap(kwargs["model"], config, optimizer=_optimizer_inside(kwargs["optimizer"]))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        memscale.detach(kwargs["model"])
 
 
 class PlanInLog(TrainerCallback):
     """Passes predictions and measurements to the callbacks that log (TensorBoard, W&B, printer).
 
     They are log events of their own: the plan after the step that made it, the rest before the Trainer's last entry.
+    Samples per second are those of steps alone: without planning, evaluation and saving, which the Trainer's include.
     `state.log_history` stays as it would be without MemScale, since training code reads and compares it.
 
     A Trainer with `model_init` makes a new model for each training: that one is wrapped when training begins.
@@ -32,19 +65,29 @@ class PlanInLog(TrainerCallback):
         self._trainer = weakref.ref(trainer)  # the Trainer holds its callbacks
         self._wrap_model = wrap_model
         self._logged: Plan | None = None
+        self._last_step_end: float | None = None  # None where something else than a step came after it
+        self._steps, self._seconds = 0, 0.0  # since there is a plan
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._logged = None
+        self._logged = self._last_step_end = None
+        self._steps, self._seconds = 0, 0.0
         trainer = self._trainer()
         if trainer is not None and trainer.model_init is not None and self._executor() is None:
             self._wrap_model(_model_of(trainer))
+        self._plan_for(_optimizer_inside(kwargs.get("optimizer")))
         device = args.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         executor = self._executor()
-        if executor is None or executor.plan is self._logged:
+        if executor is None:
+            return
+        before, now = self._last_step_end, time.perf_counter()
+        self._last_step_end = None if control.should_evaluate or control.should_save else now
+        if executor.plan is self._logged:
+            if before is not None:
+                self._steps, self._seconds = self._steps + 1, self._seconds + now - before
             return
         plan = self._logged = executor.plan  # the first batch may have made a new plan
         values = _named(
@@ -63,6 +106,9 @@ class PlanInLog(TrainerCallback):
             measured = _named(measured_peak_gib=torch.cuda.max_memory_allocated(args.device) / GIB)
         else:
             measured = _named(measured_process_peak_gib=peak_rss_bytes() / GIB)
+        if self._steps:
+            samples = state.train_batch_size * args.gradient_accumulation_steps * args.world_size
+            measured |= _named(samples_per_second=self._steps * samples / self._seconds)
         report = executor.report()
         counted = _named(
             read_gib=report.bytes_read / GIB,
@@ -75,6 +121,16 @@ class PlanInLog(TrainerCallback):
         }
         lost = _named(**{name.replace("/", "_"): value for name, value in seconds.items()})
         self._log(args, state, control, {**measured, **counted, **lost})
+
+    def _plan_for(self, optimizer: Optimizer | None) -> None:
+        """Have plans made for the Trainer's optimizer, which is there only when training begins."""
+        executor = self._executor()
+        if executor is None or optimizer is None or executor.optimizer is not None:
+            return
+        hardware = detect(executor.device, offload_dir=executor.config.offload_dir)
+        executor.optimizer = needs_of(optimizer, executor.model, Place.of(hardware.device))
+        if executor.optimizer.kind != "AdamW":  # which plans that were made before are for
+            executor.batches = PlannedBatches()
 
     def _log(self, args: Any, state: Any, control: Any, values: dict[str, float]) -> None:
         trainer = self._trainer()
@@ -94,11 +150,17 @@ def _named(**values: float) -> dict[str, float]:
     return {f"{PREFIX}{name}": round(value, 4) for name, value in values.items()}
 
 
-def with_accumulation_of(trainer: Trainer, config: Config) -> Config:
-    """Return the Config with the Trainer's number of batches for each optimizer step, unless it has one itself."""
+def with_accumulation(config: Config, steps: int) -> Config:
+    """Return the Config with the number of batches for each optimizer step, unless it has one itself."""
     if "gradient_accumulation_steps" in config.explicit_fields:
         return config
-    return config.replace(gradient_accumulation_steps=trainer.args.gradient_accumulation_steps)
+    return config.replace(gradient_accumulation_steps=steps)
+
+
+def _optimizer_inside(optimizer: object) -> Optimizer | None:
+    """Return the optimizer in accelerate's wrapper; None if it is none of torch's kind."""
+    inside = getattr(optimizer, "optimizer", optimizer)
+    return inside if isinstance(inside, Optimizer) else None
 
 
 def wrap_trainer(trainer: Trainer, wrap_model: Callable[[torch.nn.Module], None]) -> None:

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch import nn
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 HOST = "127.0.0.1"
+TIMEOUT = 10.0  # seconds in which a request must be made
 PREFIX = "memscale/"
 
 logger = logging.getLogger("memscale")
@@ -72,6 +73,14 @@ _servers: list[_Server] = []
 _lock = threading.Lock()  # of the servers and their sources
 
 
+class _WithTimeout:
+    """Closes a connection on which nothing is asked for `timeout` seconds, which would hold a thread."""
+
+    def handle(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            super().handle()  # type: ignore[misc]
+
+
 class _Server:
     """One port, however many models share it, on the loopback interface only, until the last of them is gone."""
 
@@ -82,6 +91,8 @@ class _Server:
         registry = CollectorRegistry()
         registry.register(self)  # it calls `collect`
         self._http, self._thread = start_http_server(port, HOST, registry)
+        kind = cast(type, self._http.RequestHandlerClass)
+        self._http.RequestHandlerClass = type("_Handler", (_WithTimeout, kind), {"timeout": TIMEOUT})
         self.port: int = self._http.server_port
         self.ports = {port, self.port}  # asked for (0 for any), and had
         self._thread.name = f"memscale-metrics-{self.port}"
