@@ -19,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -270,30 +271,34 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(rows[-1], file=sys.stderr, flush=True)
         kept = selective(model, inputs, hardware)
         print(kept, file=sys.stderr, flush=True)
-        command = command_line(_PROGRAM, arguments)
+        document = {
+            "schema": 1,
+            "command": command_line(_PROGRAM, arguments),
+            "source": "simulated",
+            "torch": torch.__version__,
+            "budgets": [asdict(row) for row in rows],
+            "selective": {**asdict(kept), "fewer": round(kept.fewer, 4)},
+        }
         if options.json is not None:
-            options.json.write_text(_document(rows, kept, command), encoding="utf-8", newline="")
-        tables = {"budgets": budgets_table(rows, command), "selective": selective_table(kept, command)}
+            options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8", newline="")
         if options.into is not None:
-            write_into(options.into, tables)
+            write_into(options.into, tables(document))
         else:
-            print("\n\n".join(tables.values()))
+            print("\n\n".join(tables(document).values()))
     except MemScaleError as error:
         print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
         return 2
     return 0 if kept.holds and all(row.holds for row in rows) else 1
 
 
-def _document(rows: Sequence[BudgetRow], kept: Selective, command: str) -> str:
-    document = {
-        "schema": 1,
-        "command": command,
-        "source": "simulated",
-        "torch": torch.__version__,
-        "budgets": [asdict(row) for row in rows],
-        "selective": {**asdict(kept), "fewer": round(kept.fewer, 4)},
+def tables(document: dict[str, Any]) -> dict[str, str]:
+    """Return both tables of a file of results."""
+    command, kept = document["command"], dict(document["selective"])
+    del kept["fewer"]
+    return {
+        "budgets": budgets_table([BudgetRow(**row) for row in document["budgets"]], command),
+        "selective": selective_table(Selective(**kept), command),
     }
-    return json.dumps(document, indent=1) + "\n"
 
 
 def budgets_table(rows: Sequence[BudgetRow], command: str) -> str:

@@ -13,8 +13,10 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -33,7 +35,7 @@ from memscale.benchmarks.run import MODES
 from memscale.errors import MemScaleError
 from tests.support.families import SMALL_FAMILIES
 
-__all__ = ["main", "markdown"]
+__all__ = ["main", "tables"]
 
 _PROGRAM = "python -m benchmarks.predictions"
 _TABLE = "predictions"
@@ -58,11 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_writable(options.json)
         check_into(options.into, (_TABLE,))
         rows = _run(_cases(options))
-        command = command_line(_PROGRAM, arguments)
+        document = _document(rows, command_line(_PROGRAM, arguments))
         if options.json is not None:
-            options.json.write_text(_document(rows, command), encoding="utf-8", newline="")
+            options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8", newline="")
         if options.into is not None:
-            write_into(options.into, {_TABLE: markdown(rows, command)})
+            write_into(options.into, tables(document))
     except MemScaleError as error:
         print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
         return 2
@@ -132,15 +134,14 @@ def _name(row: PredictionRow) -> str:
     return f"{row.family}, {row.mode}, batch {row.batch}, {row.device}"
 
 
-def _document(rows: Sequence[PredictionRow], command: str) -> str:
-    document = {
+def _document(rows: Sequence[PredictionRow], command: str) -> dict[str, Any]:
+    return {
         "schema": 1,
         "command": command,
         "torch": torch.__version__,
         "transformers": importlib.metadata.version("transformers"),
         "rows": [row.to_dict() for row in rows],
     }
-    return json.dumps(document, indent=1) + "\n"
 
 
 def summary(rows: Sequence[PredictionRow], device: Device) -> str:
@@ -155,8 +156,10 @@ def summary(rows: Sequence[PredictionRow], device: Device) -> str:
     )
 
 
-def markdown(rows: Sequence[PredictionRow], command: str) -> str:
-    """The summary, and a table with a line for each family, mode and batch."""
+def tables(document: dict[str, Any]) -> dict[str, str]:
+    """Return the summary, and a table with a line for each family, mode and batch."""
+    names = [field.name for field in fields(PredictionRow)]
+    rows = [PredictionRow(**{name: row[name] for name in names}) for row in document["rows"]]
     devices = [device for device in DEVICES if any(row.device == device for row in rows)]
     lines = [f"- {summary(rows, device)}" for device in devices]
     heads = ["family", "mode", "batch"]
@@ -172,10 +175,10 @@ def markdown(rows: Sequence[PredictionRow], command: str) -> str:
     lines += [
         "",
         "MiB. Predictions without a mark are simulated; `*`: of a model whose shapes depend on data, measured by a "
-        f"guarded real step. Made by `{command}` (torch {torch.__version__}, transformers "
-        f"{importlib.metadata.version('transformers')}).",
+        f"guarded real step. Made by `{document['command']}` (torch {document['torch']}, transformers "
+        f"{document['transformers']}).",
     ]
-    return "\n".join(lines)
+    return {_TABLE: "\n".join(lines)}
 
 
 def _cells(row: PredictionRow | None) -> list[str]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from memscale.hardware import virtual_hardware
 from memscale.planner.cost_model import PLAIN, CostModel, full_checkpointing
 from memscale.planner.make_plan import profile_settings
 from memscale.planner.predict import rehearsal
+from memscale.planner.settings import Setting
 from memscale.profiler import Sample
 from memscale.techniques.cost import HOST_ADAM_FUSED, HOST_ADAM_LOOP, LINK_EFFICIENCY, PAGEABLE_BANDWIDTH
 
@@ -71,11 +73,15 @@ class _Seconds:
         plain: of the plain step.
         checkpointed: with every layer recomputed whole.
         optimizer: of the optimizer's part of both.
+        inputs_on_host: checkpointed, with the inputs of the layers on the host, which are prefetched.
+        state_on_host: checkpointed, with all optimizer state on the host, stepped on the device after backward.
     """
 
     plain: float
     checkpointed: float
     optimizer: float
+    inputs_on_host: float
+    state_on_host: float
 
     @property
     def ratio(self) -> float:
@@ -89,10 +95,16 @@ def _seconds(build: Callable[[], nn.Module], inputs: dict[str, torch.Tensor], de
     with rehearsal(model), quiet_transformers():
         profile = profile_settings(model, Sample((), inputs), config, hardware).profile
     costs = CostModel(profile, hardware, config)
+    prefetching = CostModel(profile, hardware, config, prefetch=1)
+    in_buckets = CostModel(profile, hardware, config, Setting(bucketed=True))
+    recomputed = full_checkpointing(costs.blocks)
+    sent = tuple(each._replace(input_offloaded=each.recompute) for each in recomputed)
     return _Seconds(
         costs.point((PLAIN,) * len(costs.blocks)).seconds,
-        costs.point(full_checkpointing(costs.blocks)).seconds,
+        costs.point(recomputed).seconds,
         costs.terms.rates.optimizer(profile.gradient_bytes),
+        prefetching.point(sent).seconds,
+        in_buckets.point(recomputed, len(costs.blocks)).seconds,
     )
 
 
@@ -158,8 +170,13 @@ def rows() -> Iterator[TimeRow]:
     llama = _llama_3b()
     yield TimeRow(TORCHTUNE, "2 × 4096 packed, bf16, eager", step, 8192 / 7075, llama.plain)
     yield TimeRow(TORCHTUNE, "checkpointing over none (compiled)", "×", 9174 / 7210, llama.ratio)
+    sent = "inputs of checkpointed layers on the host over not (compiled)"
+    yield TimeRow(TORCHTUNE, sent, "×", 7309 / 7301, llama.inputs_on_host / llama.checkpointed)
     vit = _vit_giant()
     yield TimeRow(TORCHAO, "batch 32, bf16, checkpointed, no offloading", step, 1.27, vit.checkpointed)
+    yield TimeRow(TORCHAO, "the same, Adam's state on the host", step, 1.52, vit.state_on_host)
+    over_none = vit.state_on_host / vit.checkpointed
+    yield TimeRow(TORCHAO, "state on the host over none", "×", 1.52 / 1.27, over_none)
     yield TimeRow(
         "accelerate#4175", "checkpointing over none, 24 layers (model not named)", "×", 1.38 / 1.08, one.ratio
     )
@@ -193,33 +210,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in rows():
             found.append(row)
             print(row, file=sys.stderr, flush=True)
-        command = command_line(_PROGRAM, arguments)
+        document = {
+            "schema": 1,
+            "command": command_line(_PROGRAM, arguments),
+            "source": "estimated",
+            "rows": [{**asdict(row), "error": round(row.error, 4)} for row in found],
+        }
         if options.json is not None:
-            document = {
-                "schema": 1,
-                "command": command,
-                "source": "estimated",
-                "rows": [{**asdict(row), "error": round(row.error, 4)} for row in found],
-            }
             options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8", newline="")
-        text = table(found, command)
         if options.into is not None:
-            write_into(options.into, {"step_times": text})
+            write_into(options.into, tables(document))
         else:
-            print(text)
+            print(*tables(document).values())
     except MemScaleError as error:
         print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def table(found: Sequence[TimeRow], command: str) -> str:
+def tables(document: dict[str, Any]) -> dict[str, str]:
     """Return the rows as a Markdown table."""
     lines = ["| source | what | published | estimated | error |", "|---|---|---:|---:|---:|"]
-    for row in found:
-        figures = f"{row.published:.3g} {row.unit} | {row.estimated:.3g} {row.unit}"
-        lines.append(f"| {row.source} | {row.what} | {figures} | {row.error:+.0%} |")
-    return "\n".join([*lines, "", f"Published by the sources named; estimated here. Made by `{command}`."])
+    for row in document["rows"]:
+        figures = f"{row['published']:.3g} {row['unit']} | {row['estimated']:.3g} {row['unit']}"
+        lines.append(f"| {row['source']} | {row['what']} | {figures} | {row['error']:+.0%} |")
+    made_by = f"Published by the sources named; estimated here. Made by `{document['command']}`."
+    return {"step_times": "\n".join([*lines, "", made_by])}
 
 
 if __name__ == "__main__":

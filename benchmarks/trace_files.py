@@ -25,6 +25,7 @@ import memscale
 from memscale import Config
 from memscale.execution_plan import Checkpointing, LayerPlan, Offloading, OptimizerPlan, Plan
 from memscale.executor import Executor
+from memscale.recovery import StepGuard
 
 PACKAGE = Path(memscale.__file__).parent
 WIDTH, BLOCKS, ROWS = 64, 3, 16
@@ -110,7 +111,8 @@ def plan() -> Plan:
 def trace(directory: str) -> dict[str, Trace]:
     """Train two steps, and trace the second: in the first one files and state are made."""
     model = Model()
-    executor = Executor(model, plan(), Config(offload_dir=directory, enable_logging=False))
+    config = Config(offload_dir=directory, enable_logging=False)
+    executor = Executor(model, plan(), config, guard=StepGuard())  # as `wrap` attaches it
     executor.attach()
     optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.ones(ROWS, WIDTH)

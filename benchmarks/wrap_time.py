@@ -33,7 +33,7 @@ from memscale.hardware import detect
 from memscale.memory.process import measure_in_fresh_process
 from memscale.units import format_bytes
 
-__all__ = ["Row", "main", "markdown"]
+__all__ = ["Row", "main", "tables"]
 
 GPU = "RTX 3090"
 WAYS = ("plan, on meta", "wrap, on meta", "wrap, with weights", f"find_batch_size, {GPU}")
@@ -117,8 +117,9 @@ def _measured(model: str, way: str, options: argparse.Namespace) -> Row:
     )
 
 
-def markdown(rows: Sequence[Row], command: str) -> str:
-    """The table, with the command that made it."""
+def tables(document: dict[str, Any]) -> dict[str, str]:
+    """Return the table of a file of results, with the command that made it."""
+    rows = [Row(**row) for row in document["rows"]]
     lines = ["| model | | seconds | written to disk | plain writes there |", "|---|---|---|---|---|"]
     for row in rows:
         moved, rates = "–", "–"
@@ -126,8 +127,8 @@ def markdown(rows: Sequence[Row], command: str) -> str:
             moved = format_bytes(row.moved_bytes)
             rates = f"{_spread([rate / 1e9 for rate in row.write_rates])} GB/s"
         lines.append(f"| {row.model} | {row.way} | {_spread(row.seconds)} | {moved} | {rates} |")
-    lines += ["", f"Measured by `{command}`: medians of fresh processes, with the least and the most."]
-    return "\n".join(lines)
+    made_by = f"Measured by `{document['command']}`: medians of fresh processes, with the least and the most."
+    return {_TABLE: "\n".join([*lines, "", made_by])}
 
 
 def _spread(numbers: Sequence[float]) -> str:
@@ -166,19 +167,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check(options)
         command = command_line(_PROGRAM, given)
         rows = [_measured(model, way, options) for model in options.models for way in WAYS]
-        table = markdown(rows, command)
-        print(table)
+        document = {
+            "schema": 1,
+            "command": command,
+            "source": "measured",
+            "torch": torch.__version__,
+            "rows": [asdict(row) for row in rows],
+        }
+        print(*tables(document).values())
         if options.json is not None:
-            result = {
-                "schema": 1,
-                "command": command,
-                "source": "measured",
-                "torch": torch.__version__,
-                "rows": [asdict(row) for row in rows],
-            }
-            options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8", newline="")
+            options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8", newline="")
         if options.into is not None:
-            write_into(options.into, {_TABLE: table})
+            write_into(options.into, tables(document))
     except MemScaleError as error:
         print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
         return 2

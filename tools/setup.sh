@@ -8,7 +8,13 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 default_torch="torch==2.13.0"
-extras="hf,bnb,rich,metrics,dev"
+extras="hf,trl,peft,lightning,bnb,rich,cli,metrics,docs,dev"
+# With SETUP_OLDEST, the oldest versions of these that pyproject.toml allows, and tests that need no others.
+oldest=""
+if [ -n "${SETUP_OLDEST:-}" ]; then
+    extras="hf,peft,lightning,dev"
+    oldest="transformers accelerate peft lightning"
+fi
 requested_python=${SETUP_PYTHON:-}
 requested_torch=${SETUP_TORCH:-}
 venv=${SETUP_VENV:-.venv}
@@ -111,6 +117,10 @@ install_project() {
     say "installing MemScale (editable) with its extras $extras"
     # The constraint: nothing below may exchange the torch chosen above.
     "$venv_python" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >"$venv/constraints.txt"
+    local name
+    for name in $oldest; do
+        sed -n "s/.*\"$name>=\([0-9.]*\)\".*/$name==\1.*/p" pyproject.toml >>"$venv/constraints.txt"
+    done
     pip_install --constraint "$venv/constraints.txt" --editable ".[$extras]" ||
         fail "pip could not install the project's dependencies (see above)."
 }
