@@ -269,3 +269,12 @@ def test_optimize_around_a_forward_that_raises_half_way():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         work()
     assert_as_before(pictures(model), before)
+
+
+def test_a_model_that_a_device_map_has_spread_over_devices_is_refused() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.hf_device_map = {"0": 0, "1": "cpu"}
+    with pytest.raises(WrapError, match=r"over 0, cpu, .* one device"):
+        memscale.wrap(model)
+    model.hf_device_map = {"0": "cpu", "1": "cpu"}
+    memscale.detach(memscale.wrap(model, Config(enable_logging=False)))

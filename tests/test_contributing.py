@@ -1,8 +1,9 @@
-"""CONTRIBUTING.md is true: the files that it names exist, and its layers are those that are checked."""
+"""CONTRIBUTING.md is true: the files that it names exist, its layers are those that are checked, its habits hold."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,26 @@ def test_the_layers_are_those_that_are_checked() -> None:
 def test_the_glossary_is_short() -> None:
     glossary = TEXT.partition("## Glossary")[2].partition("\n## ")[0]
     assert glossary.count("\n| ") - 1 <= 12
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    names = Counter(name for text in sources for name in re.findall(r"^class ([A-Z]\w+)", text, re.MULTILINE))
+    # The integrations' callback has the name that each framework's users import.
+    assert {name for name, count in names.items() if count > 1} <= {"MemScaleCallback"}
+
+
+def test_private_apis_of_torch_are_in_one_file() -> None:
+    private = re.compile(
+        r"^(?:from|import) torch[\w.]*\._(?!_)|\btorch(?:\.\w+)*\._(?!_)\w+[.(]", re.MULTILINE
+    )
+    for path in (ROOT / "src").rglob("*.py"):
+        if path.name != "_torch.py":
+            assert not private.search(path.read_text(encoding="utf-8")), path
+
+
+def test_no_package_is_too_large() -> None:
+    lines: Counter[str] = Counter()
+    for path in (ROOT / "src" / "memscale").rglob("*.py"):
+        lines[path.parent.name] += len(path.read_text(encoding="utf-8").splitlines())
+    assert max(lines.values()) <= 4000

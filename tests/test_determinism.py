@@ -52,6 +52,7 @@ def plans_of_a_process(hash_seed: int) -> tuple[list[str], str]:
     return plans, order
 
 
+@pytest.mark.slow
 def test_plans_are_the_same_bytes_in_processes_of_different_hash_seeds():
     first, order = plans_of_a_process(1)
     second, other = plans_of_a_process(2)
@@ -62,6 +63,7 @@ def test_plans_are_the_same_bytes_in_processes_of_different_hash_seeds():
     assert len(set(first)) == len(first), "each case has a plan of its own"
 
 
+@pytest.mark.slow
 def test_plans_of_other_processes_read_back_and_equal_those_made_here():
     texts, _ = plans_of_a_process(1)
     cases = [(name, mode) for name in CASES for mode in MODES]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import memscale
 from memscale import Config, Plan
@@ -41,11 +42,12 @@ def assert_says_all(text: str, plan: Plan) -> None:
     assert f"step time × {plan.predicted_time_ratio:.2f}" in text
     assert plan.batch in text
     assert "(aggressive)" in text
-    # The plan's table: what the layers get, and totals.
+    # The plan's table: what the layers get, and why.
     assert "checkpointing" in text
     assert re.search(r"layers\.0\b", text)
-    assert "least-peak" in text or "forced" in text
-    assert "activations saved for backward" in " ".join(re.sub(r"[│|]", " ", text).split())
+    assert "of parameters," in text
+    for nbytes, where in ((plan.host_bytes, "host memory"), (plan.disk_bytes, "disk")):
+        assert not nbytes or f"{format_bytes(nbytes)} of {where}" in text
 
 
 @pytest.fixture(autouse=True)
@@ -99,16 +101,29 @@ def test_notes_are_warnings(caplog):
 
 def test_without_a_sample_one_plan_is_logged_from_the_first_batch(caplog):
     model = memscale.wrap(Stack(), LOUD)
-    first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith("hardware: ")
-    assert second == "The plan is made from the first training batch; nothing is moved before."
-    caplog.clear()
+    (record,) = caplog.records
+    assert record.getMessage() == "The plan is made from the first training batch; nothing is moved before."
     model(X)
+    assert caplog.text.count("hardware: ") == 1
     assert "planned from the first training batch" in caplog.text
     assert_says_all(caplog.text, model._memscale_executor.plan)
     caplog.clear()
     model(X)
     assert caplog.records == []
+
+
+def test_a_small_model_is_left_alone_with_one_line(caplog, monkeypatch):
+    monkeypatch.setattr("memscale.planner.decide.UNTOUCHED_SHARE", 0.1)  # which conftest switches off
+    model = memscale.wrap(Stack(), Config(), X)
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert "the model is left as it is" in record.getMessage()
+    assert "force_optimize=True" in record.getMessage()
+    assert model._memscale_executor.plan.does_nothing
+    caplog.clear()
+    model = memscale.wrap(Stack(), Config(force_optimize=True), X)
+    assert not model._memscale_executor.plan.does_nothing
+    assert "hardware: " in caplog.text
 
 
 def test_a_log_file_is_written_and_let_go(tmp_path, caplog):
@@ -143,8 +158,23 @@ def test_silent_when_asked(sample, tmp_path, caplog, capfd):
     assert not path.exists()
 
 
+def test_a_deep_model_takes_no_more_than_a_screenful(caplog):
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.inner(x)
+
+    model = nn.Sequential(*(Block() for _ in range(40)))
+    memscale.wrap(model, LOUD, X)
+    assert any(layer.techniques for layer in model._memscale_executor.plan.layers)
+    assert len(caplog.text.splitlines()) <= 24
+
+
 def test_silent_does_not_even_draw_the_table(monkeypatch):
-    monkeypatch.setattr(Plan, "explain", None)
+    monkeypatch.setattr("memscale.observe.log.outline_plan", None)
     wrapped(LOUD.replace(enable_logging=False))
 
 
@@ -214,6 +244,7 @@ assert logging.getLogger().level == logging.WARNING
 
 
 @pytest.mark.parametrize("how", ["aloud", "silent"])
+@pytest.mark.matrix(2)
 def test_a_program_that_set_up_nothing(how):
     paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"}
@@ -226,7 +257,7 @@ def test_a_program_that_set_up_nothing(how):
         assert said == ""
     else:
         assert "memscale: hardware: " in said
-        assert re.search(r"peak \S+ \S+ → \S+ \S+, step time × \d", said)
+        assert re.search(r"peak \S+ \S+ → \S+ \S+ \(simulated\), step time × \d", said)
         assert "checkpointing" in said
 
 

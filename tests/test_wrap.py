@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import memscale
 from memscale import Plan
 from memscale.errors import MemScaleError, ProfileError, WrapError, WrapTypeError
 from memscale.executor import Executor
+from memscale.hardware import detect
 from memscale.planner import replan as replanning
 from memscale.profiler import run as profiling
 from memscale.testing import executing
@@ -27,6 +29,20 @@ from support.wrapping import QUIET, Layer, Stack, lossless
 
 AGGRESSIVE = lossless("aggressive")
 X = torch.ones(4, 6, 8)
+DEVICE = X.device
+
+
+@pytest.fixture(autouse=True)
+def on_device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "DEVICE", device)
+    monkeypatch.setitem(globals(), "X", X.to(device))
+
+
+@pytest.fixture
+def gpu(device: torch.device) -> Iterator[torch.device]:
+    """The device, or the virtual GPU if that is the CPU."""
+    with executing("1GiB") if device.type == "cpu" else nullcontext(SimpleNamespace(device=device)) as found:
+        yield found.device
 
 
 def losses(model: nn.Module, steps: int = 3) -> list[float]:
@@ -45,7 +61,7 @@ def losses(model: nn.Module, steps: int = 3) -> list[float]:
 
 def build(**options: int) -> Stack:
     torch.manual_seed(0)
-    return Stack(**options)
+    return Stack(**options).to(DEVICE)
 
 
 # One wrap, and its end -------------------------------------------------------------------------------
@@ -309,7 +325,7 @@ def test_a_first_batch_that_cannot_be_profiled_leaves_the_plan(
                 raise RuntimeError("not yet")
             return super().forward(x)
 
-    model = Once()
+    model = Once().to(DEVICE)
     config = AGGRESSIVE.replace(enable_logging=True, use_static_profiling=False)
     memscale.wrap(model, config)
     plan = model._memscale_executor.plan
@@ -319,15 +335,14 @@ def test_a_first_batch_that_cannot_be_profiled_leaves_the_plan(
     assert len(plans_made) == 1
 
 
-def test_nothing_is_moved_before_the_first_batch() -> None:
+def test_nothing_is_moved_before_the_first_batch(gpu: torch.device) -> None:
     pytest.importorskip("transformers")
     family = FAMILIES["gpt2"]
-    with executing("1GiB") as gpu:
-        model = family.build().to(gpu.device)
-        memscale.wrap(model, AGGRESSIVE.replace(use_mixed_precision=False))  # its hints would do for a plan
-        assert all(parameter.device == gpu.device for parameter in model.parameters())
-        family.loss(model, {name: value.to(gpu.device) for name, value in family.batch().items()})
-        assert any(parameter.device.type == "cpu" for parameter in model.parameters())
+    model = family.build().to(gpu)
+    memscale.wrap(model, AGGRESSIVE.replace(use_mixed_precision=False))  # its hints would do for a plan
+    assert all(parameter.device == gpu for parameter in model.parameters())
+    family.loss(model, family.batch(gpu))
+    assert any(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
 def test_a_model_without_weights_is_planned_by_its_hints() -> None:
@@ -345,14 +360,14 @@ def test_a_model_without_weights_is_planned_by_its_hints() -> None:
 # Devices -----------------------------------------------------------------------------------------------
 
 
-def test_a_model_on_a_device_is_planned_for_that_device() -> None:
-    with executing("1GiB") as gpu:
-        model = build().to(gpu.device)
-        memscale.wrap(model, AGGRESSIVE.replace(enable_offloading=False), X.to(gpu.device))
-        plan = model._memscale_executor.plan
-        assert "executing virtual GPU" in plan.device
-        model(X.to(gpu.device)).sum().backward()
-        assert all(parameter.grad.device == gpu.device for parameter in model.parameters())
+def test_a_model_on_a_device_is_planned_for_that_device(gpu: torch.device) -> None:
+    model = build().to(gpu)
+    memscale.wrap(model, AGGRESSIVE.replace(enable_offloading=False), X.to(gpu))
+    plan = model._memscale_executor.plan
+    assert plan.device.startswith(detect(gpu).device.name)
+    assert not plan.device.startswith(detect("cpu").device.name)
+    model(X.to(gpu)).sum().backward()
+    assert all(parameter.grad.device == gpu for parameter in model.parameters())
 
 
 def test_a_plain_step_that_does_not_fit_gives_a_plan_by_structure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,7 @@ def compare(table: list, family: Family, device: str, plan: Plan, seen: Memory) 
     assert abs(off) <= max(ROOM, SHARE * plan.predicted_peak_bytes)
 
 
+@pytest.mark.cpu_only
 @pytest.mark.matrix(5)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_training_is_exact_work_is_done_twice_and_memory_is_as_predicted(
@@ -91,6 +92,7 @@ def test_training_is_exact_work_is_done_twice_and_memory_is_as_predicted(
         compare(table, family, "cpu", plan, memory_of(family, model, batch, tracker))
 
 
+@pytest.mark.virtual_only
 @pytest.mark.matrix(4)
 def test_memory_on_a_gpu_is_as_predicted(family: Family, table: list) -> None:
     if family.data_dependent:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.metadata
 import json
+import re
 import shlex
 import sys
 
 import pytest
+import torch
 
-from memscale.benchmarks import Results
+from memscale.benchmarks import MODELS, Results, run_suite
 from memscale.benchmarks import __main__ as cli_module
+from memscale.benchmarks import run as run_module
 from memscale.benchmarks.__main__ import main
+from memscale.benchmarks.models import Published
 from memscale.errors import ProfileError
 
 
@@ -40,13 +46,14 @@ def test_simulated(tmp_path, monkeypatch, capsys):
         assert f"│ {row.model} " in shown.out
         assert f"{row.peak_bytes / 2**20:.2f}" in shown.out
         assert f"{row.model}, none: " in shown.err  # as it goes
-    assert "published" not in shown.out  # nobody published anything about these
+    tables = shown.out.replace("published rate", "")  # of the link
+    assert "published" not in tables  # nobody published anything about these
     assert "Written to out.json." in shown.out
 
 
 def test_a_case_that_does_not_fit(tmp_path, capsys):
     file = tmp_path / "out.json"
-    assert main(["--on", "8MiB", "--models", "gpt2-tiny", "--json", str(file)]) == 0
+    assert main(["--on", "8MiB", "--models", "gpt2-tiny", "--modes", "none", "--json", str(file)]) == 0
     (row,) = json.loads(file.read_text())["rows"]
     assert row["peak_bytes"] is None
     assert "does not fit" in row["note"]
@@ -58,15 +65,17 @@ def test_a_case_that_does_not_fit(tmp_path, capsys):
 def test_batch_seq_and_steps(tmp_path):
     file = tmp_path / "out.json"
     options = ["--on", "1GiB", "--models", "gpt2-tiny", "--batch", "3", "--seq", "32", "--steps", "1"]
+    options += ["--modes", "none"]
     assert main([*options, "--json", str(file)]) == 0
     (row,) = Results.read(file).rows
     assert (row.batch, row.seq) == (3, 32)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.slow
 def test_measured(tmp_path, capsys):
     file = tmp_path / "out.json"
-    assert main(["--on", "cpu", "--models", "gpt2-tiny", "--json", str(file)]) == 0
+    assert main(["--on", "cpu", "--models", "gpt2-tiny", "--modes", "none", "--json", str(file)]) == 0
     (row,) = Results.read(file).rows
     assert (row.source, row.on) == ("measured", "cpu")
     assert row.peak_bytes
@@ -127,7 +136,9 @@ def test_arguments_that_argparse_refuses(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert "usage: python -m memscale.benchmarks" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("python -m memscale.benchmarks: error: ")
+    assert line.endswith("(--help lists the options)")
 
 
 def test_a_run_that_fails_has_another_exit_code_and_writes_nothing(tmp_path, monkeypatch, capsys):
@@ -138,6 +149,85 @@ def test_a_run_that_fails_has_another_exit_code_and_writes_nothing(tmp_path, mon
     assert main(["--json", str(tmp_path / "out.json")]) == 1
     assert "The process failed." in capsys.readouterr().err
     assert not (tmp_path / "out.json").exists()
+
+
+def test_the_default_run_shows_memscale_in_a_table_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    wide = ["--on", "RTX 3090", "--models", "gpt2-tiny"]
+    small = dataclasses.replace(MODELS["gpt2-tiny"], published=Published(10.87, 2.61))
+    monkeypatch.setitem(MODELS, "gpt2-tiny", small)
+    assert main(wide) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("│")[3].strip() for line in lines if line.startswith("│ gpt2")] == ["none", "balanced"]
+    assert max(map(len, lines)) <= 100
+    # The longest cells that there are: with a budget, host and disk.
+    rows = [
+        dataclasses.replace(row, disk_bytes=2**33, mode="budget") for row in run_suite(wide[3:], ["none"])
+    ]
+    assert "│ gpt2-tiny" in cli_module._table(rows, "RTX 3090")
+
+
+def test_a_case_that_fails_is_a_row_and_the_others_are_run(tmp_path, monkeypatch, capsys):
+    def broken(batch, seq, device):
+        raise RuntimeError("no kernel in /usr/lib/python/kernels.py")
+
+    monkeypatch.setitem(MODELS, "broken", dataclasses.replace(MODELS["bert-tiny"], make_inputs=broken))
+    file = tmp_path / "out.json"
+    arguments = ["--on", "1GiB", "--models", "broken,gpt2-tiny", "--modes", "none", "--json", str(file)]
+    assert main(arguments) == 1
+    failed, other = Results.read(file).rows
+    assert (failed.peak_bytes, failed.note) == (None, "failed: RuntimeError('no kernel in kernels.py')")
+    assert other.peak_bytes
+    shown = capsys.readouterr().out
+    assert "│ failed │" in " ".join(shown.split())
+
+
+def test_a_measured_case_that_fails_is_a_row(monkeypatch):
+    def fail(*args, **kwargs):
+        raise ProfileError("The process that measured it failed:\n  File ...\nValueError: no")
+
+    monkeypatch.setattr(run_module, "measure_in_fresh_process", fail)
+    (row,) = run_suite(["gpt2-tiny"], on="cpu")
+    assert (row.peak_bytes, row.note) == (None, "failed: ValueError: no")
+
+
+def test_a_run_that_was_interrupted_goes_on(tmp_path, monkeypatch, capsys):
+    ran = []
+
+    def simulated(case, mode, device):
+        ran.append((case.model.name, mode, case.overlap))
+        if mode == "aggressive" and len(ran) == 3:
+            raise KeyboardInterrupt
+        return run_module.Outcome(2**20 if mode == "none" else 2**19)
+
+    monkeypatch.setattr(run_module, "simulated_mode", simulated)
+    file = tmp_path / "out.json"
+    arguments = ["--on", "1GiB", "--models", "gpt2-tiny", "--json", str(file)]
+    arguments += ["--modes", "none,balanced,aggressive"]
+    with pytest.raises(KeyboardInterrupt):
+        main(arguments)
+    assert [row.mode for row in Results.read(file).rows] == ["none", "balanced"]
+    ran.clear()
+    assert main(arguments) == 0
+    assert ran == [("gpt2-tiny", "aggressive", True)]
+    assert [row.reduction for row in Results.read(file).rows] == [0.0, 0.5, 0.5]
+    assert capsys.readouterr().err.count("already there") == 2
+    # Another loop is another case; the rows of the first one stay.
+    ran.clear()
+    assert main([*arguments[:-2], "--modes", "none", "--no-overlap"]) == 0
+    assert ran == [("gpt2-tiny", "none", False)]
+    assert len(Results.read(file).rows) == 4
+
+
+@pytest.mark.parametrize("other", [{"torch": "1.0"}, {"machine": {"processor": "8086"}}])
+def test_rows_of_other_versions_or_machines_are_not_gone_on_with(other, tmp_path, capsys):
+    file = tmp_path / "out.json"
+    now = Results("it", torch.__version__, importlib.metadata.version("transformers"), ())
+    dataclasses.replace(now, **other).write(file)
+    before = file.read_text()
+    assert main(["--on", "cpu", "--models", "gpt2-tiny", "--json", str(file)]) == 2
+    assert re.search("has results of (torch 1.0|processor 8086)", capsys.readouterr().err)
+    assert file.read_text() == before
 
 
 def test_help_lists_models_and_modes(capsys):

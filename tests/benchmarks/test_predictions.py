@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import predictions
 from benchmarks.prediction_cases import BOUNDS, Device, PredictionCase, PredictionRow, run_cases
-from memscale.planner import predict as prediction
+from memscale.optimizer.simulated_steps import SimulatedSteps
 from tests.support.families import SMALL_FAMILIES
 
 pytest.importorskip("transformers")
@@ -43,7 +43,7 @@ def test_the_peak_is_as_predicted(family: str, mode: str, device: Device) -> Non
 
 def test_a_prediction_that_is_off_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The command must fail where a prediction does: here one that leaves Adam's state out."""
-    monkeypatch.setattr(prediction, "_state_sizes", lambda *args: [])
+    monkeypatch.setattr(SimulatedSteps, "_state_sizes", lambda *args: [])
     arguments = ["--families", "cnn", "--modes", "conservative", "--batches", "2", "--on", "vgpu"]
     assert predictions.main([*arguments, "--json", str(tmp_path / "rows.json")]) == 1
     (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]

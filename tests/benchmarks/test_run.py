@@ -143,7 +143,7 @@ def test_a_measured_row():
     tracked = tensor_bytes(Case.of("gpt2-tiny"), "none")
     assert tracked < row.peak_bytes < tracked + 64 * MIB
     # The simulated CPU foretells the tensors to the byte.
-    assert run_module._predicted_on_cpu(Case.of("gpt2-tiny")) == tracked
+    assert run_module.predicted_on_cpu(Case.of("gpt2-tiny")) == tracked
 
 
 def test_what_the_host_has_no_room_for_is_not_tried(monkeypatch):

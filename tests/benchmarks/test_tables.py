@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tables import main, markdown, replace_tables
+from benchmarks.tables import main, markdown, pages, replace_tables, write_into
 from memscale.benchmarks import Results, Row
 from memscale.benchmarks.results import cells
 from memscale.errors import ConfigError
@@ -77,6 +77,10 @@ def test_modes_have_reduction_and_time():
     assert column(rows, "host (GiB)") == ["0.00", "6.00"]
     assert column(rows, "published (GiB)") == ["10.87", "2.61"]
     assert column(rows, "error") == ["+0.0%", "–"] or column(rows, "error") == ["-0.0%", "–"]
+
+
+def test_images_have_no_length():
+    assert column([MEDIUM, dataclasses.replace(MEDIUM, seq=None)], "batch × seq") == ["4 × 512", "4"]
 
 
 def test_a_budget_is_named_by_its_size():
@@ -196,6 +200,32 @@ def test_bad_arguments(arguments, message, files, capsys):
     results, page = files
     assert main([each.format(results=results, page=page) for each in arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_every_page_has_the_tables_of_the_committed_results(capsys):
+    names = {page.name for page in pages()}
+    assert names >= {"README.md", "results.md", "comparison.md", "predictions.md", "truth.md", "frontier.md"}
+    assert main(["--check"]) == 0, f"run `make tables`:\n{capsys.readouterr().out}"
+
+
+def test_one_table_is_written_and_the_others_stay(tmp_path):
+    page = tmp_path / "page.md"
+    text = "<!-- table: a -->\n<!-- /table -->\n<!-- table: b -->\nold\n<!-- /table -->\n"
+    page.write_text(text)
+    write_into(page, {"a": "new"})
+    assert page.read_text() == text.replace("a -->\n", "a -->\n\nnew\n\n", 1)
+    with pytest.raises(ConfigError, match=r"page.md: there is no <!-- table: c -->"):
+        write_into(page, {"c": "new"})
+
+
+def test_readme_has_one_unit_in_a_column(tmp_path, capsys):
+    small = dataclasses.replace(BALANCED, peak_bytes=917 * 2**20, host_bytes=100 * 2**20)
+    time = StepTime(compute=0.2, device_step=0.05)
+    file = tmp_path / "gpu.json"
+    dataclasses.replace(RESULTS, rows=(dataclasses.replace(MEDIUM, step_time=time), small)).write(file)
+    assert main([str(file)]) == 0
+    short = capsys.readouterr().out.partition("gpu_short")[2]
+    assert "| gpt2-medium | 4 × 512 | 10.87 GiB | 0.90 GiB | 1.25 × | 0.10 GiB |" in short
 
 
 def test_check_needs_files_to_check(files):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks import wrap_time
-from benchmarks.wrap_time import WAYS, Row, main, markdown
+from benchmarks.wrap_time import WAYS, Row, main, tables
 
 
 @pytest.mark.slow
@@ -31,9 +32,8 @@ def test_a_small_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_table_says_what_was_written_and_how_fast_it_could_be() -> None:
     row = Row("m", "wrap, with weights", "balanced", (2.0, 1.0, 4.0), 3 * 2**30, (5e8, 1e9, 2e9))
-    assert "| m | wrap, with weights | 2.0 (1.0 to 4.0) | 3.0 GiB | 1.0 (0.5 to 2.0) GB/s |" in markdown(
-        [row], "it"
-    )
+    (text,) = tables({"command": "it", "rows": [dataclasses.asdict(row)]}).values()
+    assert "| m | wrap, with weights | 2.0 (1.0 to 4.0) | 3.0 GiB | 1.0 (0.5 to 2.0) GB/s |" in text
 
 
 @pytest.mark.parametrize(

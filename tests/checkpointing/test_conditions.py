@@ -21,43 +21,48 @@ X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
 
 class FakeAccelerator:
-    """A device module with two devices and a generator each, as `torch.cuda` is one."""
+    """A device module with three devices and a generator each, as `torch.cuda` is one."""
 
     def __init__(self, initialised: bool) -> None:
-        self.generators = [torch.Generator().manual_seed(k) for k in range(2)]
+        self.generators = [torch.Generator().manual_seed(k) for k in range(3)]
         self.initialised = initialised
-        self.asked = 0
+        self.asked: set[int] = set()
 
     def is_initialized(self) -> bool:
         return self.initialised
 
-    def device_count(self) -> int:
-        return 2
+    def current_device(self) -> int:
+        return 0
 
     def get_rng_state(self, device: int) -> torch.Tensor:
         assert self.initialised
-        self.asked += 1
+        self.asked.add(device)
         return self.generators[device].get_state()
 
     def set_rng_state(self, state: torch.Tensor, device: int) -> None:
         self.generators[device].set_state(state)
 
 
-def with_devices(monkeypatch: pytest.MonkeyPatch, *types: str) -> None:
+def with_devices(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Let regions find tensors on these devices."""
-    monkeypatch.setattr(region_module, "Conditions", lambda flags, found: Conditions(flags, {*found, *types}))
+    devices = map(torch.device, names)
+    monkeypatch.setattr(
+        region_module, "Conditions", lambda flags, found: Conditions(flags, {*found, *devices})
+    )
 
 
 class TestRandomState:
-    def test_of_every_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with_devices(monkeypatch, "xpu")
+    def test_of_the_devices_of_its_tensors_and_the_current_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        accelerators = []
 
         def run(in_a_region: bool) -> list[torch.Tensor]:
+            with_devices(monkeypatch, "xpu:1")
             accelerator = FakeAccelerator(initialised=True)
+            accelerators.append(accelerator)
             monkeypatch.setattr(torch, "get_device_module", lambda _: accelerator)
 
             def function(x: torch.Tensor) -> torch.Tensor:
-                for generator in accelerator.generators:
+                for generator in accelerator.generators[:2]:
                     x = torch.exp(x * torch.rand(8, generator=generator) * torch.rand(8))
                 return x
 
@@ -72,6 +77,7 @@ class TestRandomState:
             return [out.detach(), x.grad, *states, torch.get_rng_state()]
 
         assert_same(run(True), run(False))
+        assert accelerators[0].asked == {0, 1}, "a region costs nothing on the other cards of a machine"
 
     def test_of_a_device_that_is_not_initialised_is_not_asked_for(
         self, monkeypatch: pytest.MonkeyPatch
@@ -81,7 +87,7 @@ class TestRandomState:
         monkeypatch.setattr(torch, "get_device_module", lambda _: accelerator)
         x = X.clone().requires_grad_()
         run_region(torch.exp, (x,), {}).sum().backward()
-        assert accelerator.asked == 0
+        assert not accelerator.asked
 
     def test_cuda_is_not_initialised_by_asking(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with_devices(monkeypatch, "cuda", "mps", "meta")
@@ -291,6 +297,40 @@ def test_the_attention_kernels_of_forward(forward: SDPBackend, backward: SDPBack
         return [out.detach(), x.grad]
 
     assert_same(run(lambda x: run_region(attend, (x,), {})), run(attend))
+
+
+def test_the_switches_between_kernels_of_forward() -> None:
+    """`with torch.backends.cudnn.flags(...)`, or TF32, around the forward pass alone."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    seen = []
+
+    def switches() -> tuple[Any, ...]:
+        precision = cuda.matmul.fp32_precision, cudnn.conv.fp32_precision
+        older = (
+            cudnn.allow_tf32,
+            torch.get_float32_matmul_precision(),
+        )  # which raise if they do not agree with those
+        return cudnn.enabled, cudnn.benchmark, *precision, torch.get_deterministic_debug_mode(), *older
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(switches())
+        return torch.exp(x)
+
+    before = switches()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_float32_matmul_precision("high")
+    try:
+        with cudnn.flags(enabled=False, benchmark=True, allow_tf32=False, fp32_precision="none"):
+            out = run_region(function, (X.clone().requires_grad_(),), {})
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
+    between = switches()
+    out.sum().backward()
+    assert seen[0] == seen[1]
+    assert all(each != then for each, then in zip(between, seen[0], strict=True)), (between, seen)
+    assert switches() == between
+    assert (before[0], before[1], before[4]) == (between[0], between[1], between[4])
 
 
 def test_gradients_are_on_in_the_recomputation() -> None:

@@ -367,14 +367,15 @@ def test_torchs_own_checkpoint_wrapper_is_seen() -> None:
     assert ["forward" in vars(layer) for layer in model.layers] == [True, False]
 
 
-def test_hugging_faces_own_checkpointing_is_seen() -> None:
+def test_hugging_faces_own_checkpointing_is_replaced() -> None:
     pytest.importorskip("transformers")
     from support.families import FAMILIES
 
     model = FAMILIES["gpt2"].build()
     model.gradient_checkpointing_enable()
     attach(model, plan_of("transformer.h.0"))
-    assert "forward" not in vars(model.transformer.h[0])
+    assert "forward" in vars(model.transformer.h[0])
+    assert not model.is_gradient_checkpointing
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

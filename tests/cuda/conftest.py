@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import pytest
 import torch
 
-IS_STAND_IN = "libfakecuda" in os.environ.get("LD_PRELOAD", "")
+from support import devices
+from support.devices import IS_STAND_IN
+
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
 
 
@@ -25,6 +25,7 @@ def runtime() -> Iterator[ctypes.CDLL]:
 
     found = library()
     yield found
+    found.fakecuda_succeed()
     torch.cuda.synchronize()
     found.fakecuda_set_copies(b"now")
     found.fakecuda_set_page_locks(0)
@@ -48,18 +49,17 @@ def copies(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def computing() -> Callable[[], AbstractContextManager[None]]:
-    """A block in which CUDA operations have true results: on the stand-in, those of the CPU."""
-    if not IS_STAND_IN:
-        return contextlib.nullcontext
-    from fakecuda.computing import computing
-
-    return computing
+    """A block in which CUDA operations have true results, the same every time."""
+    return devices.computing
 
 
 @pytest.fixture(autouse=True)
 def empty_device() -> Iterator[None]:
-    """No test meets the memory of another."""
+    """No test leaves memory on the device, where the next one would meet it."""
+    before = torch.cuda.memory_allocated()
     yield
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # that of a handle which an injected error took its stream from
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.memory_allocated() <= before

@@ -11,6 +11,8 @@ from torch import nn
 
 import memscale
 from memscale import Config, Plan
+from memscale.simulator.device import CUBLAS_WORKSPACE
+from support.devices import IS_STAND_IN
 
 transformers = pytest.importorskip("transformers")
 
@@ -18,9 +20,9 @@ CONFIG = Config(mode="aggressive", enable_logging=False, use_mixed_precision=Fal
 IDS = torch.randint(500, (4, 64))
 
 
-def build() -> nn.Module:
+def build(layers: int = 4, width: int = 128) -> nn.Module:
     config = transformers.GPT2Config(
-        n_layer=4, n_embd=128, n_head=4, vocab_size=500, n_positions=64, bos_token_id=1, eos_token_id=1
+        n_layer=layers, n_embd=width, n_head=4, vocab_size=500, n_positions=64, bos_token_id=1, eos_token_id=1
     )
     return transformers.GPT2LMHeadModel(config).train()
 
@@ -31,14 +33,20 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) 
     optimizer.zero_grad()
 
 
-def assert_as_planned(model: nn.Module) -> None:
-    """The plan does something on the card, which holds no more than it says."""
+def assert_as_planned(model: nn.Module, least: float = 0.0) -> None:
+    """The plan does something on the card, which holds no more than it says, and at least that share of it."""
     executor = model._memscale_executor
     plan: Plan = executor.plan
     assert executor.device.type == "cuda"
     assert any(layer.techniques for layer in plan.layers)
     peak = torch.cuda.max_memory_allocated()
-    assert 0 < peak <= plan.predicted_peak_bytes + plan.allowance_bytes
+    missing = CUBLAS_WORKSPACE if IS_STAND_IN else 0  # a card has one for each thread that multiplies
+    assert peak > 0
+    assert (
+        least * (plan.predicted_peak_bytes - missing)
+        <= peak
+        <= plan.predicted_peak_bytes + plan.allowance_bytes
+    )
     assert peak < plan.baseline_peak_bytes
 
 
@@ -52,7 +60,7 @@ def test_the_card_holds_what_was_predicted(mode: str, is_async: bool) -> None:
     torch.cuda.reset_peak_memory_stats()
     for _ in range(3):
         step(model, optimizer, ids)
-    assert_as_planned(model)
+    assert_as_planned(model, least=0.8)
 
 
 @pytest.mark.parametrize("sample", [None, {"input_ids": IDS, "labels": IDS}], ids=["no-sample", "sample"])
@@ -89,6 +97,55 @@ def test_a_fused_optimizer_before_during_and_after(before: int) -> None:
     memscale.detach(model)
     step(model, optimizer, ids)
     assert all(value.is_cuda for state in optimizer.state.values() for value in state.values())
+
+
+def tensor_lr(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=torch.tensor(1e-3, device="cuda"), capturable=True, foreach=True)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "capturable": lambda parameters: torch.optim.AdamW(parameters, capturable=True),
+    "fused, lr on the card": lambda parameters: torch.optim.AdamW(
+        parameters, lr=torch.tensor(1e-3, device="cuda"), fused=True
+    ),
+    "capturable, lr on the card": tensor_lr,
+}
+
+
+def trained(model: nn.Module, ids: torch.Tensor, make: Any, events: dict[int, Callable[[], object]]) -> Any:
+    """Return the losses of eight steps; before some of them something happens."""
+    optimizer, losses = make(model.parameters()), []
+    for number in range(8):
+        if number in events:
+            events[number]()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [value.device for state in optimizer.state.values() for value in state.values()]
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_counters_and_rates_follow_their_parameters(name: str, computing: Any) -> None:
+    """State of before wrap, another plan, and the time after detach: counters and `lr` are where a step wants them."""
+    make, ids = OPTIMIZERS[name], IDS.cuda()
+    sample = {"input_ids": ids, "labels": ids}
+    with computing():
+        torch.manual_seed(0)
+        plain = build().cuda().eval()
+        model = build().cuda().eval()
+        model.load_state_dict(plain.state_dict())
+        expected, _ = trained(plain, ids, make, {})
+        events = {
+            2: lambda: memscale.wrap(model, CONFIG.replace(force_optimize=True), sample),
+            4: lambda: memscale.wrap(model, CONFIG.replace(mode="balanced", force_optimize=True), sample),
+            6: lambda: memscale.detach(model),
+        }
+        found, devices = trained(model, ids, make, events)
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert {each.type for each in devices} == {"cuda"}
 
 
 def test_a_gradient_scaler_with_clipping() -> None:
@@ -134,7 +191,61 @@ def test_the_hugging_face_trainer(
         memscale.wrap(trainer, CONFIG)
     trainer.train()
     assert_as_planned(model)
+    assert trainer.optimizer.param_groups[0]["fused"], "the Trainer's default"
     on_host = {name for name, each in model.named_parameters() if each.device.type == "cpu"}
     assert on_host
     trainer.evaluate()
     assert {name for name, each in model.named_parameters() if each.device.type == "cpu"} == on_host
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("order", ["wrap, prepare", "prepare, wrap"])
+def test_accelerate(order: str, precision: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerator = accelerate.Accelerator(mixed_precision=precision, gradient_accumulation_steps=2)
+    model = build()
+    if order == "wrap, prepare":
+        memscale.wrap(model, CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = torch.utils.data.DataLoader([{"input_ids": ids, "labels": ids} for ids in IDS.repeat(4, 1)], 4)
+    called, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if order == "prepare, wrap":
+        memscale.wrap(called, CONFIG)
+    for batch in loader:
+        with accelerator.accumulate(called):
+            accelerator.backward(called(**batch).loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(called.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_as_planned(model)
+    assert any(each.device.type == "cpu" for each in model.parameters())
+    accelerate.state.AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+def test_the_trainer_with_a_model_larger_than_the_card(precision: dict[str, bool], tmp_path: Any) -> None:
+    """The model is wrapped before the Trainer, which moves it to the card, is made."""
+    model = build(layers=24, width=256)
+    room = sum(each.nbytes for each in model.parameters()) * 2 // 3
+    rows = [{"input_ids": ids, "labels": ids} for ids in IDS.repeat(4, 1)]
+    make: Callable[..., Any] = transformers.TrainingArguments
+    options: dict[str, Any] = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, **precision}
+    arguments = make(str(tmp_path), per_device_train_batch_size=4, max_steps=3, **options)
+    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.mem_get_info()[1])
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            transformers.Trainer(model, arguments, train_dataset=rows)
+        model.cpu()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        memscale.wrap(model, CONFIG)
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows)
+        trainer.train()
+        assert torch.cuda.max_memory_reserved() <= room
+        assert_as_planned(model)
+        memscale.detach(model)
+        assert all(each.device.type == "cpu" for each in model.parameters()), "there is no room elsewhere"
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -21,7 +21,7 @@ from memscale import Config
 from memscale.execution_plan import LayerPlan, Offloading, OptimizerPlan, Plan
 from memscale.executor import Executor
 from memscale.optimizer.overlap import OverlappedSteps
-from memscale.tiers.engine import StreamTransfer
+from memscale.tiers.engine import Engine, StreamTransfer
 from support.families import FAMILIES
 
 WIDTH, LAYERS = 64, 4
@@ -311,24 +311,20 @@ def without_a_wait_for_gradients(patch: pytest.MonkeyPatch) -> None:
     compute = OverlappedSteps._compute
 
     def compute_early(self: OverlappedSteps, *args: Any) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            wait = torch.cuda.Stream.wait_event
-            side = self._engine._stream(self._device, False)
-            inner.setattr(
-                torch.cuda.Stream,
-                "wait_event",
-                lambda stream, event: (
-                    None if stream == side and event not in written(self) else wait(stream, event)
-                ),
-            )
-            compute(self, *args)
+        self._streams.clear()
+        compute(self, *args)
 
     patch.setattr(OverlappedSteps, "_compute", compute_early)
 
 
-def written(overlap: OverlappedSteps) -> list[torch.cuda.Event]:
-    transfers = [transfer for transfer, _ in overlap._writing]
-    return [each.event for each in transfers if isinstance(each, StreamTransfer)]
+def without_a_wait_for_arithmetic(patch: pytest.MonkeyPatch) -> None:
+    """New state is copied to the host before it was computed."""
+    run = Engine.run
+
+    def run_early(self: Engine, *args: Any, after: Any = None, outward: bool = False) -> Any:
+        return run(self, *args, after=None if outward else after, outward=outward)
+
+    patch.setattr(Engine, "run", run_early)
 
 
 def without_a_wait_for_memory(patch: pytest.MonkeyPatch) -> None:
@@ -360,7 +356,6 @@ def without_a_wait_after_backward(patch: pytest.MonkeyPatch) -> None:
         (without_a_wait_for_loaded_state, LAYERS),
         (without_a_wait_for_written_state, 0),
         (without_a_wait_for_written_state, LAYERS),
-        (without_a_wait_for_gradients, 0),  # those on the host have arrived
         (without_a_wait_for_memory, 0),
         (without_a_wait_for_memory, LAYERS),
     ],
@@ -372,13 +367,13 @@ def test_a_removed_wait_is_found(
     runtime: ctypes.CDLL,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The tests above can fail."""
+    """The tests above can fail: by other numbers, or by steps that are not committed as their sums differ."""
     runtime.fakecuda_set_copies(b"poisoned")
     mutate(monkeypatch)
     with computing():
         is_equal, overlap = run(usual, MATRIX, offloaded)
-    assert overlap.commits > 0
-    assert not is_equal
+    assert overlap.commits + overlap.rollbacks > 0
+    assert not is_equal or overlap.rollbacks > 0
 
 
 # ---------------------------------------------------------------------- torch's own sanitizer, which is for a process
@@ -410,10 +405,23 @@ def train_on_another_stream() -> OverlappedSteps:
 
 def run_sanitized(mutant: str) -> None:
     """Run training loops, with a wait removed; the sanitizer raises at the first access that is in no order."""
-    from torch.cuda._sanitizer import enable_cuda_sanitizer
+    from torch.cuda._sanitizer import EventHandler, enable_cuda_sanitizer
 
     from fakecuda.computing import computing
 
+    # What it notes of streams is not for several threads, as backward has them.
+    lock = threading.RLock()
+
+    def alone(handle: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with lock:
+                return handle(*args, **kwargs)
+
+        return call
+
+    for name, handle in list(vars(EventHandler).items()):
+        if name.startswith("_handle_"):
+            setattr(EventHandler, name, alone(handle))
     enable_cuda_sanitizer()
     if mutant:
         globals()[mutant](pytest.MonkeyPatch())
@@ -432,6 +440,7 @@ def run_sanitized(mutant: str) -> None:
         None,
         without_a_wait_for_loaded_state,
         without_a_wait_for_gradients,
+        without_a_wait_for_arithmetic,
         without_the_streams_of_gradients,
         without_a_wait_after_backward,
     ],

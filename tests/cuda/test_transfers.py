@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,6 +15,8 @@ from torch import nn
 from memscale import AsyncOffloadConfig, Config
 from memscale.execution_plan import LayerPlan, Offloading, Plan
 from memscale.executor import Executor
+from memscale.hardware import HostSpec, detect
+from support.offloaded import plan_of
 from support.wrapping import Layer
 
 Computing = Callable[[], AbstractContextManager[None]]
@@ -119,3 +123,44 @@ def test_masters_may_be_changed_when_a_forward_pass_returns(
                 executor.detach()
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+def test_a_deep_model_needs_no_more_than_a_shallow_one(recomputed: bool, copies: str) -> None:
+    """Nor is more reserved, though the host runs ahead of the device: copies and kernels are as late as can be."""
+    peaks = []
+    for depth in (6, 18):
+        model = nn.Sequential(*(Layer(256) for _ in range(depth))).cuda()
+        plan = plan_of(model, to="host", recomputed=recomputed)
+        executor = Executor(model, plan, Config(enable_logging=False, async_offload=True))
+        executor.attach()
+        x = torch.randn(1024, 256, device="cuda")
+        for _ in range(2):
+            model.zero_grad()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            model(x).square().sum().backward()
+        peaks.append((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
+        model.zero_grad()
+        executor.detach()
+        del model, executor, x
+        gc.collect()
+        torch.cuda.empty_cache()
+    (allocated, reserved), (deep_allocated, deep_reserved) = peaks
+    assert deep_allocated == allocated
+    assert deep_reserved <= reserved + 2 * 2**20, "a segment for small tensors, of which the graph has more"
+
+
+def test_page_locked_memory_that_torch_keeps_for_the_next_request_is_as_good_as_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.zeros(1, device="cuda")
+    torch._C._host_emptyCache()
+    host = HostSpec(2**36, 2**35, cores=2)
+    monkeypatch.setattr(importlib.import_module("memscale.hardware.detect"), "read_host", lambda: host)
+    before = detect("cuda").host.available_ram_bytes
+    memory = torch.empty(2**24, dtype=torch.uint8, pin_memory=True)
+    assert detect("cuda").host.available_ram_bytes == before
+    del memory
+    assert detect("cuda").host.available_ram_bytes == before + 2**24

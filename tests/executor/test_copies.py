@@ -130,6 +130,7 @@ def test_the_state_dict_is_that_of_the_plain_model(family: Family) -> None:
     assert repr(model) == repr(plain)
 
 
+@pytest.mark.slow
 def test_a_saved_model_loads_in_another_process(tmp_path: Path) -> None:
     model = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()))
     torch.save(model, tmp_path / "model.pt")

@@ -71,7 +71,7 @@ def test_the_config_is_right_after_a_pass_that_failed(error: type[BaseException]
     assert model.config.use_cache is True
 
 
-def test_a_cache_that_is_asked_for_is_given_and_the_layers_run_plainly(
+def test_a_cache_that_is_asked_for_is_given_and_not_written_to_twice(
     regions, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, model = build("gpt2"), wrapped(build("gpt2"))
@@ -88,7 +88,7 @@ def test_a_cache_that_is_asked_for_is_given_and_the_layers_run_plainly(
         _, expected = run(plain)
         assert cache.get_seq_length() == IDS.shape[1]
         assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
-    assert not regions
+    assert len(regions) == 2 * 3
     assert caplog.text.count("asked for a cache") == 1
 
 
@@ -105,7 +105,8 @@ def test_a_cache_of_the_callers_own_is_read(regions) -> None:
         losses.append(each(IDS, past_key_values=cache).logits.sum())
         losses[-1].backward()
     assert torch.equal(*losses)
-    assert not regions
+    assert all(map(torch.equal, *([p.grad for p in each.parameters()] for each in (plain, model))))
+    assert len(regions) == 3
 
 
 def test_generation_in_training_mode_has_its_cache(regions) -> None:

@@ -19,6 +19,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from memscale.testing import CPU_KERNELS
+
 aten = torch.ops.aten
 _MOVES = (
     aten.record_stream.default,
@@ -80,7 +82,7 @@ class _Computing(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func in _MOVES and not self._converts(func, args, kwargs, result):
             return result  # copied by the runtime, on its stream
-        if not on_device and not is_factory:
+        if (not on_device and not is_factory) or func.overloadpacket is aten.set_:  # which computes nothing
             return result
         results = [each for each in tree_flatten(result)[0] if _is_cuda(each)]
         if not results and not func._schema.is_mutable:
@@ -106,7 +108,7 @@ class _Computing(TorchDispatchMode):
         if kwargs.get("generator") is not None:
             on_cpu_kwargs["generator"] = None
         with _seeded(state):
-            computed = func(*on_cpu_args, **on_cpu_kwargs)
+            computed = CPU_KERNELS.get(func, func)(*on_cpu_args, **on_cpu_kwargs)
         arguments = {
             each.untyped_storage().data_ptr() for each in tree_flatten((args, kwargs))[0] if _is_cuda(each)
         }

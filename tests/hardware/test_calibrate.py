@@ -19,7 +19,7 @@ from memscale.hardware.calibrate import CALIBRATION_VARIABLE, default_path, meas
 from memscale.planner.cache import plan_key
 from memscale.profiler import Sample
 from memscale.simulator import simulate
-from memscale.techniques.cost import Rates
+from memscale.techniques.cost import ReachedRates
 from memscale.testing import executing
 
 RATES = MeasuredRates(
@@ -93,7 +93,7 @@ def test_rates_of_the_disk_are_for_its_directory(written: Path, tmp_path: Path) 
 
 def test_measured_rates_are_not_discounted() -> None:
     hardware = replace(virtual_hardware("RTX 3090"), measured=RATES)
-    assert Rates.of(hardware) == Rates(
+    assert ReachedRates.of(hardware) == ReachedRates(
         fp32_flops=7e12,
         half_flops=41e12,
         bytes_per_second=600e9,
@@ -105,10 +105,10 @@ def test_measured_rates_are_not_discounted() -> None:
     )
     torch.set_float32_matmul_precision("high")
     try:
-        assert Rates.of(hardware).fp32_flops == 20e12
+        assert ReachedRates.of(hardware).fp32_flops == 20e12
     finally:
         torch.set_float32_matmul_precision("highest")
-    cpu = Rates.of(replace(detect("cpu"), measured=RATES))
+    cpu = ReachedRates.of(replace(detect("cpu"), measured=RATES))
     assert (cpu.fp32_flops, cpu.h2d_per_second, cpu.d2h_per_second) == (7e12, 2.0e9, 1.0e9)
 
 
@@ -234,6 +234,20 @@ def test_measuring_leaves_switches_and_generators_as_they_were() -> None:
         assert torch.equal(torch.get_rng_state(), state)
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_tf32_by_the_newer_of_torchs_switches() -> None:
+    """Set by it, `torch.get_float32_matmul_precision` raises."""
+    matmul: Any = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+            torch.get_float32_matmul_precision()
+        assert ReachedRates.of(replace(virtual_hardware("RTX 3090"), measured=RATES)).fp32_flops == 20e12
+        measure(detect("cpu"), 2**16, 32)
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = before
 
 
 def test_what_can_not_be_written_is_refused(tmp_path: Path) -> None:

@@ -121,6 +121,7 @@ def test_a_device_whose_bf16_kills_says_so() -> None:
     assert any("illegal instruction" in note for note in device.notes)
 
 
+@pytest.mark.slow
 def test_what_this_cpu_is_said_to_support_survives() -> None:
     """In a child process, as the failure this guards against is a signal, not an exception."""
     device = detect("cpu").device

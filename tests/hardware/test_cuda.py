@@ -74,7 +74,8 @@ def test_by_default_the_current_cuda_device(fake_cuda) -> None:
 
 def test_what_torch_caches_is_free_to_torch(fake_cuda) -> None:
     fake_cuda("NVIDIA L4", 22 * GIB, (8, 9), free=10 * GIB, cached=5 * GIB)
-    assert detect().device.free_bytes == 15 * GIB
+    device = detect().device
+    assert device.free_bytes == device.capacity_bytes == 15 * GIB, "others hold 7 GiB"
 
 
 def test_the_memory_tells_variants_apart(fake_cuda) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from memscale.hardware import read_host
+from memscale.hardware import HostSpec, read_host
 
 GIB = 2**30
 UNLIMITED_V1 = "9223372036854771712"  # 2**63 - 1, rounded down to a page
@@ -40,8 +40,8 @@ class Machine:
         for name, text in files.items():
             self.write(self.cgroup / path / name.replace("__", "."), f"{text}\n")
 
-    def read(self):
-        return read_host(proc=self.proc, cgroup_root=self.cgroup)
+    def read(self, **environ: str):
+        return read_host(proc=self.proc, cgroup_root=self.cgroup, environ=environ)
 
 
 @pytest.fixture
@@ -52,6 +52,27 @@ def machine(tmp_path: Path) -> Machine:
 def test_without_control_groups_the_machine_counts(machine: Machine) -> None:
     host = machine.read()
     assert (host.total_ram_bytes, host.available_ram_bytes) == (64 * GIB, 60 * GIB)
+
+
+@pytest.mark.parametrize(("started", "processes"), [("4", 4), ("1", 1), ("", 1), ("0", 1), ("many", 1)])
+def test_processes_that_torchrun_has_started_share_the_host(machine: Machine, started, processes) -> None:
+    alone, host = machine.read(), machine.read(LOCAL_WORLD_SIZE=started)
+    assert (alone.processes, host.processes) == (1, processes)
+    assert host.offload_bytes == alone.offload_bytes // processes
+    assert host.page_locked_bytes == host.offload_bytes // 2
+
+
+@pytest.mark.parametrize("total", [64 * GIB, 10**9 + 7, 5])
+def test_what_may_be_offloaded_is_free_less_a_reserve_in_steps(total: int) -> None:
+    assert HostSpec(total, total, 1).offload_bytes == total  # nobody else is there: the host of a virtual GPU
+    step = max(1, total // 16)
+    rooms = [HostSpec(total, total * part // 1000, 1).offload_bytes for part in range(1000)]
+    assert rooms == sorted(rooms)
+    assert len(set(rooms)) <= 18
+    for part, room in enumerate(rooms):
+        free = total * part // 1000
+        reserve = min(total - free, step)
+        assert room == 0 or free - reserve - step < room <= free - reserve
 
 
 def test_version_2_limit(machine: Machine) -> None:

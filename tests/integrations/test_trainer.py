@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,13 @@ from support.wrapping import lossless
 transformers = pytest.importorskip("transformers")
 
 QUIET = lossless("aggressive")  # so that a tiny model gets techniques, too
+
+
+@pytest.fixture(autouse=True)
+def on_device(device: torch.device) -> None:
+    """A Trainer finds CUDA by itself."""
+    if device.type not in ("cpu", "cuda"):
+        pytest.skip("a Trainer does not know the virtual GPU")
 
 
 def eval_losses(trainer: Any) -> list[float]:
@@ -108,6 +116,33 @@ def test_the_log_history_is_that_of_a_plain_trainer(strategy: str, tmp_path: Pat
     assert {"memscale/recomputations", "memscale/recompute_tflops", "memscale/read_gib"} <= logged
 
 
+def test_the_throughput_is_that_of_steps_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock by which a step takes a second, and one with an evaluation or a checkpoint behind it a hundred."""
+    huggingface = pytest.importorskip("memscale.integrations.huggingface")
+    clock = types.SimpleNamespace(now=0.0)
+    monkeypatch.setattr(huggingface, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
+
+    class Ticks(transformers.TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            clock.now += 1.0
+
+        def on_evaluate(self, *_: Any, **__: Any) -> None:
+            clock.now += 100.0
+
+        on_save = on_evaluate
+
+    trainer = make_trainer("gpt2", tmp_path)
+    memscale.wrap(trainer, QUIET)
+    heard = Heard()
+    trainer.add_callback(heard)
+    trainer.add_callback(Ticks())
+    trainer.train()
+    assert clock.now > 100.0, "something else than steps took time"
+    (logged,) = [each for each in heard.entries if "memscale/samples_per_second" in each]
+    samples = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
+    assert logged["memscale/samples_per_second"] == samples
+
+
 def test_activations_are_fewer(tmp_path: Path) -> None:
     peaks = []
     for wrapped in (False, True):
@@ -119,16 +154,19 @@ def test_activations_are_fewer(tmp_path: Path) -> None:
             memscale.wrap(trainer, QUIET, sample)
         with MemoryTracker(trainer.model) as tracker:
             trainer.train()
-        line = dict(tracker.timeline("cpu").series)
+        line = dict(tracker.timeline(trainer.args.device).series)
         peaks.append(max(line[Category.ACTIVATIONS]))
     assert peaks[1] < peaks[0] / 2
 
 
-def test_gradient_checkpointing_of_its_own_is_recognised(tmp_path: Path) -> None:
-    trainer = make_trainer(
-        "gpt2", tmp_path, gradient_checkpointing=True, eval_strategy="no", save_strategy="no", max_steps=2
-    )
-    memscale.wrap(trainer, QUIET.replace(enable_offloading=False))
+@pytest.mark.parametrize("ours", [True, False])
+def test_gradient_checkpointing_of_its_own_is_replaced_unless_ours_is_off(ours: bool, tmp_path: Path) -> None:
+    """The Trainer switches it on when training begins, after `wrap`: nothing is recomputed twice."""
+    options = {"eval_strategy": "no", "save_strategy": "no", "max_steps": 2, "gradient_checkpointing": True}
+    plain = make_trainer("gpt2", tmp_path / "plain", **options)
+    plain.train()
+    trainer = make_trainer("gpt2", tmp_path / "wrapped", **options)
+    memscale.wrap(trainer, QUIET.replace(enable_offloading=False, enable_checkpointing=ours))
     forwards: list[int] = []
 
     def count(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -139,8 +177,13 @@ def test_gradient_checkpointing_of_its_own_is_recognised(tmp_path: Path) -> None
     trainer.model.transformer.h[1].mlp.register_forward_pre_hook(count)
     trainer.train()
     assert len(forwards) == 2 * 2 * 2  # steps, accumulated batches, forward and once again in backward
-    plan = trainer.model._memscale_executor.plan
-    assert plan.layer("transformer.h.1").rule == "already-checkpointed"
+    assert losses(trainer) == losses(plain)
+    layer = trainer.model._memscale_executor.plan.layer("transformer.h.1")
+    assert layer.techniques == (("checkpointing",) if ours else ())
+    assert (trainer.model._memscale_executor.report().recomputations > 0) is ours
+    assert trainer.model.is_gradient_checkpointing is not ours
+    memscale.detach(trainer)
+    assert trainer.model.is_gradient_checkpointing
 
 
 def test_precision_of_its_own_wins(tmp_path: Path) -> None:

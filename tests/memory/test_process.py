@@ -80,6 +80,7 @@ class TestMeasure:
         assert measured.baseline_bytes > 50 * MIB, "torch is in it"
         assert 0 < measured.seconds < 60
 
+    @pytest.mark.slow
     def test_small_tensors_go_back_to_the_system_too(self):
         measured = measure_in_fresh_process(many_small_ones, 200)
         assert measured.peak_above_import_bytes / MIB == pytest.approx(200, abs=25)
@@ -95,6 +96,7 @@ class TestMeasure:
         assert seen == {"pid": seen["pid"], "imported": True}
         assert seen["pid"] != os.getpid()
 
+    @pytest.mark.slow
     def test_a_module_on_this_process_path(self, tmp_path, monkeypatch):
         (tmp_path / "only_on_this_path.py").write_text("def answer(): return 42\n")
         monkeypatch.syspath_prepend(tmp_path)
@@ -102,6 +104,7 @@ class TestMeasure:
 
         assert measure_in_fresh_process(only_on_this_path.answer).result == 42
 
+    @pytest.mark.slow
     def test_a_script_without_running_it_again(self, tmp_path):
         script = tmp_path / "script.py"
         script.write_text(
@@ -160,6 +163,7 @@ class TestThisProcess:
 
 class TestThreshold:
     # In processes of their own: fixing the threshold cannot be undone wholly, see Note [Malloc threshold].
+    @pytest.mark.slow
     def test_fixed_and_restored_there(self):
         assert measure_in_fresh_process(fix_malloc_threshold, 2**20).result is True
         assert measure_in_fresh_process(restore_malloc_threshold).result is True

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from memscale.checkpointing import run_region
 from memscale.memory.record import Category, Phase
 from memscale.memory.tracker import MemoryTracker
 
@@ -416,3 +417,21 @@ def test_a_part_that_is_called_alone_keeps_its_name_in_the_whole():
         top = [each.module for each in tracker.now(top=10).top if each.category is Category.ACTIVATIONS]
     assert kept.requires_grad
     assert "blocks.1" in top
+
+
+def test_recomputation_that_stops_early_leaves_the_phases_of_later_steps_alone() -> None:
+    """Its modules never return: they must not stay on the stack of those that run."""
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)) for _ in range(3))
+    saved = []
+    with MemoryTracker(layers) as tracker:
+        for _ in range(3):
+            x = torch.ones(4, 8)
+            for layer in layers:
+                x = run_region(layer, (x,), {}, modules=[layer])
+            x.sum().backward()
+            del x
+            activations = dict(tracker.timeline("cpu").series)[Category.ACTIVATIONS]
+            saved.append(sum(activations))  # so far
+            assert tracker.phase is not Phase.FORWARD
+    first, second, third = saved
+    assert 0 < first < second < third

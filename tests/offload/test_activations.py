@@ -18,8 +18,8 @@ from memscale.execution_plan import LayerPlan, Offloading, Plan
 from memscale.executor import Executor
 from memscale.offload.activations import LEAST_BYTES, Activations
 from memscale.simulator import simulate
-from memscale.testing import executing
 from memscale.tiers.engine import Engine
+from support.devices import accelerator, reference
 from support.families import FAMILIES
 from support.offloaded import QUIET, activations_of, attached, large_batch, plan_of, train
 from support.wrapping import Layer
@@ -48,6 +48,7 @@ def host(capacity: int = 2**30, *, logs: bool = False) -> Activations:
 # Models ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.accelerator
 @pytest.mark.matrix(5)
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("to", ["device", "host"])
@@ -55,8 +56,8 @@ def host(capacity: int = 2**30, *, logs: bool = False) -> Activations:
 def test_training_is_bit_equal_to_the_plain_run(name: str, to: str, recomputed: bool) -> None:
     pytest.importorskip("transformers")
     family = FAMILIES[name]
-    expected = train(family, family.build(), large_batch(family))
-    with executing() as gpu:
+    expected = train(family, family.build().to(reference()), large_batch(family, reference()))
+    with accelerator() as gpu:
         model, batch = family.build().to(gpu.device), large_batch(family, gpu.device)
         with attached(model, plan_of(model, to=to, recomputed=recomputed)) as executor:
             got = train(family, model, batch)
@@ -66,6 +67,8 @@ def test_training_is_bit_equal_to_the_plain_run(name: str, to: str, recomputed: 
     got.assert_equals(expected)
 
 
+@pytest.mark.accelerator
+@pytest.mark.virtual_only
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 def test_the_peak_falls_and_is_the_simulated_one(recomputed: bool) -> None:
     """Without the technique the peak is another; with it, simulator and device agree to the byte."""
@@ -73,7 +76,7 @@ def test_the_peak_falls_and_is_the_simulated_one(recomputed: bool) -> None:
     family = FAMILIES["gpt2"]
 
     def peak_of(activations: bool, *, simulated: bool) -> tuple[int, int]:
-        with simulate("24GiB") if simulated else executing("24GiB") as gpu:
+        with simulate("24GiB") if simulated else accelerator("24GiB") as gpu:
             build = family.build()
             if simulated:
                 model, batch = gpu.copy_of(build), gpu.batch_of(large_batch(family))
@@ -100,6 +103,8 @@ def test_the_peak_falls_and_is_the_simulated_one(recomputed: bool) -> None:
     )  # there the peak is where the head is, whose input is not a block's
 
 
+@pytest.mark.accelerator
+@pytest.mark.virtual_only
 def test_it_fits_where_the_plain_model_does_not() -> None:
     def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
         torch.manual_seed(2)
@@ -109,15 +114,16 @@ def test_it_fits_where_the_plain_model_does_not() -> None:
     x = torch.randn(512, 64)
     expected = step(stack(24), x)
     capacity = "36MiB"
-    with executing(capacity) as gpu, pytest.raises(torch.OutOfMemoryError):
+    with accelerator(capacity) as gpu, pytest.raises(torch.OutOfMemoryError):
         step(stack(24).to(gpu.device), x.to(gpu.device))
-    with executing(capacity) as gpu:
+    with accelerator(capacity) as gpu:
         model = stack(24).to(gpu.device)
         with attached(model, plan_for(model)):
             got = step(model, x.to(gpu.device))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
 
 
+@pytest.mark.accelerator
 def test_blocks_that_are_slices_of_a_sequence() -> None:
     def build() -> nn.Sequential:
         torch.manual_seed(0)
@@ -131,9 +137,9 @@ def test_blocks_that_are_slices_of_a_sequence() -> None:
         return [each.grad.cpu() for each in model.parameters()]
 
     x = torch.randn(512, 64)
-    expected = step(build().train(), x)
+    expected = step(build().train().to(reference()), x.to(reference()))
     for recomputed in (False, True):
-        with executing() as gpu:
+        with accelerator() as gpu:
             model = build().train().to(gpu.device)
             techniques = ("offloading", "checkpointing") if recomputed else ("offloading",)
             layers = [
@@ -151,11 +157,12 @@ def test_blocks_that_are_slices_of_a_sequence() -> None:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
 
 
+@pytest.mark.accelerator
 def test_chained_blocks_stay_chained() -> None:
     """Of blocks that are recomputed as one, the input of the first goes down, and nothing else is kept."""
     pytest.importorskip("transformers")
     family = FAMILIES["gpt2"]
-    with executing() as gpu:
+    with accelerator() as gpu:
         model, batch = family.build().to(gpu.device), large_batch(family, gpu.device)
         plan = plan_of(model, to="host", recomputed=True, chained=True, repeated_only=True)
         with attached(model, plan) as executor:
@@ -164,12 +171,13 @@ def test_chained_blocks_stay_chained() -> None:
             loss.backward()
 
 
+@pytest.mark.accelerator
 def test_activations_on_disk(tmp_path) -> None:
     pytest.importorskip("transformers")
     family = FAMILIES["gpt2"]
-    expected = train(family, family.build(), large_batch(family))
+    expected = train(family, family.build().to(reference()), large_batch(family, reference()))
     config = Config(enable_logging=False, offload_dir=str(tmp_path))
-    with executing() as gpu:
+    with accelerator() as gpu:
         model, batch = family.build().to(gpu.device), large_batch(family, gpu.device)
         with attached(model, plan_of(model, to="disk", repeated_only=True), config) as executor:
             train(family, model, batch).assert_equals(expected)
@@ -183,10 +191,11 @@ def test_activations_on_disk(tmp_path) -> None:
             assert executor.placement.store.bytes_used == at_home
 
 
+@pytest.mark.accelerator
 def test_recurrent_layers_send_activations_and_keep_their_weights() -> None:
     torch.manual_seed(0)
     x = torch.randn(256, 4, 64)
-    with executing() as gpu:
+    with accelerator() as gpu:
         model = nn.ModuleDict({"lstm": nn.LSTM(64, 64)}).to(gpu.device).train()
         layer = LayerPlan("lstm", ("lstm",), ("offloading",), "-", "-", offloading=Offloading("device", True))
         with attached(model, Plan((layer,))) as executor:
@@ -195,9 +204,10 @@ def test_recurrent_layers_send_activations_and_keep_their_weights() -> None:
             assert {each.device.type for each in model.parameters()} == {gpu.device.type}
 
 
+@pytest.mark.accelerator
 def test_where_gradients_are_off_nothing_goes_down() -> None:
     model, x = stack(), torch.randn(512, 64)
-    with executing() as gpu:
+    with accelerator() as gpu:
         model = model.to(gpu.device)
         with attached(model, plan_for(model)) as executor:
             for training in (True, False):
@@ -456,12 +466,13 @@ def test_a_tensor_that_is_changed_after_it_was_saved() -> None:
 # Caps ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.accelerator
 def test_at_the_cap_tensors_stay_on_the_device(caplog: pytest.LogCaptureFixture) -> None:
-    model, x = stack(), torch.randn(512, 64)
+    model, x = stack().to(reference()), torch.randn(512, 64)
     torch.manual_seed(2)
-    model(x).sum().backward()
-    expected = [each.grad.clone() for each in model.parameters()]
-    with executing() as gpu, caplog.at_level(logging.WARNING, logger="memscale"):
+    model(x.to(reference())).sum().backward()
+    expected = [each.grad.cpu() for each in model.parameters()]
+    with accelerator() as gpu, caplog.at_level(logging.WARNING, logger="memscale"):
         model = stack().to(gpu.device)
         cap = 600_000  # an input and an inner product of one layer fit
         config = Config(max_cpu_offload_gb=cap / 1e9)
@@ -480,8 +491,9 @@ def test_at_the_cap_tensors_stay_on_the_device(caplog: pytest.LogCaptureFixture)
     assert "max_cpu_offload_gb" in said[0]
 
 
+@pytest.mark.accelerator
 def test_parameters_at_home_their_gradients_and_state_count_against_the_cap() -> None:
-    with executing() as gpu:
+    with accelerator() as gpu:
         model = stack().to(gpu.device)
         size = sum(each.nbytes for each in model.parameters())
         config = Config(enable_logging=False, max_cpu_offload_gb=(4 * size + 200 * KIB) / 1e9)
@@ -502,12 +514,13 @@ def test_a_cap_of_nothing_is_no_crash() -> None:
 # Models that are copied, detached, dropped ----------------------------------------------------------
 
 
+@pytest.mark.accelerator
 def test_backward_after_detach() -> None:
-    model, x = stack(), torch.randn(512, 64)
+    model, x = stack().to(reference()), torch.randn(512, 64)
     torch.manual_seed(2)
-    model(x).sum().backward()
-    expected = [each.grad.clone() for each in model.parameters()]
-    with executing() as gpu:
+    model(x.to(reference())).sum().backward()
+    expected = [each.grad.cpu() for each in model.parameters()]
+    with accelerator() as gpu:
         model = stack().to(gpu.device)
         torch.manual_seed(2)
         with attached(model, plan_for(model)) as executor:
@@ -520,9 +533,10 @@ def test_backward_after_detach() -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_a_copy_has_its_own(way: str) -> None:
-    with executing() as gpu:
+    with accelerator() as gpu:
         model = stack().to(gpu.device)
         with attached(model, plan_for(model)) as executor:
             x = torch.randn(512, 64, device=gpu.device)
@@ -536,8 +550,9 @@ def test_a_copy_has_its_own(way: str) -> None:
             loss.backward()
 
 
+@pytest.mark.accelerator
 def test_nothing_keeps_a_dropped_model_alive() -> None:
-    with executing() as gpu:
+    with accelerator() as gpu:
         model = stack().to(gpu.device)
         Executor(model, plan_for(model), QUIET).attach()
         model(torch.randn(512, 64, device=gpu.device)).sum().backward()
@@ -551,6 +566,7 @@ def test_nothing_keeps_a_dropped_model_alive() -> None:
             gc.enable()
 
 
+@pytest.mark.accelerator
 def test_hooks_of_others_around_the_model_are_left_alone() -> None:
     seen: list[int] = []
 
@@ -558,7 +574,7 @@ def test_hooks_of_others_around_the_model_are_left_alone() -> None:
         seen.append(tensor.nbytes)
         return tensor
 
-    with executing() as gpu:
+    with accelerator() as gpu:
         model = stack().to(gpu.device)
         with attached(model, plan_for(model), QUIET) as executor:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

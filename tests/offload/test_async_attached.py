@@ -26,8 +26,8 @@ from memscale.offload.activations import Activations
 from memscale.offload.layer import GradientTransfer
 from memscale.offload.prefetch import Prefetcher
 from memscale.simulator import simulate
-from memscale.testing import executing
 from memscale.tiers.engine import Engine, async_settings
+from support.devices import accelerator, reference
 from support.families import FAMILIES
 from support.offloaded import (
     activations_of,
@@ -105,6 +105,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 # Numbers ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.accelerator
 @pytest.mark.matrix(5)
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("activations", [False, True], ids=["parameters", "and activations"])
@@ -114,8 +115,8 @@ def test_training_is_bit_equal_to_the_plain_run(
 ) -> None:
     pytest.importorskip("transformers")
     family = FAMILIES[name]
-    expected = train(family, family.build(), large_batch(family))
-    with executing() as gpu:
+    expected = train(family, family.build().to(reference()), large_batch(family, reference()))
+    with accelerator() as gpu:
         model, batch = family.build().to(gpu.device), large_batch(family, gpu.device)
         plan = plan_of(model, to="host", activations=activations, recomputed=recomputed)
         with attached(model, plan, ASYNC) as executor:
@@ -128,11 +129,12 @@ def test_training_is_bit_equal_to_the_plain_run(
     assert sum(taken) > 0.9 * len(taken), "nearly all were fetched ahead"
 
 
+@pytest.mark.accelerator
 def test_parameters_on_disk_are_fetched_ahead(tmp_path: Any, taken: list[bool]) -> None:
     x = torch.randn(32, 64)
-    expected = step(stack(), x)
+    expected = step(stack().to(reference()), x.to(reference()))
     config = ASYNC.replace(offload_dir=str(tmp_path))
-    with executing() as gpu:
+    with accelerator() as gpu:
         model = stack().to(gpu.device)
         with attached(model, plan_for(model, to="disk"), config) as executor:
             assert executor.placement.store.bytes_used > 0
@@ -140,6 +142,7 @@ def test_parameters_on_disk_are_fetched_ahead(tmp_path: Any, taken: list[bool]) 
     assert all(taken)
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 def test_accumulation_and_a_retained_graph(recomputed: bool) -> None:
     def run(model: nn.Module, device: Any) -> list[torch.Tensor]:
@@ -153,13 +156,14 @@ def test_accumulation_and_a_retained_graph(recomputed: bool) -> None:
         return [each.grad.cpu() for each in model.parameters()]
 
     x = torch.randn(512, 64)
-    expected = run(stack(), "cpu")
-    with executing() as gpu:
+    expected = run(stack().to(reference()), reference())
+    with accelerator() as gpu:
         model = stack().to(gpu.device)
         with attached(model, plan_for(model, activations=True, recomputed=recomputed), ASYNC):
             assert_equal(run(model, gpu.device), expected)
 
 
+@pytest.mark.accelerator
 def test_gradients_of_gradients_frozen_and_unfrozen_parameters() -> None:
     def run(model: nn.Sequential, device: Any) -> list[torch.Tensor]:
         model.eval()
@@ -173,17 +177,18 @@ def test_gradients_of_gradients_frozen_and_unfrozen_parameters() -> None:
         return [inputs.grad.cpu(), *(each.grad.cpu() for each in model.parameters())]
 
     x = torch.randn(16, 64)
-    expected = run(stack(), "cpu")
-    with executing() as gpu:
+    expected = run(stack().to(reference()), reference())
+    with accelerator() as gpu:
         model = stack().to(gpu.device)
         with attached(model, plan_for(model), ASYNC):
             for ours, theirs in zip(run(model, gpu.device), expected, strict=True):
                 assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.accelerator
 def test_hooks_on_parameters_see_their_gradients() -> None:
     seen: list[str] = []
-    with executing() as gpu:
+    with accelerator() as gpu:
         model = stack(2).to(gpu.device)
         with attached(model, plan_for(model), ASYNC):
             weight = model[0].up.weight
@@ -198,13 +203,14 @@ def test_hooks_on_parameters_see_their_gradients() -> None:
 # Memory -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.accelerator
 def test_so_many_layers_ahead_and_no_more() -> None:
     """While a layer computes, the copies of the next ones are there, and nobody else's."""
 
     def note(seen: list[int], prefetcher: Prefetcher, one: int, *_: Any) -> None:
         seen.append(bytes_prefetched(prefetcher) // one)
 
-    with executing() as gpu:
+    with accelerator() as gpu:
         for depth in (1, 2, 3):
             model = stack(6).to(gpu.device)
             x = torch.randn(8, 64, device=gpu.device)
@@ -221,8 +227,9 @@ def test_so_many_layers_ahead_and_no_more() -> None:
             assert seen == one_way + one_way, "forward, and backward in the other order"
 
 
+@pytest.mark.accelerator
 def test_two_gradients_are_in_flight_and_no_more() -> None:
-    with executing() as gpu:
+    with accelerator() as gpu:
         model = stack().to(gpu.device)
         with attached(model, plan_for(model), ASYNC) as executor:
             held = prefetcher_of(executor)._in_flight
@@ -234,6 +241,8 @@ def test_two_gradients_are_in_flight_and_no_more() -> None:
             assert not held
 
 
+@pytest.mark.accelerator
+@pytest.mark.virtual_only
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 def test_the_first_step_is_as_every_other_and_as_simulated(recomputed: bool) -> None:
     """A prediction simulates one step: before the first one, the plan says in what order layers are reached."""
@@ -241,7 +250,7 @@ def test_the_first_step_is_as_every_other_and_as_simulated(recomputed: bool) -> 
     family = FAMILIES["gpt2"]
 
     def peaks(config: Config, *, simulated: bool) -> list[int]:
-        with simulate("24GiB") if simulated else executing("24GiB") as gpu:
+        with simulate("24GiB") if simulated else accelerator("24GiB") as gpu:
             if simulated:
                 model, batch = gpu.copy_of(family.build()), gpu.batch_of(large_batch(family))
             else:
@@ -272,6 +281,7 @@ def test_the_first_step_is_as_every_other_and_as_simulated(recomputed: bool) -> 
 # Nothing stale ------------------------------------------------------------------------------------
 
 
+@pytest.mark.accelerator
 def test_a_parameter_that_changes_after_it_was_fetched_is_fetched_again(taken: list[bool]) -> None:
     def build() -> nn.Sequential:
         model = stack().eval()
@@ -286,8 +296,8 @@ def test_a_parameter_that_changes_after_it_was_fetched_is_fetched_again(taken: l
 
     x = torch.randn(8, 64)
     with torch.no_grad():
-        expected = build()(x)
-    with executing() as gpu:
+        expected = build().to(reference())(x.to(reference())).cpu()
+    with accelerator() as gpu:
         model = build().to(gpu.device)
         two_ahead = ASYNC.replace(async_config=AsyncOffloadConfig(prefetch_depth=2))
         with attached(model, plan_for(model), two_ahead), torch.no_grad():
@@ -295,8 +305,10 @@ def test_a_parameter_that_changes_after_it_was_fetched_is_fetched_again(taken: l
     assert taken.count(False) == 2
 
 
+@pytest.mark.accelerator
+@pytest.mark.virtual_only
 def test_nothing_is_fetched_across_an_optimizer_step() -> None:
-    with executing() as gpu:
+    with accelerator() as gpu:
         model = stack().to(gpu.device)
         x = torch.randn(8, 64, device=gpu.device)
         with attached(model, plan_for(model), ASYNC) as executor:
@@ -310,6 +322,7 @@ def test_nothing_is_fetched_across_an_optimizer_step() -> None:
             assert gpu.tracker.live_bytes(gpu.device) == live + gpu.tracker.workspace_bytes(gpu.device)
 
 
+@pytest.mark.accelerator
 def test_an_order_that_is_not_the_plans_is_learned(taken: list[bool]) -> None:
     class Backwards(nn.Module):
         def __init__(self) -> None:
@@ -323,8 +336,8 @@ def test_an_order_that_is_not_the_plans_is_learned(taken: list[bool]) -> None:
             return x
 
     x = torch.randn(8, 64)
-    expected = step(Backwards().train(), x)
-    with executing() as gpu:
+    expected = step(Backwards().train().to(reference()), x.to(reference()))
+    with accelerator() as gpu:
         model = Backwards().train().to(gpu.device)
         layers = tuple(
             LayerPlan(
@@ -340,10 +353,11 @@ def test_an_order_that_is_not_the_plans_is_learned(taken: list[bool]) -> None:
             assert all(taken)
 
 
+@pytest.mark.accelerator
 def test_chained_blocks_are_reached_in_the_order_of_their_segments(taken: list[bool]) -> None:
     x = torch.randn(8, 64)
-    expected = step(stack(6), x)
-    with executing() as gpu:
+    expected = step(stack(6).to(reference()), x.to(reference()))
+    with accelerator() as gpu:
         model = stack(6).to(gpu.device)
         layers = tuple(
             LayerPlan(
@@ -360,6 +374,8 @@ def test_chained_blocks_are_reached_in_the_order_of_their_segments(taken: list[b
 # Nothing left behind ------------------------------------------------------------------------------
 
 
+@pytest.mark.accelerator
+@pytest.mark.virtual_only
 @pytest.mark.parametrize("where", ["layer", "between", "backward"])
 def test_an_error_leaves_no_copies_on_the_device(where: str) -> None:
     class Model(nn.Module):
@@ -378,7 +394,7 @@ def test_an_error_leaves_no_copies_on_the_device(where: str) -> None:
         if model.fails:
             raise ArithmeticError("in a layer")
 
-    with executing() as gpu:
+    with accelerator() as gpu:
         model = Model().train().to(gpu.device)
         x = torch.randn(8, 64, device=gpu.device)
         layers = plan_for(model.layers)
@@ -415,9 +431,11 @@ def test_an_error_leaves_no_copies_on_the_device(where: str) -> None:
             assert left == 0 or (where == "backward" and left < model.layers[0].up.weight.nbytes)
 
 
+@pytest.mark.accelerator
+@pytest.mark.virtual_only
 def test_a_forward_pass_without_backward_leaves_nothing() -> None:
     """Some operations save their own output; behind a hook that would be a cycle."""
-    with executing() as gpu:
+    with accelerator() as gpu:
         model = stack().to(gpu.device)
         x = torch.randn(8, 64, device=gpu.device)
         for config in (ASYNC, ASYNC.replace(async_offload=False)):
@@ -429,6 +447,7 @@ def test_a_forward_pass_without_backward_leaves_nothing() -> None:
                 assert gpu.tracker.live_bytes(gpu.device) in (live, live + workspace)
 
 
+@pytest.mark.accelerator
 def test_layers_that_are_skipped_are_dropped() -> None:
     class Skipping(nn.Module):
         def __init__(self) -> None:
@@ -442,8 +461,8 @@ def test_layers_that_are_skipped_are_dropped() -> None:
                     x = layer(x)
             return x
 
-    plain, x = Skipping().train(), torch.randn(8, 64)
-    with executing() as gpu:
+    plain, x = Skipping().train().to(reference()), torch.randn(8, 64)
+    with accelerator() as gpu:
         model = Skipping().train().to(gpu.device)
         layers = tuple(
             LayerPlan(
@@ -457,19 +476,20 @@ def test_layers_that_are_skipped_are_dropped() -> None:
                 for one in (plain, model):
                     torch.manual_seed(2)
                     one.zero_grad(set_to_none=False)
-                    one(x.to(next(one.buffers(), x).device)).sum().backward()
+                    one(x.to(gpu.device if one is model else reference())).sum().backward()
                 for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
                     assert (ours.grad is None) == (theirs.grad is None)
                     if ours.grad is not None:
-                        assert torch.equal(ours.grad, theirs.grad)
+                        assert torch.equal(ours.grad, theirs.grad.cpu())
                 assert bytes_prefetched(prefetcher_of(executor)) == 0
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_a_copy_has_its_own(way: str, taken: list[bool]) -> None:
     x = torch.randn(512, 64)
-    expected = step(stack(), x)
-    with executing() as gpu:
+    expected = step(stack().to(reference()), x.to(reference()))
+    with accelerator() as gpu:
         model = stack().to(gpu.device)
         with attached(model, plan_for(model, activations=True), ASYNC) as executor:
             assert_equal(step(model, x.to(gpu.device)), expected)
@@ -501,7 +521,7 @@ def test_on_a_cpu_host_activations_go_to_disk_by_workers(
     offloaded_to_disk: tuple[nn.Sequential, torch.Tensor],
 ) -> None:
     model, x = offloaded_to_disk
-    expected = step(stack(), x)
+    expected = step(stack().to(reference()), x.to(reference()))
     for _ in range(3):
         assert_equal(step(model, x), expected)
     executor = model._memscale_executor
@@ -530,9 +550,10 @@ def test_a_transfer_error_surfaces_in_the_training_thread(
         assert torch.equal(value, before[name])
 
 
+@pytest.mark.accelerator
 def test_a_tensor_that_is_changed_while_it_is_on_its_way_is_an_error() -> None:
     """Never wrong numbers. Plain autograd refuses such a graph, too."""
-    with executing() as gpu:
+    with accelerator() as gpu:
         activations = Activations(Engine(AsyncOffloadConfig()), gpu.device, capacity=2**30)
         x = torch.randn(256, 256, device=gpu.device, requires_grad=True)
         with activations.around([]):
@@ -546,7 +567,7 @@ def test_a_tensor_that_is_changed_while_it_is_on_its_way_is_an_error() -> None:
 
 def test_the_cap_on_disk_is_kept(tmp_path: Any) -> None:
     model, x = stack(), torch.randn(512, 64)
-    expected = step(stack(), x)
+    expected = step(stack().to(reference()), x.to(reference()))
     cap = 800_000
     config = ASYNC.replace(offload_dir=str(tmp_path), max_disk_offload_gb=cap / 1e9)
     with attached(model, plan_for(model, to="device", activations=True), config) as executor:
@@ -602,6 +623,7 @@ def test_settings_of_the_user() -> None:
     assert async_settings(Plan((), async_offload=True), Config(async_config=settings)) == settings
 
 
+@pytest.mark.accelerator
 def test_wrap_takes_both_settings(taken: list[bool]) -> None:
     def run(prepare: Callable[[nn.Module, torch.Tensor], None], device: Any) -> list[torch.Tensor]:
         model, inputs = stack(6).to(device), x.to(device)
@@ -609,7 +631,7 @@ def test_wrap_takes_both_settings(taken: list[bool]) -> None:
         return step(model, inputs)
 
     x = torch.randn(8, 64)
-    expected = run(lambda model, inputs: None, "cpu")
+    expected = run(lambda model, inputs: None, reference())
 
     def wrap(model: nn.Module, inputs: torch.Tensor) -> None:
         settings = AsyncOffloadConfig(prefetch_depth=1)
@@ -618,7 +640,7 @@ def test_wrap_takes_both_settings(taken: list[bool]) -> None:
         prefetcher = prefetcher_of(model._memscale_executor)
         assert prefetcher.engine.depth == 1
 
-    with executing() as gpu:
+    with accelerator() as gpu:
         for ours, theirs in zip(run(wrap, gpu.device), expected, strict=True):
             assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
     assert any(taken)
@@ -627,12 +649,13 @@ def test_wrap_takes_both_settings(taken: list[bool]) -> None:
 # What users change in between ------------------------------------------------------------------------
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize("config", [ASYNC, ASYNC.replace(async_offload=False)], ids=["ahead", "when needed"])
 def test_a_layer_that_is_replaced_is_not_fetched_any_more(config: Config) -> None:
     """A new head on a trained model: the old one is gone, and the others train on as the plain ones do."""
 
     def run(wrapped: bool) -> list[torch.Tensor]:
-        with executing() as gpu:
+        with accelerator() as gpu:
             model, x = stack().to(gpu.device), torch.ones(8, 64, device=gpu.device)
             gpu.manual_seed(3)
             with attached(model, plan_for(model), config) if wrapped else contextlib.nullcontext():

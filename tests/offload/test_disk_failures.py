@@ -23,6 +23,8 @@ from memscale.executor import Executor
 from support.disk import adamw, disk_plan, on_disk
 from support.wrapping import Stack
 
+pytestmark = pytest.mark.cpu_only
+
 GB = 10**9
 
 
@@ -237,7 +239,7 @@ def run_child(tmp_path: Path, end: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "code"), [("pass", 0), ("raise SystemExit(3)", 3), ("1 / 0", 1)])
 def test_a_process_that_ends_leaves_nothing(tmp_path: Path, end: str, code: int) -> None:
     child = run_child(tmp_path, end)

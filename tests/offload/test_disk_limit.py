@@ -7,6 +7,8 @@ import pytest
 from memscale.errors import ProfileError
 from memscale.memory.process import measure_in_fresh_process
 
+pytestmark = pytest.mark.cpu_only
+
 MIB = 2**20
 LAYERS, WIDTH = (
     24,
@@ -53,6 +55,7 @@ def train_within(room_mib: int, on_disk: bool) -> dict[str, object]:
     return {"losses": losses, "peak": peak_rss_bytes() - start, "whole": whole}
 
 
+@pytest.mark.slow
 def test_trains_within_a_limit_that_is_too_small_for_the_plain_model() -> None:
     with pytest.raises(ProfileError, match="alloc"):
         measure_in_fresh_process(train_within, ROOM_MIB, False)

@@ -18,15 +18,21 @@ from support.disk import QUIET, adamw, assert_same, disk_plan, on_disk, result
 from support.wrapping import Stack
 
 Loop = Callable[[nn.Module], Any]
+DEVICE = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def on_device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "DEVICE", device)
 
 
 def build() -> Stack:
     torch.manual_seed(0)
-    return Stack(3, 64).train()
+    return Stack(3, 64).train().to(DEVICE)
 
 
 def batch(step: int) -> torch.Tensor:
-    return torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+    return torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).to(DEVICE)
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
@@ -100,7 +106,7 @@ def scheduler(model: nn.Module) -> Any:
 
 def grad_scaler(model: nn.Module) -> Any:
     optimizer, losses = adamw(model), []
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10)
     for step in range(3):
         loss = loss_of(model, step)
         scaler.scale(loss).backward()
@@ -303,6 +309,8 @@ def steps_from(model: nn.Module, optimizer: torch.optim.Optimizer, begin: int, e
     return losses
 
 
+@pytest.mark.slow
+@pytest.mark.cpu_only
 @pytest.mark.parametrize(
     ("saved_by", "resumed_by"),
     [

@@ -13,6 +13,8 @@ from memscale.tiers.disk import PAGE
 from support.disk import QUIET, disk_plan, on_disk
 from support.wrapping import Stack
 
+pytestmark = pytest.mark.cpu_only
+
 BATCH = 256
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+pytestmark = [pytest.mark.cpu_only, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
 
 COMMON = """
 import os, sys, torch
@@ -113,6 +113,7 @@ print("unharmed")
 
 
 @pytest.mark.parametrize("script", [WRITES, LOADER], ids=["a child that writes", "workers of a DataLoader"])
+@pytest.mark.matrix(2)
 def test_a_forked_child_does_not_reach_its_parents_weights(script: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", COMMON + script, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -17,6 +17,8 @@ from memscale.simulator import simulate
 from support.checkpointed import checkpoint_plan
 from support.wrapping import Stack
 
+pytestmark = pytest.mark.cpu_only
+
 MIB = 2**20
 
 
@@ -119,6 +121,7 @@ def freed_bytes(wrapped: bool) -> int:
     return rss_bytes() - before - 16 * MIB  # the smaller ones are still there
 
 
+@pytest.mark.slow
 def test_tensors_that_are_freed_leave_the_process() -> None:
     plain = measure_in_fresh_process(freed_bytes, False).result
     wrapped = measure_in_fresh_process(freed_bytes, True).result

@@ -9,7 +9,7 @@ from torch import nn
 from memscale import Config
 from memscale.execution_plan import LayerPlan, Offloading, Plan
 from memscale.executor import Executor
-from memscale.testing import executing
+from support.devices import accelerator
 from support.wrapping import Layer
 
 QUIET = Config(enable_logging=False, fused_host_step=False)
@@ -18,7 +18,7 @@ QUIET = Config(enable_logging=False, fused_host_step=False)
 def train(to: str | None, *, moved: bool = False) -> tuple[list[torch.Tensor], list[str]]:
     """Train with an optimizer that steps inside backward, and with hooks that scale gradients."""
     heard: list[str] = []
-    with executing() as gpu:
+    with accelerator() as gpu:
         torch.manual_seed(0)
         model = nn.Sequential(*(Layer(8) for _ in range(3))).to(gpu.device).train()
         handles = []
@@ -58,6 +58,7 @@ def train(to: str | None, *, moved: bool = False) -> tuple[list[torch.Tensor], l
         return [parameter.detach().cpu() for parameter in model.parameters()], heard
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize("to", ["host", "disk"])
 def test_an_optimizer_that_steps_inside_backward_is_called(to: str) -> None:
     weights, heard = train(None)
@@ -68,6 +69,7 @@ def test_an_optimizer_that_steps_inside_backward_is_called(to: str) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.accelerator
 def test_it_is_called_after_the_model_was_moved_to_its_device() -> None:
     """`Module.to` brings offloaded parameters to the device; they keep the hooks that they have had."""
     weights, heard = train(None, moved=True)

@@ -23,6 +23,8 @@ from support.disk import QUIET, assert_same, disk_plan, on_disk, resident_bytes,
 from support.families import FAMILIES, Family
 from support.wrapping import Stack, call
 
+pytestmark = pytest.mark.cpu_only
+
 safetensors = pytest.importorskip("safetensors.torch")
 
 NAMES = [

@@ -20,12 +20,14 @@ from memscale.execution_plan import LayerPlan, Offloading, Plan
 from memscale.executor import EXECUTOR, Executor
 from memscale.memory.process import measure_in_fresh_process, reset_peak_rss, rss_bytes
 from memscale.offload.materialise import materialise
-from memscale.testing import executing
 from memscale.tiers.disk import PAGE
 from memscale.units import format_bytes
+from support.devices import accelerator
 from support.disk import QUIET, assert_same, disk_plan, on_disk, resident_bytes, train
 from support.families import FAMILIES, TINY, Family
 from support.wrapping import Layer, Stack
+
+pytestmark = pytest.mark.cpu_only
 
 NAMES = [
     "gpt2",
@@ -282,6 +284,8 @@ def test_resident_layers_stay_in_memory() -> None:
     executor.detach()
 
 
+@pytest.mark.accelerator
+@pytest.mark.virtual_only
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_on_a_device_what_is_offloaded_never_goes_there(tier: Any) -> None:
     model = meta_stack()
@@ -292,7 +296,7 @@ def test_on_a_device_what_is_offloaded_never_goes_there(tier: Any) -> None:
         )
         for i in range(3)
     )
-    with executing(2**26) as gpu:
+    with accelerator(2**26) as gpu:
         executor = Executor(model, Plan(layers), QUIET, device=torch.device(gpu.device))
         executor.attach()
         peak = gpu.peak_bytes
@@ -307,12 +311,14 @@ def test_on_a_device_what_is_offloaded_never_goes_there(tier: Any) -> None:
     assert all(torch.isfinite(each).all() for each in model.parameters())
 
 
+@pytest.mark.accelerator
+@pytest.mark.virtual_only
 def test_what_was_on_the_device_before_is_there_with_the_rest_after_detach() -> None:
     model = meta_stack()
     layer = LayerPlan(
         "layers.1", ("layers.1",), ("offloading",), "test", "one", offloading=Offloading("host")
     )
-    with executing(2**26) as gpu:
+    with accelerator(2**26) as gpu:
         model.head.to_empty(device=gpu.device)
         model.head.reset_parameters()
         executor = Executor(model, Plan((layer,)), QUIET)

@@ -13,7 +13,7 @@ import memscale
 from memscale import Config
 from memscale.execution_plan import LayerPlan, Offloading, Plan, Tier
 from memscale.executor import Executor
-from memscale.testing import executing
+from support.devices import accelerator
 from support.families import FAMILIES, Family
 from support.offloaded import attached, plan_of
 from support.wrapping import Stack, lossless
@@ -48,13 +48,13 @@ def train(
 
 
 def plain_peak(family: Family) -> int:
-    with executing() as gpu:
+    with accelerator() as gpu:
         train(family, family.build().to(gpu.device), gpu.device)
     return gpu.peak_bytes
 
 
 def wrapped_run(family: Family, capacity: int) -> tuple[int, list[float], list[torch.Tensor], memscale.Plan]:
-    with executing(capacity) as gpu:
+    with accelerator(capacity) as gpu:
         model = family.build().to(gpu.device)
         memscale.wrap(model, QUIET, sample_of(family, gpu.device))
         plan = model._memscale_executor.plan
@@ -75,6 +75,8 @@ def wrapped_run(family: Family, capacity: int) -> tuple[int, list[float], list[t
     return peak, losses, gradients, plan
 
 
+@pytest.mark.accelerator
+@pytest.mark.virtual_only
 @pytest.mark.matrix(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_offloaded_model_trains_like_the_plain_one(name: str) -> None:
@@ -112,15 +114,18 @@ def loop(model: nn.Module, device: torch.device | str, steps: int = 2) -> list[f
     return losses
 
 
+@pytest.mark.slow
+@pytest.mark.accelerator
+@pytest.mark.virtual_only
 def test_where_the_plain_model_runs_out_of_memory_the_wrapped_one_trains() -> None:
     capacity = "80MiB"
     torch.manual_seed(0)
     expected = loop(larger_gpt2(), "cpu")
-    with executing(capacity) as gpu:
+    with accelerator(capacity) as gpu:
         torch.manual_seed(0)
         with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
             loop(larger_gpt2().to(gpu.device), gpu.device)
-    with executing(capacity) as gpu:
+    with accelerator(capacity) as gpu:
         torch.manual_seed(0)
         model = larger_gpt2().to(gpu.device)
         ids = torch.zeros(4, 64, dtype=torch.long, device=gpu.device)
@@ -129,9 +134,10 @@ def test_where_the_plain_model_runs_out_of_memory_the_wrapped_one_trains() -> No
         assert model._memscale_executor.plan.host_bytes > 0
 
 
+@pytest.mark.accelerator
 def test_inputs_on_the_host_are_brought_to_the_device_and_evaluation_streams_too() -> None:
     family = FAMILIES["gpt2"]
-    with executing() as gpu:
+    with accelerator() as gpu:
         model = family.build().to(gpu.device)
         plain = family.build().to(gpu.device).eval()
         memscale.wrap(model, QUIET, sample_of(family, gpu.device))
@@ -146,9 +152,10 @@ def test_inputs_on_the_host_are_brought_to_the_device_and_evaluation_streams_too
         assert float(got) == float(expected)
 
 
+@pytest.mark.accelerator
 def test_state_follows_its_parameter_home_and_back() -> None:
     family = FAMILIES["gpt2"]
-    with executing() as gpu:
+    with accelerator() as gpu:
         model = family.build().to(gpu.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         batch = family.batch(device=gpu.device)
@@ -169,9 +176,10 @@ def test_state_follows_its_parameter_home_and_back() -> None:
         step()
 
 
+@pytest.mark.accelerator
 def test_the_cap_on_host_memory_is_kept() -> None:
     family = FAMILIES["gpt2"]
-    with executing() as gpu:
+    with accelerator() as gpu:
         model = family.build().to(gpu.device)
         config = lossless("aggressive", max_cpu_offload_gb=1e-5)
         memscale.wrap(model, config, sample_of(family, gpu.device))
@@ -180,15 +188,17 @@ def test_the_cap_on_host_memory_is_kept() -> None:
         assert {parameter.device.type for parameter in model.parameters()} == {gpu.device.type}
 
 
+@pytest.mark.accelerator
 def test_recurrent_layers_stay_on_the_device() -> None:
     family = FAMILIES["lstm"]
-    with executing() as gpu:
+    with accelerator() as gpu:
         model = family.build().to(gpu.device)
         memscale.wrap(model, QUIET, sample_of(family, gpu.device))
         assert {parameter.device.type for parameter in model.lstm.parameters()} == {gpu.device.type}
         family.loss(model, family.batch(device=gpu.device)).backward()
 
 
+@pytest.mark.accelerator
 def test_host_memory_of_a_model_that_was_built_on_the_host_is_counted() -> None:
     model = Stack(width=64)
     tiers: dict[str, Tier] = {"layers.0": "host", "layers.1": "disk"}
@@ -196,7 +206,7 @@ def test_host_memory_of_a_model_that_was_built_on_the_host_is_counted() -> None:
         LayerPlan(name, (name,), ("offloading",), "test", "one each", offloading=Offloading(tier))
         for name, tier in tiers.items()
     ]
-    with executing() as gpu:
+    with accelerator() as gpu:
         executor = Executor(model, Plan(tuple(layers)), QUIET, device=gpu.device)
         executor.attach()
         on_disk = {id(each) for each in executor.placement.on_disk}
@@ -206,9 +216,11 @@ def test_host_memory_of_a_model_that_was_built_on_the_host_is_counted() -> None:
         executor.detach()
 
 
+@pytest.mark.slow
+@pytest.mark.accelerator
 def test_with_too_little_host_memory_the_disk_holds_what_leaves_the_device() -> None:
     family = FAMILIES["gpt2"]
-    with executing() as gpu:
+    with accelerator() as gpu:
         expected = train(family, family.build().to(gpu.device), gpu.device)
         batch = sample_of(family, gpu.device)
         # A budget that no plan fits: the smallest one is taken.
@@ -229,6 +241,7 @@ def test_with_too_little_host_memory_the_disk_holds_what_leaves_the_device() -> 
         assert {parameter.device for parameter in without.parameters()} == {gpu.device}
 
 
+@pytest.mark.accelerator
 def test_parameters_that_share_memory_share_it_on() -> None:
     """They stay on the device: moved one by one, each would have memory of its own from then on."""
 
@@ -247,7 +260,7 @@ def test_parameters_that_share_memory_share_it_on() -> None:
             optimizer.step()
         return [parameter.detach().cpu() for parameter in model.parameters()]
 
-    with executing() as gpu:
+    with accelerator() as gpu:
         inputs = torch.ones(2, 8, device=gpu.device)
         expected = weights_after(build(gpu.device), inputs)
         model = memscale.wrap(build(gpu.device), QUIET, inputs)
@@ -267,10 +280,11 @@ class Attends(nn.Module):
         return x + self.attention(x, x, x)[0]
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize("async_offload", [False, True])
 def test_evaluation_takes_the_kernels_of_the_plain_model(async_offload: bool) -> None:
     torch.manual_seed(0)
-    with executing() as gpu:
+    with accelerator() as gpu:
         model = nn.Sequential(*(Attends() for _ in range(3))).to(gpu.device)
         x = torch.randn(2, 5, 16).to(gpu.device)
         with torch.no_grad():
@@ -284,10 +298,11 @@ def test_evaluation_takes_the_kernels_of_the_plain_model(async_offload: bool) ->
         assert all(each.grad is not None for each in model.parameters())
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.AdamW])
 def test_state_of_an_optimizer_that_was_never_stepped_follows_its_parameters(kind: type) -> None:
     """Adagrad makes its state at once, others have it when it was loaded: on the host, if that is where masters are."""
-    with executing("256MiB") as gpu:
+    with accelerator("256MiB") as gpu:
         model = Stack(3, 16).to(gpu.device).train()
         x = torch.ones(4, 16, device=gpu.device)
         first = kind(model.parameters())
@@ -301,6 +316,7 @@ def test_state_of_an_optimizer_that_was_never_stepped_follows_its_parameters(kin
         second.step()
 
 
+@pytest.mark.accelerator
 def test_a_bias_that_is_used_twice_under_autocast_is_off_by_the_sum_in_sixteen_bits() -> None:
     """The plain model adds up in 16 bits what is added up here in 32: see Note [Home and working copy]."""
 
@@ -315,7 +331,7 @@ def test_a_bias_that_is_used_twice_under_autocast_is_off_by_the_sum_in_sixteen_b
         linear = nn.Linear(16, 16)
         return nn.Sequential(nn.Sequential(linear, nn.Tanh(), linear), nn.Linear(16, 4)).to(device)
 
-    with executing("256MiB") as gpu:
+    with accelerator("256MiB") as gpu:
         x = torch.linspace(-1, 1, 64).reshape(4, 16).to(gpu.device)
         plain = gradients(build(gpu.device), x)
         model = build(gpu.device)
@@ -326,6 +342,7 @@ def test_a_bias_that_is_used_twice_under_autocast_is_off_by_the_sum_in_sixteen_b
     assert (bias - plain[1]).abs().max() <= torch.finfo(torch.bfloat16).eps * plain[1].abs().max()
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -339,7 +356,7 @@ def test_state_without_dimensions_follows_its_parameters(kind: type, options: di
     """ASGD keeps a count, a rate and a weight on the device: `foreach` refuses them beside parameters elsewhere."""
 
     def train(wrapped: bool) -> list[torch.Tensor]:
-        with executing("256MiB") as gpu:
+        with accelerator("256MiB") as gpu:
             torch.manual_seed(0)
             model = Stack(3, 16).to(gpu.device).train()
             x = torch.ones(4, 16, device=gpu.device)

@@ -11,6 +11,8 @@ from memscale.testing import executing
 from memscale.tiers.disk import DiskStore
 from memscale.tiers.engine import Engine
 
+pytestmark = pytest.mark.virtual_only
+
 MIB = 2**20
 
 

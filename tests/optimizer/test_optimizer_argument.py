@@ -53,6 +53,7 @@ def plan(model, optimizer, config=QUIET, hardware="RTX 3090"):
     return memscale.plan(model, torch.ones(4, 256), config, hardware, optimizer=optimizer)
 
 
+@pytest.mark.slow
 def test_state_is_planned_for_by_kind_and_settings():
     model = build()
     size = parameter_bytes(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -12,7 +13,7 @@ from memscale.config import Config
 from memscale.execution_plan import LayerPlan, Offloading, OptimizerPlan, Plan
 from memscale.executor import Executor
 from memscale.optimizer.kinds import leaves_gradients
-from memscale.optimizer.overlap import ACCUMULATED, CHANGED
+from memscale.optimizer.overlap import ACCUMULATED, CHANGED, RUN, SAMPLED, _sums_of
 from memscale.testing import executing
 
 WIDTH = 64
@@ -183,6 +184,85 @@ def test_changes_between_backward_and_step(change, always, offloaded):
         assert always or overlap.commits > 0
 
 
+def zero_smallest_element(model: Model, optimizer: optim.Optimizer) -> None:
+    gradient = model.layers[0].weight.grad.data.view(-1)
+    gradient[gradient.abs().argmin()] = 0
+
+
+def negate_smallest_element(model: Model, optimizer: optim.Optimizer) -> None:
+    gradient = model.layers[0].weight.grad.data.view(-1)
+    gradient[gradient.abs().argmin()] *= -1
+
+
+def change_one_weight(model: Model, optimizer: optim.Optimizer) -> None:
+    model.layers[0].weight.data[0, 1] += 0.01
+
+
+def reverse_rows(model: Model, optimizer: optim.Optimizer) -> None:
+    model.layers[0].weight.data.copy_(model.layers[0].weight.data.flip(0))
+
+
+def zero_momentum(model: Model, optimizer: optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"].data.zero_()
+
+
+def reset_counter(model: Model, optimizer: optim.Optimizer) -> None:
+    optimizer.state[model.layers[0].weight]["step"].data.fill_(1)
+
+
+@pytest.mark.matrix(3)
+@pytest.mark.parametrize("offloaded", [0, 4])
+@pytest.mark.parametrize(
+    "change",
+    [
+        zero_smallest_element,
+        negate_smallest_element,
+        change_one_weight,
+        reverse_rows,
+        zero_momentum,
+        reset_counter,
+    ],
+)
+def test_small_changes_through_data_after_the_warmup(change, offloaded):
+    def train(model, device):
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        for number, batch in enumerate(batches(device, 6)):
+            model(batch).backward()
+            if number >= 4:
+                change(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer
+
+    overlap = both(train, offloaded=offloaded)
+    assert overlap.commits > 0
+    assert overlap.rollbacks > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_sums_of_bits_change_with_each_element(dtype):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2 * RUN + 7, generator=generator).to(dtype)
+    before = _sums_of(values)
+    for index in range(0, values.numel(), 97):
+        kept = values[index].clone()
+        values[index] = torch.nextafter(kept, kept + 1)
+        assert not torch.equal(_sums_of(values), before)
+        values[index] = kept
+    assert torch.equal(_sums_of(values), before)
+    assert not torch.equal(_sums_of(-values), before)
+    assert not torch.equal(_sums_of(values.flip(0)), before)
+
+
+def test_samples_of_state_change_with_all_of_it():
+    state = torch.rand(40 * RUN, generator=torch.Generator().manual_seed(0))
+    sampled = _sums_of(state, SAMPLED)
+    assert sampled.numel() == 3 + 2  # runs, the first word and the rest
+    for changed in (state * 0.9, -state, torch.zeros_like(state), state.flip(0)):
+        assert not torch.equal(_sums_of(changed, SAMPLED), sampled)
+
+
 def test_clipping_and_accumulation_do_not_overlap():
     def clip(model, device):
         optimizer = optim.AdamW(model.parameters())
@@ -291,16 +371,97 @@ def another_group(model, optimizers, batch):
 def loaded(model, optimizers, batch):
     model(batch).backward()
     for each in optimizers:
-        each.load_state_dict(each.state_dict())
+        earlier = vars(each).setdefault("earlier", copy.deepcopy(each.state_dict()))
+        each.load_state_dict(copy.deepcopy(earlier))
         each.step()
     model.zero_grad()
 
 
-def interrupted(model, optimizers, batch):
+def other_weights(model, optimizers, batch):
     model(batch).backward()
-    model.zero_grad()  # an error came before the step
+    model.load_state_dict({name: 0.9 * value for name, value in model.state_dict().items()})
+    for each in optimizers:
+        each.step()
+    model.zero_grad()
+
+
+def decayed(model, optimizers, batch):
+    model(batch).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.99)
+    for each in optimizers:
+        each.step()
+    model.zero_grad(set_to_none=False)
+
+
+def left_over(model, optimizers, batch):
+    model(batch).backward()  # neither stepped nor zeroed: the next batch accumulates
+
+
+class Interruption(Exception):
+    pass
+
+
+def interrupt(*_: object) -> None:
+    raise Interruption
+
+
+def interrupted_in_backward(model, optimizers, batch):
+    hook = model.layers[1].weight.register_hook(interrupt)
+    with pytest.raises(Interruption):
+        model(batch).backward()
+    hook.remove()
+    model.zero_grad()
+
+
+def interrupted_before_the_step(model, optimizers, batch):
+    model(batch).backward()
+    hook = optimizers[0].register_step_pre_hook(interrupt)
+    with pytest.raises(Interruption):
+        optimizers[0].step()
+    hook.remove()
     with torch.no_grad():
         model(batch)
+
+
+def zeroed_state(model, optimizers, batch):
+    model(batch).backward()
+    for each in optimizers:
+        for state in each.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    value.zero_()
+        each.step()
+    model.zero_grad()
+
+
+def one_gradient_less(model, optimizers, batch):
+    model(batch).backward()
+    model.layers[2].weight.grad = None
+    for each in optimizers:
+        each.step()
+    model.zero_grad()
+
+
+def other_gradients(model, optimizers, batch):
+    model(batch).backward()
+    for parameter in model.parameters():
+        parameter.grad = 2 * parameter.grad
+    for each in optimizers:
+        each.step()
+    model.zero_grad()
+
+
+def other_settings(model, optimizers, batch):
+    model(batch).backward()
+    for each in optimizers:
+        for group in each.param_groups:
+            group["weight_decay"] = 0.05
+            if "betas" in group:
+                group["betas"] = (0.8, 0.9)
+        each.step()
+    model.zero_grad()
 
 
 def by_closure(model, optimizers, batch):
@@ -325,7 +486,7 @@ def stepped_twice(model, optimizers, batch):
 
 
 ACTIONS = [
-    *[usual] * 12,
+    *[usual] * 20,
     clipped,
     other_rate,
     skipped,
@@ -334,7 +495,15 @@ ACTIONS = [
     frozen,
     another_group,
     loaded,
-    interrupted,
+    other_weights,
+    decayed,
+    left_over,
+    interrupted_in_backward,
+    interrupted_before_the_step,
+    zeroed_state,
+    one_gradient_less,
+    other_gradients,
+    other_settings,
     by_closure,
     stepped_twice,
 ]
@@ -343,8 +512,10 @@ ACTIONS = [
 @pytest.mark.matrix(10)
 @pytest.mark.parametrize("seeds", [range(start, start + 5) for start in range(0, 50, 5)], ids=str)
 def test_random_loops(seeds):
-    commits = 0
+    commits = rollbacks = 0
     for seed in seeds:
         overlap = both(lambda model, device, seed=seed: Loop(seed)(model, device), offloaded=seed % 5)
         commits += overlap.commits
+        rollbacks += overlap.rollbacks
     assert commits > 0
+    assert rollbacks > 0

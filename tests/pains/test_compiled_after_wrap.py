@@ -14,10 +14,15 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
 import memscale
-from memscale import Config
-from support.steps import AGGRESSIVE, assert_has_techniques, counted_regions
+from memscale import Config, Plan
+from memscale.errors import WrapError
+from memscale.execution_plan import Checkpointing, LayerPlan
+from memscale.executor import Executor
+from support.steps import AGGRESSIVE, assert_has_techniques, counted_regions, plan_of
+from support.surfaces import Row, record
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +86,62 @@ def train(model: object, parameters: nn.Module) -> list[torch.Tensor]:
     return losses
 
 
+def saved_bytes(model: object, parameters: nn.Module) -> int:
+    """What a forward pass leaves for backward, parameters and inputs left out."""
+    own = {each.untyped_storage().data_ptr() for each in (*parameters.parameters(), IDS)}
+    held: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(IDS)  # type: ignore[operator]
+    return sum(storage.nbytes() for storage in held.values())
+
+
+MADE = {
+    "wrap, compile": lambda model, backend: torch.compile(memscale.wrap(model, AGGRESSIVE), backend=backend),
+    "compile, wrap": lambda model, backend: memscale.wrap(torch.compile(model, backend=backend), AGGRESSIVE),
+    "wrap, model.compile()": lambda model, backend: memscale.wrap(model, AGGRESSIVE).compile(backend=backend),
+    "model.compile(), wrap": lambda model, backend: memscale.wrap(
+        (model, model.compile(backend=backend))[0], AGGRESSIVE
+    ),
+    "wrap, layer.compile()": lambda model, backend: (
+        memscale.wrap(model, AGGRESSIVE),
+        *(layer.compile(backend=backend) for layer in model[1:]),
+    )[0],
+    "layer.compile(), wrap": lambda model, backend: memscale.wrap(
+        (model, [layer.compile(backend=backend) for layer in model[1:]])[0], AGGRESSIVE
+    ),
+    "compiled layers, wrap": lambda model, backend: memscale.wrap(
+        nn.Sequential(model[0], *(torch.compile(layer, backend=backend) for layer in model[1:])), AGGRESSIVE
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("order", "backend"),
+    [
+        *((order, "aot_eager") for order in MADE),
+        pytest.param("compiled layers, wrap", "inductor", marks=pytest.mark.slow),  # the others leave it out
+    ],
+)
+def test_less_is_saved_for_backward(order: str, backend: str) -> None:
+    plain = build_with_embedding()
+    compiled = nn.Sequential(plain[0], *(torch.compile(layer, backend=backend) for layer in plain[1:]))
+    expected, whole = train(compiled, plain), saved_bytes(compiled, plain)
+    model = build_with_embedding()
+    called = MADE[order](model, backend) or model
+    assert all(map(torch.equal, train(called, model), expected))
+    left = saved_bytes(called, model)
+    assert left < 0.6 * whole
+    techniques = tuple(sorted({name for layer in plan_of(called).layers for name in layer.techniques}))
+    record(Row("torch.compile", f"{order}, {backend}", techniques, (whole, left), None))
+
+
 @pytest.mark.parametrize(
     "order",
     ["wrap, compile", "compile, wrap", "compile, call, wrap", "wrap, compile layers", "compile layers, wrap"],
@@ -121,6 +182,63 @@ def test_it_trains_with_the_plan_in_any_order(order: str, caplog: pytest.LogCapt
     assert torch.equal(called(IDS), plain(IDS))
 
 
+def test_compiled_layers_keep_no_products() -> None:
+    """A dispatch mode, which keeps products, would have the layers run without the compiler, and be compiled itself."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    model = build()
+    for index in range(4):
+        model[index] = torch.compile(model[index], backend=backend)
+    keep = Checkpointing(("aten.addmm.default",))
+    layers = (
+        LayerPlan(each, (each,), ("checkpointing",), "", "", checkpointing=keep)
+        for each in ("0", "1", "2", "3")
+    )
+    Executor(model, Plan(tuple(layers))).attach()
+    with counted_regions() as regions:
+        for one, other in zip(gradients(model, model), gradients(plain := build(), plain), strict=True):
+            assert torch.equal(one, other)
+    assert regions == [8]
+    assert graphs
+    assert all(graph.code.count("linear") == 2 for graph in graphs)  # the layers, whole, and nothing else
+
+
+def test_a_model_compiled_as_one_graph_is_refused() -> None:
+    model = build()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(WrapError, match="fullgraph=True"):
+        memscale.wrap(compiled, AGGRESSIVE)
+    assert not [name for each in model.modules() for name in vars(each) if "memscale" in name]
+
+
+@pytest.mark.parametrize("sample", [None, torch.ones(2, 32)], ids=["first batch", "sample"])
+def test_a_wrapped_model_compiled_as_one_graph_fails_with_the_reason(sample: torch.Tensor | None) -> None:
+    model = memscale.wrap(build(), AGGRESSIVE, sample)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for call in (compiled, torch.compile(lambda x: model(x), backend="eager", fullgraph=True)):
+        with pytest.raises(
+            torch._dynamo.exc.Unsupported, match="compile without fullgraph=True, or call memscale"
+        ):
+            call(torch.ones(2, 32))
+    memscale.detach(compiled)
+    assert torch.equal(call(torch.ones(2, 32)), build()(torch.ones(2, 32)))
+
+
+def test_layers_compiled_as_one_graph_are_recomputed() -> None:
+    model, expected = build(), build()
+    for index, layer in enumerate(model):
+        model[index] = torch.compile(layer, backend="eager", fullgraph=True)
+    memscale.wrap(model, AGGRESSIVE, torch.ones(2, 32))
+    with counted_regions() as regions:
+        for one, other in zip(gradients(model, model), gradients(expected, expected), strict=True):
+            assert torch.equal(one, other)
+    assert regions[0]
+
+
 def test_without_techniques_a_model_is_compiled_as_ever() -> None:
     graphs = []
 
@@ -133,6 +251,47 @@ def test_without_techniques_a_model_is_compiled_as_ever() -> None:
     assert not any(layer.techniques for layer in model._memscale_executor.plan.layers)
     torch.compile(model, backend=backend)(IDS).sum().backward()
     assert len(graphs) == 1
+
+
+class Stepped(nn.Module):
+    """Trained by a step that calls its network, as a Lightning module may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = build_with_embedding()
+
+    def step(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.net(ids)
+
+
+def test_a_compiled_step_that_calls_a_part_leaves_the_planner_alone() -> None:
+    """The compiler traced the planner as a part of the step, up to its limit of recompilations."""
+    plain = Stepped()
+    expected = train(plain.step, plain)
+    model = memscale.wrap(Stepped(), AGGRESSIVE)
+    clear_compilation_metrics()
+    assert all(map(torch.equal, train(torch.compile(model.step, backend="eager"), model), expected))
+    assert model._memscale_executor.model is model.net
+    assert_has_techniques(model, "checkpointing")
+    compiled = {Path(each.co_filename) for each in get_compilation_metrics() if each.co_filename}
+    assert Path(__file__) in compiled
+    ours = Path(memscale.__file__).parent
+    # An override is compiled with the forward that it runs.
+    assert {each.name for each in compiled if each.is_relative_to(ours)} <= {"forward.py"}
+
+
+def test_a_forward_that_is_compiled_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+    """As Lightning does in `fit` of a compiled module: what each plan puts there anew is not reported as lost."""
+    plain = build_with_embedding()
+    expected = train(plain, plain)
+    model = memscale.wrap(build_with_embedding(), AGGRESSIVE)
+    model.forward = torch.compile(model.forward, backend="eager")
+    with caplog.at_level(logging.WARNING, "memscale"):
+        assert all(map(torch.equal, train(model, model), expected))
+    assert_has_techniques(model, "checkpointing")
+    memscale.detach(model)
+    assert not caplog.messages
+    assert torch.equal(model(IDS), plain(IDS))
 
 
 def test_a_compiled_model_can_be_planned() -> None:

@@ -129,6 +129,7 @@ def test_a_generator_made_on_a_simulated_gpu_is_found_as_forward_did() -> None:
         assert_same(train("torch", CHECKPOINTING, device=gpu.device), train("torch", None, device=gpu.device))
 
 
+@pytest.mark.slow
 def test_a_first_plan_on_a_simulated_gpu_leaves_later_ones_on_cpu_alone() -> None:
     """Most of MemScale is imported in the first `wrap`, where `torch.Generator` was another class."""
     script = """if True:

@@ -29,6 +29,8 @@ class Net(nn.Module):
             x = x.exp().sqrt().tanh()
         if self.question == "any" and (x > 0).any():
             x = x.exp().sqrt().tanh()
+        if self.question == "draw" and torch.rand(1) > 0.5:
+            x = x.exp().sqrt().tanh()
         if self.question == "item":
             x = x * x.max().item()
         if self.question == "finite" and (torch.isnan(x).any() or not torch.isfinite(x).all()):
@@ -47,7 +49,7 @@ def planned(model: nn.Module, *args: torch.Tensor, hardware: str | None = None) 
 X = torch.ones(4, 16, 32)
 
 
-@pytest.mark.parametrize("question", ["branch", "any", "item"])
+@pytest.mark.parametrize("question", ["branch", "any", "draw", "item"])
 @pytest.mark.parametrize("hardware", ["RTX 3090", None])
 def test_values_that_were_guessed_widen_the_allowance(question: str, hardware: str | None) -> None:
     plan = planned(Net(question), X, hardware=hardware)
@@ -100,3 +102,10 @@ def test_a_budget_has_room_for_the_wider_allowance() -> None:
     plan = memscale.plan(model, x, budget, hardware="RTX 3090")
     assert plan.predicted_peak_bytes + plan.allowance_bytes <= point.budget_bytes
     assert plan.allowance_bytes > plan.unseen_bytes
+
+
+def test_a_model_without_gradients_is_planned() -> None:
+    """As one that is wrapped before its adapters are added: its step ends with forward."""
+    plan = planned(Net("").requires_grad_(False), X)
+    assert plan.prediction_source == "simulated"
+    assert not any("raised" in note for note in plan.notes)

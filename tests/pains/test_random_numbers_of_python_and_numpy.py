@@ -188,6 +188,7 @@ assert random.getstate() == before
 """
 
 
+@pytest.mark.slow
 def test_the_first_table_of_a_process_draws_no_number() -> None:
     """`rich` draws one from Python's generator when it is imported."""
     pytest.importorskip("rich")

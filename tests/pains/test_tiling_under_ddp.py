@@ -46,11 +46,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", [" True", "inside True", "inside False", "around True", "around False"])
+@pytest.mark.slow
 def test_ranks_stay_together(case: str, ranks: list[dict[str, Any]]) -> None:
     (first, *_), (second, *_) = (rank[case] for rank in ranks)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
+@pytest.mark.slow
 def test_a_static_graph_has_the_weights_of_the_plain_model_and_no_tiles(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         weights, lazy, lines = rank["inside True"]

@@ -31,6 +31,7 @@ def settings(model: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.matrix(2)
 def test_it_is_off_in_training_only_and_the_config_never_changes(name: str) -> None:
     family = FAMILIES[name]
     before = settings(family.build())

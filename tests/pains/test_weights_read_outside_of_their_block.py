@@ -158,7 +158,7 @@ def test_a_layer_that_checkpoints_inside_of_itself_stays_on_the_device_and_all_o
             assert ("5 parameters stay on the device" in layer.reason) == (layer.name in stays)
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["the embedding", "the last layer's scale", "one layer, not reentrant"])
 def test_with_precision_and_tiling_too_such_a_model_trains_as_without_offloading(kind: str) -> None:
     config = Config(mode="aggressive", enable_logging=False, use_8bit_optimizer=False, fused_host_step=False)

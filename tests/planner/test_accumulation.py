@@ -34,12 +34,12 @@ def heavy() -> ModelProfile:
 
 
 def seconds(
-    accumulated: int, *, offloaded: bool = False, state_below: int = 0, bucketed: bool = False
+    accumulated: int, *, offloaded: bool = False, states_on_host: int = 0, bucketed: bool = False
 ) -> float:
     config = OFFLOADING.replace(gradient_accumulation_steps=accumulated)
     model = CostModel(heavy(), LARGE, config, Setting(bucketed=bucketed))
     choices = (PLAIN._replace(offloaded=offloaded),) * len(model.blocks)
-    return model.point(choices, state_below).seconds
+    return model.point(choices, states_on_host).seconds
 
 
 def of_the_step(**placement: bool | int) -> float:
@@ -52,13 +52,13 @@ def test_only_the_time_of_the_optimizer_is_shared() -> None:
     rates = CostModel(profile, LARGE, OFFLOADING).terms.rates
     on_device = rates.optimizer(profile.gradient_bytes)
     assert of_the_step() == pytest.approx(on_device)
-    on_host = rates.optimizer_below(profile.gradient_bytes, fused=True)
+    on_host = rates.optimizer_offloaded(profile.gradient_bytes, fused=True)
     assert of_the_step(offloaded=True) == pytest.approx(on_host)
-    moved = of_the_step(state_below=8, bucketed=True) - of_the_step(bucketed=True)
+    moved = of_the_step(states_on_host=8, bucketed=True) - of_the_step(bucketed=True)
     transfers = profile.optimizer_bytes / rates.d2h_per_second
     latency = 2 * rates.latency * sum(each.parameter_count for each in profile.blocks)
     assert moved == pytest.approx(transfers + latency)
-    assert seconds(1, state_below=8, bucketed=True) - seconds(1, bucketed=True) == pytest.approx(moved)
+    assert seconds(1, states_on_host=8, bucketed=True) - seconds(1, bucketed=True) == pytest.approx(moved)
 
 
 def plans(**given: object) -> tuple[Plan, Plan]:
@@ -139,6 +139,7 @@ def trained(plan: Plan | None) -> int:
 
 
 @pytest.mark.parametrize("offloading", [False, True])
+@pytest.mark.matrix(2)
 def test_gradients_of_the_batches_before_are_in_the_predicted_peak(offloading: bool) -> None:
     """Forward and backward of all batches but the first find them on the device."""
     config = OFFLOADING.replace(enable_offloading=offloading, gradient_accumulation_steps=2)

@@ -100,7 +100,7 @@ CAPACITY = "84MiB"  # 82 hold all but the longest batch, which alone needs 90
 
 
 @pytest.mark.parametrize("with_sample", [True, False], ids=["sample", "no sample"])
-@pytest.mark.matrix(2)
+@pytest.mark.slow
 def test_lengths_that_vary_break_the_plain_model_and_not_the_wrapped_one(
     with_sample: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -130,6 +130,7 @@ def test_lengths_that_vary_break_the_plain_model_and_not_the_wrapped_one(
     assert peak <= 84 * 2**20
 
 
+@pytest.mark.slow
 def test_each_bucket_is_planned_for_once(planned: list[str]) -> None:
     model = build()
     memscale.wrap(model, QUIET, words(64))
@@ -354,6 +355,24 @@ def test_it_is_planned_for_the_largest_batch_so_far(planned: list[str]) -> None:
     assert len(planned) == 1
     assert model._memscale_executor.plan.batch == batch
     assert "512" in batch
+
+
+def test_it_is_not_planned_for_while_parameters_are_frozen(planned: list[str]) -> None:
+    """As by the `toggle_optimizer` of a GAN in Lightning, in the steps of the other network."""
+    model, ids = build(), words(64)
+    config = QUIET.replace(mode="aggressive", force_optimize=True)
+    memscale.wrap(model, config, {"ids": ids, "labels": ids})
+    executor = model._memscale_executor
+    accumulate(model, [3, 3])
+    model.requires_grad_(False)
+    model.embed.requires_grad_(True)
+    model(ids=ids, labels=ids).backward()
+    assert (planned, executor.config.gradient_accumulation_steps) == ([], 1)
+    model.requires_grad_(True)
+    model(ids=ids, labels=ids).backward()
+    assert len(planned) == 1
+    config = config.replace(gradient_accumulation_steps=3)
+    assert executor.plan == memscale.plan(build(), {"ids": ids, "labels": ids}, config)
 
 
 def test_no_more_plans_are_made_for_it_than_a_run_may_have(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import optimize
 
 from memscale.planner import frontier
-from memscale.planner.frontier import Option, Row, Trade, best_trades, fastest_within, trade_of
+from memscale.planner.frontier import ModelRow, Option, Trade, best_trades, fastest_within, trade_of
 
 EXACT = 10**6  # partial plans: more than these rows have
 
@@ -36,7 +36,7 @@ def options(draw: st.DrawFn, span: int = 1) -> Option[int]:
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> Row[int]:
+def rows(draw: st.DrawFn) -> ModelRow[int]:
     count = draw(st.integers(1, 8))
     most = 4 if count <= 5 else 2 if count <= 7 else 1
     positions = []
@@ -46,7 +46,7 @@ def rows(draw: st.DrawFn) -> Row[int]:
         if index + 2 <= count and draw(st.booleans()):
             here.append(draw(options(span=2)))
         positions.append(here)
-    return Row(
+    return ModelRow(
         positions,
         dropped=[draw(st.integers(0, 5)) for _ in range(count)],
         constant=draw(sizes),
@@ -57,7 +57,7 @@ def rows(draw: st.DrawFn) -> Row[int]:
     )
 
 
-def plans(row: Row[int], position: int = 0, phase: int = 0) -> Iterator[tuple[Option[int], ...]]:
+def plans(row: ModelRow[int], position: int = 0, phase: int = 0) -> Iterator[tuple[Option[int], ...]]:
     if position == len(row.options):
         yield ()
         return
@@ -68,7 +68,7 @@ def plans(row: Row[int], position: int = 0, phase: int = 0) -> Iterator[tuple[Op
                 yield (option, *others)
 
 
-def by_trying_everything(row: Row[int]) -> list[tuple[float, int]]:
+def by_trying_everything(row: ModelRow[int]) -> list[tuple[float, int]]:
     best: list[tuple[float, int]] = []
     for seconds, peak in sorted(
         (trade.seconds, trade.peak) for trade in (trade_of(row, p) for p in plans(row))
@@ -86,13 +86,13 @@ def test_equal_to_trying_everything_at_every_budget(row):
 
 
 @st.composite
-def large_rows(draw: st.DrawFn) -> Row[int]:
+def large_rows(draw: st.DrawFn) -> ModelRow[int]:
     """Eight layers of five options, two of which may be of a later phase: 390,625 plans."""
     positions = []
     for _ in range(8):
         here = [draw(options()) for _ in range(5)]
         positions.append([replace(each, phase=None) for each in here[:3]] + here[3:])
-    return Row(
+    return ModelRow(
         positions,
         dropped=[draw(st.integers(0, 5)) for _ in range(8)],
         constant=draw(sizes),
@@ -102,7 +102,7 @@ def large_rows(draw: st.DrawFn) -> Row[int]:
     )
 
 
-def by_trying_all_columns(row: Row[int]) -> list[tuple[float, int]]:
+def by_trying_all_columns(row: ModelRow[int]) -> list[tuple[float, int]]:
     """The same as `by_trying_everything`, a layer at a time: a column for each plan, none of them left out."""
     live, forward, backward, stepping, phase = (numpy.zeros(1, dtype=numpy.int64) for _ in range(5))
     seconds = numpy.full(1, row.seconds)
@@ -190,8 +190,8 @@ def test_few_partial_plans_give_true_plans_and_both_ends(row, most):
         assert any(seconds <= trade.seconds and peak <= trade.peak for seconds, peak in exact)
 
 
-def deep(count: int, options_at: list[Option[str]], loss: int) -> Row[str]:
-    return Row([options_at] * count, dropped=[0] * count, constant=5_000, loss=loss, tail=loss // 2)
+def deep(count: int, options_at: list[Option[str]], loss: int) -> ModelRow[str]:
+    return ModelRow([options_at] * count, dropped=[0] * count, constant=5_000, loss=loss, tail=loss // 2)
 
 
 MIXED = [
@@ -221,7 +221,7 @@ def test_within_one_per_cent_of_an_integer_programme(count, choices, loss):
 def test_options_that_lead_nowhere_are_not_taken():
     """Nothing may follow the faster one: the second position has options of an earlier phase alone."""
     here = [Option("at home", 0.0, held=10, phase=1), Option("resident", 1.0, resident=5, held=10, phase=0)]
-    row = Row([here, [Option("resident", 1.0, resident=5, held=10, phase=0)]])
+    row = ModelRow([here, [Option("resident", 1.0, resident=5, held=10, phase=0)]])
     (trade,) = best_trades(row)
     assert [option.what for option in trade.options] == ["resident", "resident"]
     assert fastest_within(row, trade.peak) == trade
@@ -235,14 +235,14 @@ def test_what_is_still_to_come_leaves_few_to_compare(choices, most):
     assert sum(len(plans.seconds) for plans in kept.values()) < most
 
 
-def oracle(row: Row[str], budget: int) -> float:
+def oracle(row: ModelRow[str], budget: int) -> float:
     """The least time within a budget, by mixed-integer programming, in any order of phases."""
     model = Programme(row)
     result = model.solve(model.seconds, budget)
     return float(result.fun) if result.success else float("inf")
 
 
-def least_peak(row: Row[str]) -> float:
+def least_peak(row: ModelRow[str]) -> float:
     model = Programme(row)
     return float(model.solve(None, None).fun)
 
@@ -250,7 +250,7 @@ def least_peak(row: Row[str]) -> float:
 class Programme:
     """One variable per position and option, and one for the peak. See Note [The memory of a step]."""
 
-    def __init__(self, row: Row[str]) -> None:
+    def __init__(self, row: ModelRow[str]) -> None:
         self.row = row
         self.count = len(row.options)
         self.places = [(k, o) for k in range(self.count) for o in row.options[k]]

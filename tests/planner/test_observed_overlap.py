@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import memscale
 from memscale import Config
 from memscale.executor import executor_of
-from memscale.planner import cost_model
+from memscale.optimizer import cost as step_cost
 from memscale.techniques import cost
 from memscale.testing import executing
 
@@ -23,7 +23,7 @@ BUDGET = "50MiB"
 @pytest.fixture(autouse=True)
 def launches_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a model this small buckets would cost more than they gain."""
-    monkeypatch.setattr(cost_model, "BUCKET_SECONDS", 0.0)
+    monkeypatch.setattr(step_cost, "BUCKET_SECONDS", 0.0)
     monkeypatch.setattr(cost, "BUCKET_SECONDS", 0.0)
     monkeypatch.setattr(cost, "LINK_LATENCY", 0.0)
 
@@ -52,6 +52,7 @@ def train(model: nn.Module, device: torch.device, *, clip: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.slow
 def test_the_loop_decides_whether_steps_overlap(clip: bool, caplog: pytest.LogCaptureFixture) -> None:
     with executing("2GiB") as gpu:
         plain = gpt2().to(gpu.device)
@@ -67,6 +68,7 @@ def test_the_loop_decides_whether_steps_overlap(clip: bool, caplog: pytest.LogCa
         assert overlap.rollbacks == 0
         said = [each for each in caplog.messages if each.startswith("nothing changes gradients")]
         assert len(said) == (0 if clip else 1)
+        assert all("(estimated)" in each and "of host memory" in each for each in said)
         assert gpu.peak_bytes > 0
         memscale.detach(model)
         assert losses == expected
@@ -74,6 +76,7 @@ def test_the_loop_decides_whether_steps_overlap(clip: bool, caplog: pytest.LogCa
             assert torch.equal(one.cpu(), other.cpu())
 
 
+@pytest.mark.slow
 def test_switched_off() -> None:
     with executing("2GiB") as gpu:
         config = Config(memory_budget=BUDGET, overlap_optimizer=False, enable_logging=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -16,7 +17,7 @@ from memscale.hardware import virtual_hardware
 from memscale.optimizer.needs import needs_of
 from memscale.planner.assembly import Verdict, plan_of
 from memscale.planner.cost_model import Choice, CostModel, full_checkpointing
-from memscale.planner.make_plan import profile_settings
+from memscale.planner.make_plan import ProfiledModel, profile_settings
 from memscale.planner.predict import Step, predict, rehearsal
 from memscale.profiler import Place, Sample
 from memscale.simulator import simulate
@@ -26,6 +27,7 @@ GPU = "RTX 3090"
 HARDWARE = virtual_hardware(GPU)
 CONFIG = Config(enable_logging=False)
 TOKENS = torch.zeros(4, 256, dtype=torch.long)
+SAMPLE = Sample((), {"input_ids": TOKENS, "labels": TOKENS})
 
 
 def gpt2() -> nn.Module:
@@ -51,22 +53,26 @@ def trained(
         return simulation.peak_bytes
 
 
-@pytest.mark.matrix(7)
-@pytest.mark.parametrize("state_below", [0, 4, 9], ids="state of {} blocks on host".format)
+@functools.cache
+def profiled(config: Config) -> tuple[nn.Module, ProfiledModel]:
+    with torch.device("meta"):
+        model = gpt2()
+    with rehearsal(model):
+        return model, profile_settings(model, SAMPLE, config, HARDWARE)
+
+
+@pytest.mark.matrix(14)
+@pytest.mark.parametrize("states_on_host", [0, 4, 9], ids="state of {} blocks on host".format)
 @pytest.mark.parametrize("activations", ["inputs kept", "inputs offloaded", "saved offloaded"])
 @pytest.mark.parametrize("offloaded", [0, 3, 6], ids="{} layers offloaded".format)
 @pytest.mark.parametrize("prefetch", [0, 1], ids=["waiting", "prefetching"])
 @pytest.mark.parametrize("host_step", ["cpu", "device", "device in backward"], ids="stepped on the {}".format)
 def test_predicted_is_what_training_needs(
-    state_below: int, activations: str, offloaded: int, prefetch: int, host_step: str
+    states_on_host: int, activations: str, offloaded: int, prefetch: int, host_step: str
 ) -> None:
-    with torch.device("meta"):
-        model = gpt2()
-    sample = Sample((), {"input_ids": TOKENS, "labels": TOKENS})
     host_step, _, overlapped = host_step.partition(" ")
     config = CONFIG.replace(overlap_optimizer=bool(overlapped))
-    with rehearsal(model):
-        known = profile_settings(model, sample, config, HARDWARE)
+    model, known = profiled(config)
     device_step = host_step == "device"
     setting, needs = next(
         each for each in known.under if each[0].bucketed and each[0].device_step == device_step
@@ -81,20 +87,18 @@ def test_predicted_is_what_training_needs(
         else:
             inputs = activations == "inputs offloaded" and index > layers[0]
             choices[index] = choices[index]._replace(offloaded=is_offloaded, input_offloaded=inputs)
-    point = costs.point(tuple(choices), state_below)
+    point = costs.point(tuple(choices), states_on_host)
     plan = plan_of(Verdict(point, "by-hand"), known.profile, HARDWARE, config, under=known.under)
     assert plan.optimizer is not None
-    assert plan.optimizer.overlapped == bool(overlapped and (state_below or offloaded))
+    assert plan.optimizer.overlapped == bool(overlapped and (states_on_host or offloaded))
     assert plan.optimizer.bucket_bytes > 0
-    assert (plan.optimizer.state == "host") == bool(state_below)
+    assert (plan.optimizer.state == "host") == bool(states_on_host)
     assert plan.optimizer.host_step == (host_step if offloaded else "cpu")
     with rehearsal(model):
-        predicted = predict(model, plan, sample, Place.of(HARDWARE.device), config, Step(1, 1))
+        predicted = predict(model, plan, SAMPLE, Place.of(HARDWARE.device), config, Step(1, 1))
     peak = trained(predicted)
-    # The first step does not overlap, and leaves the allocator's blocks as the prediction does not know them.
-    more = peak // 200 if overlapped else 0
-    assert peak <= predicted.predicted_peak_bytes + predicted.allowance_bytes + more
-    assert predicted.predicted_peak_bytes == pytest.approx(peak, abs=peak // 100 + more)
+    assert peak <= predicted.predicted_peak_bytes + predicted.allowance_bytes
+    assert predicted.predicted_peak_bytes == pytest.approx(peak, rel=0.01)
     # The allocator gets the requests of training, one by one; of steps of masters, and in backward, only their sums.
     if not offloaded and not overlapped:
         assert predicted.predicted_peak_bytes == peak
@@ -106,6 +110,7 @@ def test_predicted_is_what_training_needs(
 
 @pytest.mark.parametrize("bucket", [2**20, 2**23, 2**26], ids="{} bytes".format)
 @pytest.mark.parametrize("kind", ["AdamW", "RMSprop", "SGD"])
+@pytest.mark.matrix(5)
 def test_the_peak_of_a_step_on_the_device_is_predicted(kind: str, bucket: int) -> None:
     """All parameters are on the host, and a batch of a few tokens needs less than two buckets."""
 

@@ -94,7 +94,7 @@ plans = st.builds(
     predicted_saved_bytes=sizes,
     host_bytes=sizes,
     disk_bytes=sizes,
-    decision_source=st.sampled_from(("user_config", "rule", "rule_fallback")),
+    decision_source=st.sampled_from(("user_config", "ml", "rule", "rule_fallback")),
     prediction_source=st.sampled_from(tuple(ALLOWANCES)),
     notes=names,
     peak_at=texts,
@@ -203,7 +203,7 @@ def edited(change: Callable[[dict[str, Any]], object]) -> str:
         (edited(lambda d: d.update(predicted_time_ratio=math.nan)), r"must be a finite number, not nan"),
         (edited(lambda d: d.update(predicted_time_ratio=10**400)), r"must be a finite number"),
         (edited(lambda d: d.update(predicted_time_ratio=0)), r"predicted_time_ratio is 0\.0.*above 0"),
-        (edited(lambda d: d.update(decision_source="luck")), r"'user_config' or 'rule' .*not 'luck'"),
+        (edited(lambda d: d.update(decision_source="luck")), r"'user_config' or 'ml' .*not 'luck'"),
         (edited(lambda d: d.update(prediction_source=None)), r"'simulated' or .*not None"),
         (
             edited(lambda d: d["layers"][1]["checkpointing"].update(chained=0)),
@@ -237,7 +237,7 @@ def test_the_table_folds_like_layers_and_shows_all_else() -> None:
     assert lines[0] == "Plan: RTX 3090, mode balanced, 4 × 512, numbers are simulated"
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
     assert [row[0] for row in rows[:5]] == ["layer", "wte", "h.0", "h.1 … h.11 ×11", "features[0:3]"]
-    assert rows[1][1:] == ["–", "embedding: keeps its indices only", "–", "–"]
+    assert rows[1][1:] == ["–", "keeps its indices only", "–", "–"]
     assert rows[2][1] == "checkpointing, keeps addmm#0, mm"
     assert rows[3][1] == "checkpointing, keeps addmm#0, mm, chained"
     assert rows[3][3:] == ["1.07 GiB", "+11 ms"]
@@ -249,6 +249,13 @@ def test_the_table_folds_like_layers_and_shows_all_else() -> None:
     assert "host memory" not in totals
     assert totals["all"] == ["5.0 GiB", "1.25×"]
     assert lines[-1] == "Note: The head is not checkpointed."
+
+
+def test_memory_that_torch_could_reserve_is_told_from_what_it_needs() -> None:
+    sizes = {"predicted_peak_bytes": 10 * 2**30, "predicted_capacity_bytes": 11 * 2**30}
+    plan = dataclasses.replace(example(), **sizes, predicted_reserved_bytes=13 * 2**30)
+    for text in (plan.explain(terminal=Terminal(width=200)), str(plan)):
+        assert "(torch reserves 13.0 GiB where there is room; 11.0 GiB is enough)" in text
 
 
 @pytest.mark.parametrize("width", [60, 100])

@@ -43,6 +43,7 @@ def planned(model: nn.Module, batch: int, length: int, config: Config) -> Plan:
     return plan
 
 
+@pytest.mark.slow
 def test_checkpointing_alone_cuts_the_activations_of_gpt2_medium_by_85_per_cent():
     # Nothing fits a mebibyte, so that the smallest plan is taken.
     config = lossless("aggressive", enable_offloading=False, memory_budget="1MiB")
@@ -59,6 +60,7 @@ def test_checkpointing_alone_cuts_the_activations_of_gpt2_medium_by_85_per_cent(
     assert 1 < plan.predicted_time_ratio <= 1.34
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "batch", "length", "plain", "most"),
     [

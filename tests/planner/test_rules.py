@@ -6,7 +6,6 @@ import os
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -188,10 +187,8 @@ def test_a_model_that_needs_little_of_the_device_is_left_as_it_is(mode, monkeypa
     assert checkpointed(decide(profile, virtual_hardware(2 * plan.baseline_peak_bytes), config_of(mode)))
 
 
-def test_what_others_have_of_a_device_is_not_planned_with(monkeypatch):
-    device = replace(LARGE.device, kind="cuda", index=0, free_bytes=30 * 2**30)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 10 * 2**30)
+def test_what_others_have_of_a_device_is_not_planned_with():
+    device = replace(LARGE.device, kind="cuda", index=0, capacity_bytes=40 * 2**30)
     assert room_of(replace(LARGE, device=device), config_of()) == 40 * 2**30
     assert room_of(LARGE, config_of()) == LARGE.device.total_bytes
 
@@ -257,6 +254,7 @@ def test_a_budget_takes_the_fastest_plan_that_fits(offloading, profile, share):
 @pytest.mark.parametrize("offloading", [False, True])
 @some
 @given(profile=profiles(), shares=st.tuples(st.floats(0.01, 1.2), st.floats(0.01, 1.2)))
+@pytest.mark.matrix(2)
 def test_more_budget_is_never_slower(offloading, profile, shares):
     config = config_of(enable_offloading=offloading)
     peak = decide(profile, LARGE, config).baseline_peak_bytes
@@ -331,6 +329,7 @@ def test_an_automatic_budget_is_a_share_of_the_device():
 @pytest.mark.parametrize("offloading", [False, True])
 @some
 @given(profile=profiles())
+@pytest.mark.matrix(3)
 def test_every_layer_has_a_rule_and_a_reason_and_their_savings_add_up(mode, offloading, profile):
     plan = decide(profile, LARGE, config_of(mode, enable_offloading=offloading))
     assert [layer.name for layer in plan.layers] == [each.name for each in profile.blocks]
@@ -462,6 +461,19 @@ def test_the_cap_on_host_memory_holds(mode, profile, cap, budget):
     plan = decide(profile, LARGE, config)
     assert plan.host_bytes <= cap * BYTES_PER_GB
     assert bool(plan.host_bytes) <= bool(offloaded(plan))
+
+
+@pytest.mark.parametrize("budget", [None, 256 * 2**20], ids=["device", "budget"])
+def test_the_figures_of_a_plan_that_does_not_fit_agree(budget):
+    hardware, margin = virtual_hardware(256 * 2**20), 10 * 2**20
+    config = config_of(OptimizationMode.BALANCED, memory_budget=budget)
+    plan = decide(stack(8, parameter_bytes=100 * MIB), hardware, config, margin=margin)
+    needs = plan.predicted_peak_bytes + margin
+    assert any(
+        f"the smallest plan needs {format_bytes(needs)} with its allowance, "
+        f"{format_bytes(needs - 256 * 2**20)} more" in note
+        for note in plan.notes
+    )
 
 
 def test_the_cap_is_what_decides():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 
 import memscale
 from memscale import Config, Plan
-from memscale.hardware import find_gpu, virtual_hardware
+from memscale.hardware import Rates, detect, find_gpu, virtual_hardware
+from memscale.memory.tracker import MemoryTracker
 from memscale.testing import executing
 from support.offloaded import activations_of, attached
 from support.wrapping import Layer
@@ -77,6 +79,7 @@ def trained(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("prefetch", [False, True], ids=["waiting", "prefetching"])
 @pytest.mark.parametrize("share", [0.6, 0.45], ids=["parameters resident", "some parameters offloaded"])
+@pytest.mark.matrix(2)
 def test_a_planned_model_trains_bit_equal_within_its_prediction(share: float, prefetch: bool) -> None:
     plan = planned(share, CONFIG.replace(async_offload=prefetch))
     assert len(saved_offloaded(plan)) > LAYERS // 4
@@ -118,3 +121,28 @@ def test_where_computing_again_is_faster_nothing_saved_is_offloaded() -> None:
     plan = memscale.plan(model_of(), batch(), config, "RTX 3090")
     assert any(layer.checkpointing for layer in plan.layers)
     assert not saved_offloaded(plan)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("share", [0.7, 0.45], ids=["parameters resident", "parameters offloaded"])
+def test_on_a_cpu_it_goes_to_disk(share: float, tmp_path: Path) -> None:
+    """A CPU's computing is slow against its disk: nothing but what is read back has to be computed again."""
+    here = detect("cpu", offload_dir=tmp_path)
+    slow = replace(here, device=replace(here.device, rates=Rates(fp32=1e9, fp16=None, bf16=None)))
+    config = CONFIG.replace(offload_dir=tmp_path, force_optimize=True)
+    plain = memscale.plan(model_of(), batch(), config, slow).baseline_peak_bytes
+    plan = memscale.plan(model_of(), batch(), config.replace(memory_budget=int(share * plain)), slow)
+    assert len(saved_offloaded(plan)) > LAYERS // 4
+    expected = trained(model_of(), batch())
+    with MemoryTracker() as tracker:
+        model, x = model_of(), batch()
+        with attached(model, plan, config) as executor:
+            tracker.reset_peak()
+            got = trained(model, x)
+            peak = tracker.peak_bytes("cpu")
+            activations = activations_of(executor)
+            assert activations.tier == "disk"
+            assert activations.bytes_sent > 0
+            assert executor.report().bytes_read > 0
+    assert all(map(torch.equal, got, expected))
+    assert plan.predicted_peak_bytes == pytest.approx(peak, rel=0.01)

@@ -26,12 +26,17 @@ def heavy(**given: int) -> ModelProfile:
 
 
 def time_of(
-    choice: Choice = PLAIN, *, state_below: int = 0, bucketed: bool = False, prefetch: int = 0, **given: int
+    choice: Choice = PLAIN,
+    *,
+    states_on_host: int = 0,
+    bucketed: bool = False,
+    prefetch: int = 0,
+    **given: int,
 ) -> StepTime:
     """Return the time of a step with the same choice for all layers."""
     setting = Setting(bucketed=bucketed)
     model = CostModel(heavy(), LARGE, OFFLOADING.replace(**given), setting, prefetch)
-    return model.step_time(model.point((choice,) * len(model.blocks), state_below))
+    return model.step_time(model.point((choice,) * len(model.blocks), states_on_host))
 
 
 @pytest.mark.parametrize("accumulated", [1, 4])
@@ -43,7 +48,7 @@ def test_the_parts_of_every_plan_add_up_to_its_time(prefetch: bool, accumulated:
     models = {model.setting: model for model in cost_models(under, LARGE, config, prefetch=prefetch)}
     choices = {each for point in points for each in point.choices}
     assert all(any(map(is_done, choices)) for is_done in (operator.attrgetter(name) for name in DONE))
-    assert any(point.state_below for point in points)
+    assert any(point.states_on_host for point in points)
     for point in points:
         time = models[point.setting].step_time(point)
         assert time.total == pytest.approx(point.seconds, rel=ROUNDING)
@@ -65,14 +70,14 @@ def test_each_technique_adds_to_the_parts_it_costs() -> None:
     copies = (
         2 * profile.parameter_bytes / rates.h2d_per_second + profile.gradient_bytes / rates.d2h_per_second
     )
-    masters = rates.optimizer_below(profile.gradient_bytes, fused=True)
+    masters = rates.optimizer_offloaded(profile.gradient_bytes, fused=True)
     offloaded = StepTime(plain.compute, 0.0, copies, 0.0, masters, hooks + 3 * latency)
     assert time_of(PLAIN._replace(offloaded=True)).parts == pytest.approx(offloaded.parts, abs=ROUNDING)
     hidden = time_of(PLAIN._replace(offloaded=True), prefetch=1)
     assert 0 < hidden.transfers < copies
     assert hidden.host_step == pytest.approx(masters)
 
-    state = time_of(state_below=layers, bucketed=True)
+    state = time_of(states_on_host=layers, bucketed=True)
     moments = profile.optimizer_bytes / rates.d2h_per_second
     assert state.transfers == pytest.approx(moments)
     assert state.device_step == plain.device_step

@@ -55,4 +55,4 @@ def test_without_any_of_them_the_peak_is_higher(name: str, share: float | None, 
     for start, stop in offloaded:
         here = tuple(each.with_activations_here for each in point.choices[start:stop])
         choices = (*point.choices[:start], *here, *point.choices[stop:])
-        assert model.point(choices, point.state_below).peak_bytes > limit
+        assert model.point(choices, point.states_on_host).peak_bytes > limit

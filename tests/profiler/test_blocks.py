@@ -632,6 +632,7 @@ def test_signature_sees_a_block_in_another_mode_than_its_model():
     assert first.signature != second.signature
 
 
+@pytest.mark.slow
 def test_blocks_are_the_same_in_a_process_with_another_hash_seed():
     chosen = ("gpt2", "transformer_encoder", "unet", "cnn", "kwargs_only", "lstm")
     here = [find_blocks(build(name)) for name in chosen]

@@ -14,11 +14,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from memscale import AsyncOffloadConfig
 from properties import pieces
 from properties.pieces import ACTIVATIONS, IN_PLACE, Build, Options
 
 WORDS = 17
 FEATURES = 5
+LOOPS = 4  # with each model and plan: to plan takes several times as long as to train
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,10 @@ class Case:
     loop: LoopSpec
     exact: bool = True
 
+    def draw(self, what: str) -> random.Random:
+        """Return a generator of its own for a part of the case, so that what others draw stays as it was."""
+        return random.Random(f"{what} {self.seed - self.seed % LOOPS}")
+
     def kinds(self) -> set[str]:
         """The kinds of pieces in it."""
         return set().union(*(piece.kinds() for stack in self.model.stacks for piece in stack.pieces))
@@ -204,11 +210,34 @@ Make = Callable[[random.Random], Options]
 
 
 def make_case(seed: int, device: str | None = None) -> Case:
-    """Return the case of an integer; `device` ("cpu" or "vgpu") overrides the one that it draws."""
-    draw = random.Random(seed)
-    drawn = draw.choice(["cpu", "vgpu"])
-    case = Case(seed, device or drawn, _model(draw), _plan(draw), _loop(draw))
-    return _with_inexact_techniques(_sensible(_with_memory(case)))
+    """Return the case of an integer; `device` ("cpu" or "vgpu") overrides the one that it draws.
+
+    The cases from a multiple of `LOOPS` on to the next have the same model and Config, and other loops and weights.
+    """
+    draw = random.Random(seed - seed % LOOPS)
+    drawn = draw.choice(["cpu", "cpu", "vgpu"])  # which takes five times as long
+    case = Case(seed, device or drawn, _model(draw), _plan(draw), _loop(random.Random(f"loop {seed}")))
+    return _with_more_settings(_with_inexact_techniques(_sensible(_with_memory(case))))
+
+
+SETTINGS: dict[str, tuple[float, Callable[[random.Random], Any]]] = {
+    "overlap_optimizer": (0.3, lambda d: d.choice([True, True, False])),
+    "warmup_steps": (0.3, lambda d: d.choice([0, 1])),
+    "gradient_accumulation_steps": (0.1, lambda d: d.choice([2, 3])),
+    "max_cpu_offload_gb": (0.15, lambda d: 0),  # below the virtual GPU, what is offloaded is on disk then
+    "async_config": (
+        0.2,
+        lambda d: AsyncOffloadConfig(prefetch_depth=d.choice([1, 2, 3]), workers=d.choice([1, 3])),
+    ),
+    "verify_correctness": (0.1, lambda d: True),
+}
+
+
+def _with_more_settings(case: Case) -> Case:
+    """The case, with settings that many plans do not depend on: drawn apart, too."""
+    draw = case.draw("settings")
+    more = {name: make(draw) for name, (share, make) in SETTINGS.items() if _maybe(draw, share)}
+    return replace(case, plan=replace(case.plan, fields={**case.plan.fields, **more}))
 
 
 INEXACT: dict[str, Make] = {
@@ -220,7 +249,7 @@ INEXACT: dict[str, Make] = {
 
 def _with_inexact_techniques(case: Case) -> Case:
     """The case, sometimes with tiles and fused steps of host masters, which round in other places: drawn apart, too."""
-    draw = random.Random(f"inexact {case.seed}")
+    draw = case.draw("inexact")
     if not _maybe(draw, 0.2):
         return case
     case = _up_to_rounding(case)
@@ -242,7 +271,7 @@ def _with_memory(case: Case) -> Case:
 
     Not inside of torch's own checkpoint, which finds what the call has left and computes something else.
     """
-    draw = random.Random(f"memory {case.seed}")
+    draw = case.draw("memory")
     if not _maybe(draw, 0.12):
         return case
     first, *others = case.model.stacks
@@ -383,13 +412,13 @@ def _weighted(draw: random.Random, table: dict[str, tuple[float, Make]]) -> str:
 
 
 def _stack(draw: random.Random) -> Stack:
-    blocks = draw.choice([2, 2, 3, 3, 4, 6])
+    blocks = draw.choice([2, 2, 2, 3, 3, 4])
     form = draw.choice(["list", "list", "list", "sequential", "attributes"])
     plain = form == "sequential"
     frozen = tuple(sorted(draw.sample(range(blocks), draw.randint(1, blocks - 1))))
     return Stack(
         blocks=blocks,
-        pieces=tuple(_piece(draw, 2) for _ in range(draw.randint(1, 4))),
+        pieces=tuple(_piece(draw, 2) for _ in range(draw.randint(1, 3))),
         form=form,
         calls=2 if _maybe(draw, 0.1) else 1,
         one_module=_maybe(draw, 0.08),
@@ -471,7 +500,7 @@ BEFORE = [
 
 def _step(draw: random.Random) -> StepSpec:
     # Another size makes another plan, which takes most of the time of a case: so seldom.
-    batch, length = (draw.choice([1, 3, 4]), draw.choice([4, 5, 8])) if _maybe(draw, 0.12) else (2, 4)
+    batch, length = (draw.choice([1, 3, 4]), draw.choice([4, 5, 8])) if _maybe(draw, 0.06) else (2, 4)
     return StepSpec(
         micro_batches=draw.choice([1, 1, 1, 2, 3]),
         batch=batch,
@@ -501,7 +530,7 @@ def _loop(draw: random.Random) -> LoopSpec:
     return LoopSpec(
         optimizer=name,
         options=options,
-        steps=tuple(_step(draw) for _ in range(draw.choice([2, 3, 3, 4]))),
+        steps=tuple(_step(draw) for _ in range(draw.choice([2, 2, 3, 4]))),
         schedule=_maybe(draw, 0.25),
         groups=draw.choice([1, 1, 1, 2]),
         in_backward=_maybe(draw, 0.05),
@@ -520,15 +549,16 @@ def _sensible(case: Case) -> Case:
             for step in loop.steps
         )
         loop = replace(loop, steps=steps, schedule=False)
-    if any(stack.one_module for stack in model.stacks) or "shared" in case.kinds():
-        # Of a module that has several names, torch.func.functional_call does not put the parameters back.
+    if any(stack.one_module for stack in model.stacks) or case.kinds() & {"shared", "checkpointed"}:
+        # Of a module that has several names, torch.func.functional_call does not put the parameters back. And torch's
+        # own checkpointing recomputes after it, with the weights of the module: gradients of the plain model are wrong.
         steps = tuple(
             replace(step, losses="one") if step.losses == "functional" else step for step in loop.steps
         )
         loop = replace(loop, steps=steps)
     case = replace(case, model=model, loop=loop)
     summed = case if case.device == "cpu" else _one_sum(case)
-    if summed != case and _maybe(random.Random(f"rounding {case.seed}"), 0.5):
+    if summed != case and _maybe(case.draw("rounding"), 0.5):
         return _up_to_rounding(case)
     return summed
 

@@ -76,7 +76,7 @@ class Training:
     def wrap(self) -> None:
         if self._wrap is not None:
             step = self.case.loop.steps[0]
-            self._wrap(self.model, self._call(0, 0, step), self.case)
+            self._wrap(self.model, self.call(0, 0, step), self.case)
 
     def detach(self) -> None:
         if self._detach is not None:
@@ -95,7 +95,7 @@ class Training:
         labels = torch.randint(0, WORDS, size, generator=source)
         return x.to(self.device), labels.to(self.device)
 
-    def _call(self, number: int, micro: int, step: StepSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def call(self, number: int, micro: int, step: StepSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the model for a batch."""
         x, labels = self._batch(number, micro, step)
         with_labels = self.case.model.result == "loss"
@@ -107,7 +107,7 @@ class Training:
 
     def _losses(self, number: int, micro: int, step: StepSpec) -> list[torch.Tensor]:
         """The losses of a batch: one, or with what the model returns beside its logits two."""
-        args, kwargs = self._call(number, micro, step)
+        args, kwargs = self.call(number, micro, step)
         if step.losses == "adversarial":
             self._inputs = [
                 leaf.requires_grad_() for leaf in tree_leaves((args, kwargs)) if leaf.is_floating_point()
@@ -286,7 +286,7 @@ class Training:
             self._make_optimizer()
         elif what == "copy":
             other = copy.deepcopy(self.model).eval()
-            args, kwargs = self._call(number + 50, 0, step)
+            args, kwargs = self.call(number + 50, 0, step)
             with torch.no_grad():
                 self._see_output("copy", other(*args, **kwargs))
         elif what == "to device":
@@ -309,7 +309,7 @@ class Training:
                 self.model(torch.zeros(2, 3, 7, 2, device=self.device))
 
     def _evaluate(self, number: int, step: StepSpec, how: str) -> None:
-        args, kwargs = self._call(number + 50, 0, step)
+        args, kwargs = self.call(number + 50, 0, step)
         if how != "evaluate in training mode":
             self.model.eval()
         # (The executing device's tensors have views in inference mode only if they were made in it.)

@@ -10,12 +10,14 @@ import logging
 
 import pytest
 
+from properties import plans
 from properties.check import check
 from properties.generator import make_case
 
-CHUNK = 3
 SEEDS = range(48)
-CHUNKS = [list(SEEDS[start : start + CHUNK]) for start in range(0, len(SEEDS), CHUNK)]
+CHUNKS = [
+    list(SEEDS[start::16]) for start in range(16)
+]  # each of three models: four seeds in a row share one
 
 
 @pytest.mark.matrix(16)
@@ -33,10 +35,41 @@ def test_a_wrapped_model_trains_as_the_plain_one(seeds: list[int], caplog: pytes
     assert did_something  # a search among plans that do nothing would find nothing
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (0, 8, 16))])
+def test_plans_are_deterministic_keep_to_budgets_and_predict(
+    seed: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, "memscale")
+    predicted: list[int] = []
+    most = plans._most
+
+    def noted(training: plans.Training) -> int:
+        predicted.append(most(training))
+        return predicted[-1]
+
+    monkeypatch.setattr(plans, "_most", noted)
+    case = make_case(seed)
+    outcome = plans.check_plans(case)
+    assert outcome.kind == "equal", f"{outcome.kind}: {outcome.reason}\n{case.describe()}\n{outcome.details}"
+    assert len(predicted) == 1  # it came to the comparison with what steps need
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_prediction_that_is_too_low_is_found(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, "memscale")
+    most = plans._most
+    monkeypatch.setattr(plans, "_most", lambda training: most(training) // 2)
+    assert plans.check_plans(make_case(1)).kind == "mispredicted"
+
+
 def test_a_case_follows_from_its_seed() -> None:
     assert make_case(12) == make_case(12)
     assert make_case(12) != make_case(13)
-    assert {make_case(seed).device for seed in range(20)} == {"cpu", "vgpu"}
+    assert {make_case(seed).device for seed in range(40)} == {"cpu", "vgpu"}
 
 
 def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

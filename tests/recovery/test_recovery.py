@@ -15,13 +15,19 @@ from torch import nn
 
 import memscale
 from memscale import Config
-from memscale._torch import OUTSIDE_BACKWARD, LightDispatchMode, graph_task_id
+from memscale._torch import OUTSIDE_BACKWARD, LightDispatchMode, graph_task_id, release_saved_tensors
 from memscale.errors import is_out_of_memory
 from memscale.testing import executing
 
 QUIET = Config(enable_logging=False, enable_offloading=False)
 WIDTH, LAYERS, WORDS = 16, 5, 32
 aten = torch.ops.aten
+DEVICE = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def on_device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "DEVICE", device)
 
 
 class Block(nn.Module):
@@ -79,7 +85,7 @@ class RunsOut(LightDispatchMode):
 
 def build() -> Model:
     torch.manual_seed(0)
-    return Model().train()
+    return Model().train().to(DEVICE)
 
 
 def wrapped(config: Config = QUIET) -> Model:
@@ -89,7 +95,7 @@ def wrapped(config: Config = QUIET) -> Model:
 
 
 def ids(seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, WORDS, (4, 12), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, WORDS, (4, 12), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def loss_inside(model: nn.Module, seed: int) -> torch.Tensor:
@@ -134,7 +140,7 @@ def run(
         results.append(loss.detach())
     results += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     results += [buffer.clone() for buffer in model.buffers()]
-    return [*results, torch.rand(3)]  # the random state after it
+    return [*results, torch.rand(3, device=DEVICE)]  # the random state after it
 
 
 def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -273,8 +279,9 @@ def test_a_function_of_the_user_sees_no_gradient_for_outputs_that_are_not_used()
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return Pair.apply(self.inner(x))
 
-    model = memscale.wrap(Pairs(), QUIET, torch.ones(2, 4))
-    model(torch.ones(2, 4))[0].sum().backward()
+    x = torch.ones(2, 4, device=DEVICE)
+    model = memscale.wrap(Pairs().to(DEVICE), QUIET, x)
+    model(x)[0].sum().backward()
     assert seen[-1] == [False, True]
 
 
@@ -428,14 +435,12 @@ def stepped(
     at: int = 1,
     foreach: bool = True,
     kind: type[torch.optim.Optimizer] = torch.optim.AdamW,
-    device: torch.device | str = "cpu",
 ) -> list[torch.Tensor]:
     """Three steps, trouble in one; parameters and optimizer state after them."""
     torch.manual_seed(7)
     optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=foreach)
     for step in range(3):
-        batch = ids(step).to(device)
-        model(batch, labels=batch)["loss"].backward()
+        model(ids(step), labels=ids(step))["loss"].backward()
         if step == at and trouble is not None:
             with trouble:
                 optimizer.step()
@@ -471,7 +476,7 @@ def test_steps_are_run_in_buckets_after_the_first_time() -> None:
         assert trouble.raised == 1
         optimizer.zero_grad()
     state = [value for each in optimizer.state.values() for value in each.values()]
-    assert_same([each.detach() for each in (*model.parameters(), *state)], expected)
+    assert_same([each.detach().cpu() for each in (*model.parameters(), *state)], expected)
 
 
 def test_a_step_that_never_fits_leaves_everything_as_it_was() -> None:
@@ -521,6 +526,7 @@ def on_gpu(hog_bytes: int, *, wraps: bool) -> list[torch.Tensor]:
         ]
 
 
+@pytest.mark.cpu_only  # it has a virtual GPU of its own
 def test_a_device_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
     hog = 115 * 2**20
     expected = on_gpu(1, wraps=False)
@@ -529,3 +535,17 @@ def test_a_device_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "memscale")
     assert_same(on_gpu(hog, wraps=True), expected)
     assert ["out of memory in backward" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_graph_with_a_saved_number_is_released_under_a_dispatch_mode() -> None:
+    """The mode is not asked to detach the number, which is no tensor to it."""
+
+    class Passes(LightDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with Passes():
+        loss = (torch.ones(3, requires_grad=True).tanh() * 0.5).sum()
+        release_saved_tensors([loss], "it was freed")
+    with pytest.raises(RuntimeError, match="it was freed"):
+        loss.backward()

@@ -22,6 +22,8 @@ from memscale.memory.record import Category
 from memscale.recovery.shortage import free_memory
 from memscale.testing import ExecutingDevice, executing
 
+pytestmark = pytest.mark.virtual_only  # what it has room for is counted with CUDA's workspaces
+
 MIB = 2**20
 CAPACITY = 96 * MIB
 SEGMENT = 2 * MIB  # what the allocator takes at once for small tensors
@@ -223,6 +225,7 @@ FORWARD = [
 
 
 @pytest.mark.parametrize("options", FORWARD)
+@pytest.mark.matrix(4)
 def test_forward(options: dict[str, Any], recovered: Callable[[], list[str]]) -> None:
     assert_survived(options)
     assert recovered()[:1] == ["forward"]

@@ -112,10 +112,11 @@ def test_the_port_is_closed_by_detach() -> None:
 def test_the_port_is_closed_when_the_model_is_dropped() -> None:
     model = wrapped()
     url = url_of(model)
-    (running,) = exporters._servers
     del model
     gc.collect()
-    running._thread.join(timeout=60)
+    for thread in threading.enumerate():
+        if thread.name == "memscale-metrics-close":
+            thread.join(timeout=60)
     assert not is_open(url)
     assert exporters._servers == []
 

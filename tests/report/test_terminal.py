@@ -142,3 +142,17 @@ def test_wrapping_keeps_every_character_but_spaces(text: str, width: int) -> Non
 
 def test_clean_keeps_line_ends_alone() -> None:
     assert clean("a\x1b[1mb\r\nc\u2028\x00") == "a[1mb\nc"
+
+
+def test_a_terminal_too_narrow_for_columns_gets_lists() -> None:
+    rows = [("transformer.h.0", "offloading to host", "1.5 GiB"), ("lm_head", None, None)]
+    columns = ["layer", "technique", "saves"]
+    assert table("Plan", columns, rows, terminal=Terminal(width=30)).splitlines() == [
+        "Plan",
+        "transformer.h.0",
+        "  technique: offloading to",
+        "  host",
+        "  saves: 1.5 GiB",
+        "lm_head",
+    ]
+    assert "│ transformer." in table("Plan", columns, rows, terminal=Terminal(width=60))

@@ -47,3 +47,13 @@ def test_what_is_known_takes_no_memory() -> None:
         before = sim.tracker.live_bytes(sim.device), sim.tracker.live_bytes("cpu")
         bool(mask.all())
         assert (sim.tracker.live_bytes(sim.device), sim.tracker.live_bytes("cpu")) == before
+
+
+@pytest.mark.parametrize(("share", "runs"), [(0.0, True), (0.1, True), (0.9, False)])
+def test_a_number_that_is_drawn_takes_the_likelier_branch(share: float, runs: bool) -> None:
+    """As a layer that is dropped, or an adapter of PEFT: without a share to drop, it runs."""
+    with simulate("1GiB") as sim:
+        guesses = sim.tracker.guesses
+        assert bool(torch.rand(1) > share) == runs
+        assert bool(torch.rand([]).to(sim.device) < share) != runs
+        assert sim.tracker.guesses == guesses + 2

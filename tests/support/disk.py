@@ -71,8 +71,8 @@ Loop = Callable[[Family, nn.Module], Run]
 
 
 def result(model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[float]) -> Run:
-    gradients = [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
-    weights = [p.detach().clone() for p in model.parameters()]
+    gradients = [None if p.grad is None else p.grad.detach().clone().cpu() for p in model.parameters()]
+    weights = [p.detach().clone().cpu() for p in model.parameters()]
     return Run(losses, gradients, weights, optimizer.state_dict())
 
 
@@ -106,7 +106,7 @@ def assert_same(one: Run, other: Run) -> None:
 
 def assert_same_state(one: Any, other: Any) -> None:
     if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
+        assert torch.equal(one.cpu(), other.cpu())
         assert one.dtype == other.dtype
     elif isinstance(one, dict):
         assert one.keys() == other.keys()

@@ -342,7 +342,7 @@ def _loss_without_cache(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
     With a cache, keys and values are laid out anew, and on some CPUs (AVX2) the last bit of a product hangs on that.
     """
-    return model(**batch, use_cache=False if model.training else None).loss
+    return model(**batch, use_cache=False).loss
 
 
 def _frozen_embeddings(scale: Scale) -> nn.Module:

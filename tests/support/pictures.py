@@ -31,7 +31,8 @@ def picture(value: Any) -> Any:
         return type(value), Same(value), set(value)
     if isinstance(value, torch.Tensor):
         facts = (value.dtype, value.device, value.shape, value.stride(), value.requires_grad, value.is_leaf)
-        return Same(value), facts, Same(value.grad), value.data_ptr()
+        # What comes back to an accelerator has other memory there.
+        return Same(value), facts, Same(value.grad), value.data_ptr() if value.device.type == "cpu" else None
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
     if hasattr(value, "to_dict") and not isinstance(value, nn.Module):  # the configs of Hugging Face

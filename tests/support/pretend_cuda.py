@@ -57,6 +57,8 @@ class Stream:
     def __str__(self):
         return self.name
 
+    device = CUDA
+
     def record_event(self):
         return Event(self)
 
@@ -86,6 +88,10 @@ class PretendCuda(TorchFunctionMode):
             LOG.append(f"{Stream.current[-1]}: copy {'up' if up else 'down'}")
             copy = args[0].detach().as_subclass(torch.Tensor).clone()
             return copy.as_subclass(Pretend) if up else copy
+        if func is torch.Tensor.copy_ and isinstance(args[0], Pretend):
+            asynchronous = ", beside it" if kwargs.get("non_blocking") else ""
+            LOG.append(f"{Stream.current[-1]}: copy up{asynchronous}")
+            return func(args[0].as_subclass(torch.Tensor), args[1]).as_subclass(Pretend)
         if func is torch.Tensor.copy_ and isinstance(args[1], Pretend):
             asynchronous = ", beside it" if kwargs.get("non_blocking") else ""
             LOG.append(f"{Stream.current[-1]}: copy down{asynchronous}")

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from support import devices
+
 transformers = pytest.importorskip("transformers")
 
 VOCAB, LENGTH, STEPS = 97, 16, 10
@@ -58,7 +60,7 @@ def make_trainer(family: str, where: Path, **options: Any) -> Any:
         "eval_steps": 5,
         "save_steps": 5,
         "report_to": [],
-        "use_cpu": True,
+        "use_cpu": devices.chosen != "cuda",
         "disable_tqdm": True,
         "seed": 3,
         "lr_scheduler_type": "linear",
@@ -73,3 +75,34 @@ def make_trainer(family: str, where: Path, **options: Any) -> Any:
 
 def losses(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def make_seq2seq(where: Path, **options: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        d_model=32,
+        d_ff=64,
+        d_kv=16,
+        num_layers=3,
+        num_heads=2,
+        vocab_size=VOCAB,
+        decoder_start_token_id=0,
+    )
+    arguments: dict[str, Any] = {
+        "output_dir": str(where),
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "save_strategy": "steps",
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "predict_with_generate": True,
+        "generation_max_length": 6,
+    }
+    return transformers.Seq2SeqTrainer(
+        model=transformers.T5ForConditionalGeneration(config),
+        args=transformers.Seq2SeqTrainingArguments(**arguments | options),
+        train_dataset=Tokens(16),
+        eval_dataset=Tokens(4),
+    )

@@ -264,6 +264,7 @@ def stream(total_mib, released):
         return total
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_process_is_what_it_uses_at_once():
     held = measure_in_fresh_process(stream, 256, False)
     streamed = measure_in_fresh_process(stream, 256, True)

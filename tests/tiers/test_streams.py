@@ -1,10 +1,13 @@
 """Transfers on CUDA streams, seen by a device that only writes down what it is told."""
 
+import gc
+
 import pytest
 import torch
 
 from memscale.config import AsyncOffloadConfig
 from memscale.errors import TierFullError, TransferError
+from memscale.hardware import HostSpec
 from memscale.offload.activations import Activations, OffloadedStorage
 from memscale.tiers import engine as engine_module
 from memscale.tiers.disk import DiskStore
@@ -44,13 +47,19 @@ def test_copies_in_both_directions_are_ordered_by_events(cuda, engine):  # noqa:
     LOG.clear()
     storage.prefetch(1)
     assert LOG == [
+        "compute: record event 3",
         "copy stream 2: wait for event 2",  # the copy to the host, on the other stream
-        "copy stream 2: copy up",
-        "copy stream 2: record event 3",
+        "copy stream 2: wait for event 3",  # what had the memory before
+        "copy stream 2: copy up, beside it",
+        "copy stream 2: record event 4",
     ]
     LOG.clear()
     assert bool((loaded(storage) == 1).all())
-    assert LOG == ["compute: wait for event 3", "record_stream(compute)"]
+    assert LOG == ["compute: wait for event 4"]
+    storage.prefetch(2)
+    LOG.clear()
+    storage.prefetched = None
+    assert LOG == ["compute: wait for event 6"]  # nobody wants it: its memory is reused after the copy
 
 
 def test_what_is_still_on_the_device_is_not_copied(cuda, engine):  # noqa: F811
@@ -59,7 +68,7 @@ def test_what_is_still_on_the_device_is_not_copied(cuda, engine):  # noqa: F811
     assert bool((loaded(storage) == 1).all())
     assert LOG == []
     del storage
-    assert LOG == ["record_stream(copy stream 1)"]  # freed with the graph, while it may still be read
+    assert LOG == ["compute: wait for event 2"]  # freed with the graph: its memory is reused after the copy
 
 
 def test_a_tensor_that_is_changed_before_the_copy_is_over_is_an_error(cuda, engine):  # noqa: F811
@@ -104,6 +113,41 @@ def test_a_budget_of_page_locked_memory(cuda):  # noqa: F811
     del first
     assert budget.bytes_locked == 4096
     assert budget.allocate(4000) is not None
+
+
+def test_all_models_of_a_process_share_what_may_be_page_locked_by_default(cuda, monkeypatch):  # noqa: F811
+    locked = []  # what is page-locked is not available
+
+    def host(processes=1):
+        taken = 2**16 + processes * sum(each.nbytes for each in locked)
+        return HostSpec(2**20, 2**20 - taken, cores=2, processes=processes)
+
+    def allocate(pool):
+        memory = pool.allocate(2**16)
+        locked.extend([] if memory is None else [memory])
+        return memory is not None
+
+    gc.collect()  # what other tests have left
+    monkeypatch.setattr(engine_module, "read_host", host)
+    limit = host().page_locked_bytes
+    assert limit == 7 * 2**16
+    first, second = PinnedMemory(), PinnedMemory()
+    assert all(allocate(first) for _ in range(4))
+    assert all(allocate(second) for _ in range(3))
+    assert not allocate(first)
+    assert not allocate(second)
+    assert second.limit == first.limit == limit  # what both have locked does not count as taken by others
+    assert allocate(PinnedMemory(2**16))  # as the Config says
+    del locked[:3]
+    assert first.bytes_locked == 2**16
+    assert allocate(second)
+    assert allocate(second)
+    assert not allocate(second)
+    locked.clear()
+    monkeypatch.setattr(engine_module, "read_host", lambda: host(processes=3))
+    shared = PinnedMemory()
+    assert all(allocate(shared) for _ in range(2))
+    assert not allocate(shared)
 
 
 def test_a_synchronous_engine_copies_on_the_compute_stream(cuda):  # noqa: F811

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import logging
 import pickle
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,24 @@ def test_detach_leaves_nothing_behind(family: Family) -> None:
     model.zero_grad()
     executor.detach()
     assert_as_before(pictures(model), before)
+
+
+def test_a_tile_that_runs_out_of_memory_is_freed(llama: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that saves its own output, with history, is a cycle that no garbage collector sees."""
+    logits_of_tiles: list[weakref.ref[Tensor]] = []
+
+    def fail(part: Tensor, logits: Tensor, *_: object) -> None:
+        logits_of_tiles.append(weakref.ref(logits))
+        raise torch.OutOfMemoryError("in backward of a tile")
+
+    tile_loss(llama, ROWS)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.autograd, "grad", fail)
+        with pytest.raises(torch.OutOfMemoryError, match="of a tile"):
+            step(FAMILIES["llama"], llama)
+    gc.collect()
+    assert len(logits_of_tiles) == 1
+    assert logits_of_tiles[0]() is None
 
 
 def test_with_checkpointing_of_every_block(family: Family) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from memscale.execution_plan import LayerPlan, LossTiling, Plan, Tiling
 from memscale.executor import Executor
 from memscale.planner.predict import predict
 from memscale.profiler.blocks import find_blocks
-from memscale.profiler.run import Place
+from memscale.profiler.run import Place, profile_static
 from memscale.profiler.sample import Sample
 from memscale.testing import executing
 from support.families import FAMILIES
@@ -66,3 +68,30 @@ def test_a_loss_outside_of_the_model_is_predicted_in_tiles_too() -> None:
     ]
     assert peaks[0] > 2 * logits
     assert peaks[1] < peaks[0] - logits
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_work_of_tiles_that_are_not_simulated_is_counted(tied: bool) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(500, 8)
+            self.head = nn.Linear(8, 500, bias=False)
+            if tied:
+                self.head.weight = self.table.weight
+
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.head(self.table(ids)).flatten(0, 1), labels.flatten())
+
+    model, ids = Words(), torch.zeros(4, 40, dtype=torch.long)
+    attach = functools.partial(_attach_to, Plan((), loss=LossTiling(ROWS)))
+    profile = profile_static(model, Sample((ids, ids), {}), Place("vgpu"), prepare=attach)
+    assert 3 * ROWS < 4 * 40
+    products = sum(each.forward_flops + each.backward_flops for each in profile.blocks) + profile.other_flops
+    assert (
+        products == 3 * 2 * (4 * 40) * 500 * 8
+    )  # of the logits, of the hidden states' gradient, of the weight's
+
+
+def _attach_to(plan: Plan, model: nn.Module) -> None:
+    Executor(model, plan, QUIET).attach()

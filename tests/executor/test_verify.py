@@ -1,0 +1,267 @@
+"""`Config(verify_correctness=True)`: a step with the plan against a plain one, before training."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memscale
+from memscale import Config
+from memscale.checkpointing.region import Region
+from memscale.errors import VerificationError
+from memscale.executor import verify
+from memscale.techniques.forward import ForwardOverride
+from memscale.testing import executing
+from support.families import FAMILIES, Family
+from support.steps import counted_regions
+from support.wrapping import lossless
+
+EXACT = lossless("aggressive", force_optimize=True, verify_correctness=True).replace(enable_logging=True)
+TILED = EXACT.replace(enable_tiling=True)
+
+
+def family(name: str = "gpt2") -> Family:
+    return FAMILIES[name]
+
+
+def trained(config: Config | None, name: str = "gpt2", steps: int = 2) -> tuple[list[float], nn.Module]:
+    torch.manual_seed(0)
+    model = family(name).build()
+    if config is not None:
+        memscale.wrap(model, config, family(name).batch())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(steps):
+        loss = family(name).loss(model, family(name).batch())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+@pytest.mark.parametrize("name", ["gpt2", "cnn", "lora", "tied"])
+def test_a_verified_model_trains_as_a_plain_one(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """With dropout and buffers: the comparison leaves random numbers and statistics as they were."""
+    caplog.set_level(logging.INFO, "memscale")
+    plain, model = trained(None, name)
+    verified, wrapped = trained(EXACT, name)
+    assert verified == plain
+    for one, two in zip(model.state_dict().values(), wrapped.state_dict().values(), strict=True):
+        assert torch.equal(one, two)
+    assert "verified by one step" in caplog.text
+    assert "equal to the bit" in caplog.text
+    assert caplog.text.count("verified by") == 1
+
+
+def test_tiles_have_a_bound(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "memscale")
+    _, model = trained(TILED, steps=1)
+    assert model._memscale_executor.plan.loss is not None
+    assert "within 1.0e-04" in caplog.text
+
+
+def test_sixteen_bits_have_a_bound(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "memscale")
+    _, model = trained(EXACT.replace(use_mixed_precision=True), steps=1)
+    plan = model._memscale_executor.plan
+    if any("does not compute bf16 fast" in note for note in plan.notes):
+        pytest.skip("this CPU has no bf16 instructions")
+    assert plan.precision is not None
+    assert "verified by one step" in caplog.text
+
+
+def test_without_a_sample_the_first_batch_is_compared(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "memscale")
+    model = memscale.wrap(family().build(), EXACT)
+    assert "verified" not in caplog.text
+    family().loss(model, family().batch()).backward()
+    assert "verified by one step" in caplog.text
+
+
+def broken_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputed layers give gradients that are a thousandth too large."""
+    run = Region.run_forward
+
+    def off(self: Region, *args: Any) -> Any:
+        output = run(self, *args)
+        for tensor in torch.utils._pytree.tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda gradient: gradient * 1.001)
+        return output
+
+    monkeypatch.setattr(Region, "run_forward", off)
+
+
+def test_a_wrong_gradient_is_found_and_the_model_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken_recomputation(monkeypatch)
+    torch.manual_seed(0)
+    model = memscale.wrap(family().build(), EXACT, family().batch())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with counted_regions() as regions, pytest.raises(VerificationError, match="the gradient of") as error:
+        family().loss(model, family().batch())
+    assert regions
+    assert "transformer.h." in str(error.value)
+    monkeypatch.undo()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    memscale.detach(model)
+    assert "forward" not in vars(model)
+
+
+def test_a_wrong_output_names_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ForwardOverride.__call__
+    model = memscale.wrap(family().build(), EXACT, family().batch())
+    wrong = model.get_submodule("transformer.h.1")
+
+    def off(self: ForwardOverride, /, *args: Any, **kwargs: Any) -> Any:
+        output = run(self, *args, **kwargs)
+        if self.module is not wrong:
+            return output
+        return output + 1 if isinstance(output, torch.Tensor) else (output[0] + 1, *output[1:])
+
+    monkeypatch.setattr(ForwardOverride, "__call__", off)
+    with pytest.raises(VerificationError, match=r"the output of transformer\.h\.1\b"):
+        family().loss(model, family().batch())
+
+
+@pytest.mark.parametrize("has_room", [True, False], ids=["one step", "layer by layer"])
+def test_parameters_on_the_host_of_a_device(
+    has_room: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are back on the device for the plain step, if that has room for them, and on the host again after it."""
+    caplog.set_level(logging.INFO, "memscale")
+    monkeypatch.setattr(verify, "_has_room_for_plain_step", lambda executor: has_room)
+    ids = torch.randint(0, 90, (2, 12))
+
+    def losses(config: Config | None) -> list[float]:
+        with executing("2GiB") as gpu:
+            torch.manual_seed(0)
+            model = family().build().to(gpu.device)
+            batch = {"input_ids": ids.to(gpu.device), "labels": ids.to(gpu.device)}
+            if config is not None:
+                memscale.wrap(model, config, batch)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            found = []
+            for _ in range(2):
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+            if config is not None:
+                assert model._memscale_executor.plan.host_bytes > 0
+                assert any(parameter.device.type == "cpu" for parameter in model.parameters())
+            return found
+
+    assert losses(EXACT) == losses(None)
+    assert "equal to the bit" in caplog.text
+
+
+def test_the_error_is_raised_again_by_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that goes on after it does not train on unverified numbers."""
+    broken_recomputation(monkeypatch)
+    model = memscale.wrap(family().build(), EXACT, family().batch())
+    for _ in range(2):
+        with pytest.raises(VerificationError):
+            family().loss(model, family().batch())
+
+
+def test_a_wrong_output_within_a_bound_names_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tiles too, whose outputs need not be equal to the bit."""
+    run = ForwardOverride.__call__
+    model = memscale.wrap(family().build(), TILED, family().batch())
+    assert verify.bound_of(model._memscale_executor.plan) > 0
+    wrong = model.get_submodule("transformer.h.1")
+
+    def off(self: ForwardOverride, /, *args: Any, **kwargs: Any) -> Any:
+        output = run(self, *args, **kwargs)
+        if self.module is not wrong:
+            return output
+        return output * 1.01 if isinstance(output, torch.Tensor) else (output[0] * 1.01, *output[1:])
+
+    monkeypatch.setattr(ForwardOverride, "__call__", off)
+    with pytest.raises(VerificationError, match=r"the output of transformer\.h\.1\b"):
+        family().loss(model, family().batch())
+
+
+class Twice(nn.Module):
+    """A layer that uses its weight twice in a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(torch.tanh(self.linear(x))))
+
+
+class Looped(nn.Module):
+    """It goes through its layers twice: gradients of those on the host are added up by calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Twice() for _ in range(3))
+        self.head = nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in [*self.layers, *self.layers]:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+def test_gradients_that_are_added_up_in_another_order_are_allowed_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """See Note [Master and working copy]."""
+    caplog.set_level(logging.INFO, "memscale")
+    with executing("2GiB") as gpu:
+        model = Looped().to(gpu.device)
+        x = torch.randn(64, 64, device=gpu.device)
+        memscale.wrap(model, EXACT, x)
+        assert model._memscale_executor.plan.host_bytes > 0
+        model(x).backward()
+    assert "verified by one step" in caplog.text
+
+
+def test_a_plain_step_that_does_not_fit_is_not_run(caplog: pytest.LogCaptureFixture) -> None:
+    """By the sizes of the device and of the model, without help of a test."""
+    caplog.set_level(logging.INFO, "memscale")
+    with executing("24MiB") as gpu:  # some 8 MiB of it for cuBLAS
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).to(gpu.device)
+        memscale.wrap(model, EXACT, torch.ones(64, 256, device=gpu.device))
+        assert model._memscale_executor.plan.baseline_peak_bytes > gpu.capacity
+        model(torch.ones(64, 256, device=gpu.device)).sum().backward()
+    assert "verified by layer by layer" in caplog.text
+
+
+class TestLayerByLayer:
+    """Where the plain step does not fit."""
+
+    @pytest.fixture(autouse=True)
+    def no_room(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(verify, "_has_room_for_plain_step", lambda executor: False)
+
+    @pytest.mark.parametrize("name", ["gpt2", "cnn", "lora"])
+    def test_it_is_compared_all_the_same(self, name: str, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO, "memscale")
+        plain, _ = trained(None, name)
+        assert trained(EXACT, name)[0] == plain
+        assert "verified by layer by layer" in caplog.text
+
+    def test_a_wrong_gradient_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        broken_recomputation(monkeypatch)
+        model = memscale.wrap(family().build(), EXACT, family().batch())
+        with pytest.raises(VerificationError, match=r"the layer transformer\.h\."):
+            family().loss(model, family().batch())
+
+
+def test_a_difference_is_relative_to_the_norm_of_all_that_differs() -> None:
+    some = [torch.tensor([3.0]), torch.tensor([4.0]), torch.tensor([9.0])]
+    others = [torch.tensor([0.0]), torch.tensor([5.0]), torch.tensor([9.0])]
+    assert verify._apart(some, others) == pytest.approx(10**0.5 / 5)
+    assert verify._apart(some, some) == 0

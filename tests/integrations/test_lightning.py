@@ -1,0 +1,280 @@
+"""Lightning: the callback and `wrap(LightningModule)`, automatic and manual steps, precision, checkpoints, Fabric."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import memscale
+from memscale.executor import executor_of
+from support.surfaces import Run, assert_gains, trained
+from support.torchrun import torchrun
+from support.wrapping import Stack, lossless
+
+lightning = pytest.importorskip("lightning")
+
+from memscale.integrations.lightning import MemScaleCallback  # noqa: E402
+
+QUIET = lossless("aggressive", force_optimize=True)
+CALLS = ["self", "self.net"]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    silence()
+
+
+def silence() -> None:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+class Module(lightning.LightningModule):
+    """Calls itself, its network, or its network's network."""
+
+    def __init__(self, calls: str = "self", *, manual: bool = False) -> None:
+        super().__init__()
+        self.net = Stack(layers=4, width=16)
+        self.calls = calls
+        self.automatic_optimization = not manual
+        self.losses: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = (self(batch) if self.calls == "self" else self.net(batch)).pow(2).mean()
+        self.log("loss", loss)
+        self.losses.append(loss.item())
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.log("val_loss", self.net(batch).pow(2).mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def data(batch: int = 8) -> torch.utils.data.DataLoader:
+    inputs = torch.randn(8 * batch, 16, generator=torch.Generator().manual_seed(1))
+    return torch.utils.data.DataLoader(inputs, batch)
+
+
+def trainer_of(where: Path, **options: Any) -> Any:
+    fixed = {"max_steps": 6, "accelerator": "cpu", "logger": False, "default_root_dir": where}
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    return lightning.Trainer(**fixed | quiet | options)
+
+
+def fitted(module: Module, where: Path, *, checkpoint: Path | None = None, **options: Any) -> Run:
+    look = Look()
+
+    def fit() -> list[float]:
+        trainer = trainer_of(where, callbacks=[*options.pop("callbacks", ()), look], **options)
+        trainer.fit(module, data(), ckpt_path=checkpoint)
+        return module.losses
+
+    run = trained(module, fit)
+    return dataclasses.replace(run, techniques=look.seen[0], batch=look.seen[1])
+
+
+class Look(lightning.pytorch.Callback):
+    """Notes the plan at the end of the last batch."""
+
+    def __init__(self) -> None:
+        self.seen: tuple[tuple[str, ...], str] = ((), "")
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        executor = executor_of(pl_module)
+        if executor is not None:
+            used = {name for layer in executor.plan.layers for name in layer.techniques}
+            self.seen = tuple(sorted(used)), executor.plan.batch
+
+
+def build(*args: Any, **options: Any) -> Module:
+    torch.manual_seed(0)
+    return Module(*args, **options)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("calls", CALLS)
+def test_a_wrapped_module(calls: str, manual: bool, precision: str, tmp_path: Path) -> None:
+    plain = fitted(build(calls, manual=manual), tmp_path, precision=precision)
+    module = build(calls, manual=manual)
+    before = [dict(vars(each)) for each in module.modules()]
+    memscale.wrap(module, QUIET)
+    wrapped = fitted(module, tmp_path, precision=precision)
+    # Where the module itself is not called, the first step is planned for by structure alone.
+    setting = f"wrap(module), {calls}(...), {'manual' if manual else 'automatic'}, {precision}"
+    assert_gains("Lightning", setting, plain, wrapped)
+    memscale.detach(module)
+    for old, each in zip(before, module.modules(), strict=True):
+        assert not [key for key in vars(each) if "memscale" in key]
+        assert "forward" not in vars(each)
+        assert old.keys() <= vars(each).keys()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "32-true": {},
+    "64-true": {"precision": "64-true"},
+    "bf16-true": {"precision": "bf16-true"},
+    "accumulation, clipping": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_callback(option: str, tmp_path: Path) -> None:
+    options = OPTIONS[option]
+    plain = fitted(build("self.net"), tmp_path, **options)
+    module = build("self.net")
+    wrapped = fitted(module, tmp_path, callbacks=[MemScaleCallback(QUIET)], **options)
+    assert_gains("Lightning", f"MemScaleCallback, {option}", plain, wrapped)
+    assert executor_of(module) is None
+    assert not any("forward" in vars(each) for each in module.modules())
+
+
+def test_the_callback_detaches_after_an_error(tmp_path: Path) -> None:
+    class Fails(Module):
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            if len(self.losses) == 3:
+                raise RuntimeError("as an example")
+
+    module = Fails()
+    with pytest.raises(RuntimeError, match="as an example"):
+        fitted(module, tmp_path, callbacks=[MemScaleCallback(QUIET)])
+    assert executor_of(module) is None
+
+
+def checkpointed(where: Path, callbacks: list[Any]) -> Path:
+    """Train with a checkpoint in the middle; return its file."""
+    keep = lightning.pytorch.callbacks.ModelCheckpoint(where / "kept", every_n_train_steps=3, save_top_k=-1)
+    fitted(build("self.net"), where, callbacks=[*callbacks, keep], enable_checkpointing=True)
+    (file,) = (where / "kept").glob("*step=3.ckpt")
+    return file
+
+
+def test_checkpoints_are_those_of_a_plain_run_and_resume_anywhere(tmp_path: Path) -> None:
+    files = [checkpointed(tmp_path / str(len(each)), each) for each in ([], [MemScaleCallback(QUIET)])]
+    plain, wrapped = (torch.load(file, weights_only=True) for file in files)
+    assert all(map(torch.equal, plain["state_dict"].values(), wrapped["state_dict"].values()))
+    for name in ("exp_avg", "exp_avg_sq"):
+        moments = [
+            [each[name] for each in file["optimizer_states"][0]["state"].values()]
+            for file in (plain, wrapped)
+        ]
+        assert all(map(torch.equal, *moments))
+    expected = fitted(build("self.net"), tmp_path, checkpoint=files[0]).losses
+    resumed = fitted(build("self.net"), tmp_path, checkpoint=files[1], callbacks=[MemScaleCallback(QUIET)])
+    assert resumed.losses == expected
+    assert "checkpointing" in resumed.techniques
+
+
+def test_a_copy_of_a_module_whose_network_is_wrapped(tmp_path: Path) -> None:
+    module = memscale.wrap(build("self.net"), QUIET)
+    fitted(module, tmp_path)
+    assert executor_of(module).model is module.net
+    twin = copy.deepcopy(module)
+    assert executor_of(twin) is None
+    assert executor_of(twin.net) is not None
+    assert all(map(torch.equal, twin.parameters(), module.parameters()))
+    memscale.wrap(module, QUIET)  # anew, from the first batch on
+    assert executor_of(module).model is module
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("order", ["wrap, setup", "setup, wrap"])
+def test_fabric(order: str, precision: str) -> None:
+    def run(wrap: bool) -> tuple[Run, nn.Module]:
+        torch.manual_seed(0)
+        fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)
+        model = Stack(layers=4, width=16)
+        if wrap and order == "wrap, setup":
+            memscale.wrap(model, QUIET)
+        covered, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        if wrap and order == "setup, wrap":
+            memscale.wrap(covered, QUIET)
+
+        def train() -> list[float]:
+            losses = []
+            for batch in data(64):  # so that activations, not the step, make the peak
+                loss = covered(batch).float().pow(2).mean()
+                fabric.backward(loss)
+                fabric.clip_gradients(covered, optimizer, max_norm=1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            return losses
+
+        return trained(model, train), covered
+
+    plain, _ = run(wrap=False)
+    wrapped, covered = run(wrap=True)
+    assert_gains("Fabric", f"{order}, {precision}", plain, wrapped)
+    memscale.detach(covered)
+    assert not any("forward" in vars(each) for each in covered._original_module.modules())
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes has seen under Lightning's DDP strategy, by what `training_step` calls."""
+    folder = tmp_path_factory.mktemp("ddp")
+    run = torchrun("support.lightning_processes", str(folder))
+    assert run.returncode == 0, run.stdout
+    for warning in ("was replaced after MemScale had set it", "makes a plan of its own"):
+        assert warning not in run.stdout
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="this torch is built without gloo"
+)
+@pytest.mark.parametrize("calls", CALLS)
+def test_the_ddp_strategy(calls: str, ranks: list[dict[str, Any]]) -> None:
+    """It puts a forward of its own over the module's to run `training_step` inside of DDP: no batch to plan for."""
+    assert ranks[0][calls]["plan"] == ranks[1][calls]["plan"]
+    first, second = ({name: Run(**run) for name, run in rank[calls]["runs"].items()} for rank in ranks)
+    for how in ("wrap(module)", "MemScaleCallback"):
+        assert len(second[how].losses) == 6, "calls of training_step"
+        assert second[how].losses == second["plain"].losses
+        assert_gains("Lightning", f"{how}, {calls}(...), DDP, 2 processes", first["plain"], first[how])
+
+
+RESUME = """
+import sys
+from pathlib import Path
+sys.path[:0] = ["tests", "tests/integrations"]
+import conftest
+from test_lightning import *
+
+module = build("self.net")
+run = fitted(module, Path(sys.argv[1]), checkpoint=Path(sys.argv[2]), callbacks=[MemScaleCallback(QUIET)])
+assert "checkpointing" in run.techniques
+print(run.losses)
+"""
+
+
+@pytest.mark.slow
+def test_a_new_process_resumes_from_a_checkpoint(tmp_path: Path) -> None:
+    file = checkpointed(tmp_path, [MemScaleCallback(QUIET)])
+    expected = fitted(build("self.net"), tmp_path, checkpoint=file).losses
+    command = [sys.executable, "-c", RESUME, str(tmp_path), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(expected)

@@ -1,0 +1,212 @@
+"""What a Hugging Face Trainer can be told to do, wrapped: optimizers, precision, evaluation, callbacks, resuming."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memscale
+from memscale.executor import executor_of
+from support.surfaces import Run, assert_gains, history, trained
+from support.trainers import build, make_seq2seq, make_trainer
+from support.wrapping import lossless
+
+transformers = pytest.importorskip("transformers")
+
+from memscale.integrations.huggingface import MemScaleCallback  # noqa: E402
+
+QUIET = lossless("aggressive")
+FEW = {"max_steps": 3, "eval_strategy": "no", "save_strategy": "no"}
+
+
+def run(trainer: Any) -> Run:
+    def train() -> list[float]:
+        trainer.train()
+        return history(trainer, "loss", "grad_norm", "eval_loss")
+
+    return trained(trainer.model, train)
+
+
+def plain_and_wrapped(where: Path, **options: Any) -> tuple[Run, Run]:
+    plain = run(make_trainer("gpt2", where / "plain", **FEW | options))
+    trainer = make_trainer("gpt2", where / "wrapped", **FEW | options)
+    memscale.wrap(trainer, QUIET)
+    return plain, run(trainer)
+
+
+_NAMES = transformers.TrainingArguments.__dataclass_fields__
+_GROUPED: dict[str, Any] = {"group_by_length": True}  # its name in transformers 5.0
+if "train_sampling_strategy" in _NAMES:
+    _GROUPED = {"train_sampling_strategy": "group_by_length"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "float32, accumulation, clipping": {},
+    "bf16": {"bf16": True},
+    "auto_find_batch_size": {"auto_find_batch_size": True},
+    "group_by_length": _GROUPED,
+    "load_best_model_at_end": {
+        "load_best_model_at_end": True,
+        "max_steps": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_of_the_trainer(option: str, tmp_path: Path) -> None:
+    assert_gains("Trainer", option, *plain_and_wrapped(tmp_path, **OPTIONS[option]))
+
+
+def test_its_own_gradient_checkpointing(tmp_path: Path) -> None:
+    own, wrapped = plain_and_wrapped(tmp_path, gradient_checkpointing=True)
+    without = run(make_trainer("gpt2", tmp_path / "without", **FEW))
+    assert own.losses == without.losses
+    assert_gains("Trainer", "gradient_checkpointing (replaced; before: without it)", without, wrapped)
+
+
+OPTIMIZERS = [
+    "adamw_torch_fused",
+    "adamw_torch",
+    "sgd",
+    "adafactor",
+    "adamw_bnb_8bit",
+    "lion_8bit",
+    "rmsprop",
+]
+
+
+@pytest.mark.matrix(3)
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_optimizers(optim: str, tmp_path: Path) -> None:
+    if "bit" in optim:
+        pytest.importorskip("bitsandbytes")
+    plain, wrapped = plain_and_wrapped(tmp_path, optim=optim)
+    assert_gains("Trainer", f'optim="{optim}"', plain, wrapped)
+
+
+@pytest.mark.parametrize("way", ["wrap(trainer)", "MemScaleCallback"])
+def test_the_planner_knows_the_optimizer(way: str, tmp_path: Path) -> None:
+    trainer = make_trainer("gpt2", tmp_path, optim="sgd", **FEW)
+    if way == "MemScaleCallback":
+        trainer.add_callback(MemScaleCallback(QUIET))
+    else:
+        memscale.wrap(trainer, QUIET)
+    seen: list[Any] = []
+
+    class Look(transformers.TrainerCallback):
+        def on_step_end(self, *args: Any, model: Any, **kwargs: Any) -> None:
+            seen.append(executor_of(model))
+
+    trainer.add_callback(Look())
+    trainer.train()
+    assert seen[-1].optimizer.kind == "SGD"
+    assert seen[-1].config.gradient_accumulation_steps == 2
+
+
+def test_the_callback_wraps_for_the_time_of_training(tmp_path: Path) -> None:
+    plain = run(make_trainer("gpt2", tmp_path / "plain", **FEW))
+    trainer = make_trainer("gpt2", tmp_path / "wrapped", **FEW)
+    before = [dict(vars(module)) for module in trainer.model.modules()]
+    seen: list[tuple[tuple[str, ...], str]] = []
+
+    class Look(transformers.TrainerCallback):
+        def on_step_end(self, *args: Any, model: Any, **kwargs: Any) -> None:
+            plan = executor_of(model).plan
+            seen.append(
+                (tuple(sorted({name for layer in plan.layers for name in layer.techniques})), plan.batch)
+            )
+
+    trainer.add_callback(MemScaleCallback(QUIET))
+    trainer.add_callback(Look())
+    wrapped = run(trainer)
+    assert executor_of(trainer.model) is None
+    for old, module in zip(before, trainer.model.modules(), strict=True):
+        new = vars(module).keys() - old.keys()
+        assert new <= {"_is_accelerate_prepared"}
+        assert all(vars(module)[key] is value for key, value in old.items() if key != "training")
+    wrapped = dataclasses.replace(wrapped, techniques=seen[-1][0], batch=seen[-1][1])
+    assert_gains("Trainer", "MemScaleCallback", plain, wrapped)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_model_wrapped_before_the_trainer_is_built(bf16: bool, tmp_path: Path) -> None:
+    plain = run(make_trainer("gpt2", tmp_path / "plain", bf16=bf16, **FEW))
+    trainer = make_trainer("gpt2", tmp_path / "wrapped", bf16=bf16, **FEW)
+    model = memscale.wrap(build("gpt2"), QUIET)
+    trainer = transformers.Trainer(model=model, args=trainer.args, train_dataset=trainer.train_dataset)
+    setting = f"wrap(model) before it is built{', bf16' if bf16 else ''}"
+    assert_gains("Trainer", setting, plain, run(trainer))
+
+
+@pytest.mark.slow
+def test_seq2seq_with_generation_in_evaluation(tmp_path: Path) -> None:
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
+    plain = make_seq2seq(tmp_path / "plain", **options)
+    expected = run(plain)
+    trainer = make_seq2seq(tmp_path / "wrapped", **options)
+    memscale.wrap(trainer, QUIET)
+    assert_gains("Seq2SeqTrainer", "predict_with_generate", expected, run(trainer))
+    before, after = (each.predict(each.eval_dataset).predictions for each in (plain, trainer))
+    assert (before == after).all()
+
+
+RESUME = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, "tests")
+import conftest
+import memscale
+from support.trainers import make_seq2seq, make_trainer
+from support.surfaces import history
+from support.wrapping import lossless
+
+kind, where, wrapped, resume = sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "wrapped", sys.argv[4:]
+options = dict(max_steps=6, eval_strategy="no", save_steps=3, seed=3)
+if kind == "SFT":
+    sys.path.insert(0, "tests/integrations")
+    from test_trl import make
+    del options["eval_strategy"]
+    trainer = make(kind, where, save_strategy="steps", **options)
+else:
+    trainer = make_seq2seq(where, **options) if kind == "seq2seq" else make_trainer(kind, where, **options)
+if wrapped:
+    memscale.wrap(trainer, lossless("aggressive", force_optimize=True))
+trainer.train(resume_from_checkpoint=resume[0] if resume else None)
+assert not wrapped or any(layer.techniques for layer in trainer.model._memscale_executor.plan.layers)
+print(json.dumps(history(trainer, "loss", "grad_norm")))
+"""
+
+
+def in_new_process(*arguments: object) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", RESUME, *map(str, arguments)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "first", "then"),
+    [
+        ("gpt2", "wrapped", "wrapped"),
+        ("gpt2", "plain", "wrapped"),
+        ("seq2seq", "wrapped", "wrapped"),
+        ("SFT", "wrapped", "wrapped"),
+    ],
+)
+def test_a_new_process_resumes_from_a_checkpoint(kind: str, first: str, then: str, tmp_path: Path) -> None:
+    if kind == "SFT":
+        pytest.importorskip("trl")
+    expected = in_new_process(kind, tmp_path / "a", first)
+    resumed = in_new_process(kind, tmp_path / "b", then, tmp_path / "a" / "checkpoint-3")
+    assert resumed == expected
+    assert len(json.loads(expected)) == 12
