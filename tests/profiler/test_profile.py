@@ -172,6 +172,32 @@ def test_what_lives_only_until_the_model_returns_is_not_saved(static: bool) -> N
     assert profile.other_saved_bytes < x.nbytes
 
 
+class Asking(Layer):
+    """Asks where its weight is, as models of transformers do in each call."""
+
+    times = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            assert x.device == self.up.weight.device
+        return super().forward(x)
+
+
+def test_reading_where_a_tensor_is_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(model: nn.Module, args: Any) -> None:
+        for _ in range(Asking.times):
+            assert args[0].device == model.layers[1].up.weight.device
+
+    profiles = []
+    for times in (0, 10):
+        monkeypatch.setattr(Asking, "times", times)
+        model = Stack()
+        model.layers = nn.ModuleList(Asking() for _ in range(3))
+        model.register_forward_pre_hook(ask)
+        profiles.append(profile_model(model, Sample((torch.ones(4, 6, 8),), {}), CPU))
+    assert profiles[0] == profiles[1]
+
+
 # A guarded run -------------------------------------------------------------------------------------------
 
 

@@ -250,6 +250,8 @@ class Recorder(LightDispatchMode):
         """Record an operation after the tracker has counted it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func.namespace == "prim":
+            return result  # an attribute of a fake tensor was read (`.device`): nothing was computed
         backward = in_backward()
         traffic = 0  # of a view
         if not func.is_view:
