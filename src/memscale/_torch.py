@@ -696,6 +696,11 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return kind is not None and any(isinstance(each, kind) for each in model.parameters())
 
 
+def is_flattened(model: torch.nn.Module) -> bool:
+    """Return whether `FullyShardedDataParallel` (FSDP1) has put parameters of a model into flat ones."""
+    return any(getattr(each, "_fsdp_flattened", False) for each in model.parameters())
+
+
 @contextlib.contextmanager
 def without_sharding(model: torch.nn.Module) -> Iterator[None]:
     """Let a model be copied inside the block as it was before `fully_shard`, whose class refuses that."""

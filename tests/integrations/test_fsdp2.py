@@ -91,6 +91,13 @@ def test_layers_that_fsdp2_gathers_in_parts_are_not_recomputed(ranks: list[dict[
         assert all("fully_shard the whole layer instead" in reason for reason in rank["in parts"])
 
 
+def test_fsdp1_is_refused_before_and_after_wrap(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert isinstance(rank["flattened"], list), rank["flattened"]
+        assert len(rank["flattened"]) == 4
+        assert all("fully_shard (FSDP2) instead" in reason for reason in rank["flattened"])
+
+
 def test_two_processes_train_as_one_does_with_their_batches(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         for one, other in zip(rank["two halves"], rank["whole batch"], strict=True):

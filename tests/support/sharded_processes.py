@@ -15,10 +15,17 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import memscale
 from memscale import Plan, api
+from memscale.errors import WrapError
 from memscale.execution_plan import Checkpointing, LayerPlan, Precision, Tiling
 from memscale.executor import Executor
 from memscale.memory.tracker import MemoryTracker
@@ -226,6 +233,24 @@ def two_halves(rank: int, distribute: Callable[[Model], nn.Module] = shard) -> l
     return losses
 
 
+def flattened(rank: int) -> list[str]:
+    """What `wrap` and the first batch say of a model under FSDP1."""
+    found = []
+    for wraps_first in (False, True):
+        for keeps_names in (False, True):
+            model = build()
+            inside = memscale.wrap(model, AGGRESSIVE) if wraps_first else model
+            policy = ModuleWrapPolicy({Block})
+            model = FullyShardedDataParallel(
+                inside, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=keeps_names
+            )
+            try:
+                model(ids_of(rank)) if wraps_first else memscale.wrap(model, AGGRESSIVE)
+            except WrapError as error:
+                found.append(str(error))
+    return found
+
+
 def main(folder: Path) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -250,6 +275,7 @@ def main(folder: Path) -> None:
         attempt(f"plain, {name}", with_technique, name, rank, attach=False)
         attempt(name, with_technique, name, rank, attach=True)
     attempt("in parts", gathered_in_parts, rank)
+    attempt("flattened", flattened, rank)
     attempt("whole batch", whole_batch)
     attempt("two halves", two_halves, rank)
     torch.save(results, folder / f"{rank}.pt")

@@ -22,6 +22,7 @@ from memscale.observe.log import figures_of, log_plan, open_log, warn_if_idle
 from memscale.planner.assembly import NOT_CALLED
 from memscale.planner.make_plan import fits, make_plan
 from memscale.planner.ranks import Planned, shared_plan
+from memscale.planner.sharded import refuse_flattened
 from memscale.profiler import Sample
 from memscale.profiler.sample import MOST_PLANS, call_key, named_shapes, resized, roundings
 
@@ -64,6 +65,7 @@ def _follow(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     sample = Sample(args, kwargs)
     shapes = named_shapes(executor.model, sample)
     if not batches.covers(shapes):
+        refuse_flattened(executor.model)
         if not _can_replan(executor):
             return  # the next batch like this one will come here again
         if batches.is_full:

@@ -18,9 +18,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from memscale._torch import is_sharded, sharded_groups
+from memscale._torch import is_flattened, is_sharded, sharded_groups
 from memscale._util.processes import in_process_group
 from memscale.config import Config, ConfigFields
+from memscale.errors import WrapError
 from memscale.hardware import Hardware
 from memscale.optimizer.needs import OptimizerNeeds, needs_of_shards, shards_of
 from memscale.profiler import ModelProfile, find_blocks
@@ -41,8 +42,19 @@ def parameters_stay(hardware: Hardware) -> bool:
     return hardware.device.kind != "cpu" and in_process_group()
 
 
+def refuse_flattened(model: nn.Module) -> None:
+    """Raise a `WrapError` for a model that FSDP1 has sharded."""
+    if is_flattened(model):
+        raise WrapError(
+            "FullyShardedDataParallel (FSDP1) has put the model's parameters into flat ones, so that its layers have "
+            "none that could be planned for. Shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead, before "
+            "or after memscale.wrap."
+        )
+
+
 def settings_for_shards(model: nn.Module, config: Config) -> Config:
     """Return the settings for a model whose parameters are spread over processes; the same for any other."""
+    refuse_flattened(model)
     if not is_sharded(model) and not sharded_groups(model):
         return config
     # A real run would communicate, with processes that do not plan now.
