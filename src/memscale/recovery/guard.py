@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from memscale._torch import (
     BACKWARD,
@@ -34,6 +35,7 @@ from memscale._torch import (
     leaves_of,
     release_saved_tensors,
 )
+from memscale._util.processes import process_count
 from memscale.checkpointing.model_call import GraphHandle, ModelCall, reached_outputs
 from memscale.errors import RecomputeError
 from memscale.execution_plan import Plan
@@ -51,9 +53,6 @@ _FREED = (
     "Trying to backward through a graph a second time whose first backward pass ran out of memory and was repeated by "
     "MemScale with another graph. Specify retain_graph=True if you need to backward through it again."
 )
-
-
-_COMMUNICATES = "FSDP2 gathers parameters in it, with processes that would not repeat it"
 
 
 class StepGuard:
@@ -117,6 +116,15 @@ class _RecoverStage(ForwardStage):
         return output
 
 
+def _communication(executor: Executor) -> str:
+    """Return why a step that communicates must not be repeated by one process; nothing where none is known to."""
+    is_parallel = any(isinstance(each, DistributedDataParallel) for each in executor.model.modules())
+    if executor.is_sharded or (is_parallel and process_count() > 1):
+        engine = "FSDP2" if executor.is_sharded else "DistributedDataParallel"
+        return f"{engine} communicates in it, with processes that would not repeat it"
+    return ""
+
+
 def _use(executor: Executor, plan: Plan) -> None:
     executor.replan(plan)
     executor.placement.store_states()
@@ -131,7 +139,7 @@ def _planned_forward(executor: Executor, call: ModelCall) -> Any:
 
 def _repeat_forward(executor: Executor, call: ModelCall, failure: Exception) -> Any:
     tried: list[Plan] = []
-    objection = _COMMUNICATES if executor.is_sharded else ""
+    objection = _communication(executor)
 
     def run() -> Any:
         _use(executor, tried[-1])
@@ -252,8 +260,8 @@ class _Pass:
         """Return why the pass must not be repeated; nothing if it may be."""
         assert self._guard is not None
         executor = self._guard.executor()
-        if executor is not None and executor.is_sharded:
-            return _COMMUNICATES
+        if executor is not None and (objection := _communication(executor)):
+            return objection
         if self._is_special:
             return "it was called with retain_graph, create_graph or inputs"
         if not all(call in self._guard.calls.values() for call in self.calls):
