@@ -281,8 +281,8 @@ def _wrap_module(model: nn.Module, config: Config, sample_input: Any, optimizer:
         else:
             shapes = {} if sample_input is None else named_shapes(model, sample_of(sample_input, model))
 
-            def make() -> Planned:
-                return _plan(model, sample_input, config, hardware, optimizer=needs), shapes
+            def make(settings: Config) -> Planned:
+                return _plan(model, sample_input, settings, hardware, optimizer=needs), shapes
 
             decided, shapes = shared_plan(model, config, hardware, make)
     executor = Executor(

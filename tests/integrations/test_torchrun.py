@@ -46,6 +46,18 @@ def test_ddp_trains_as_it_does_alone_with_one_plan(order: str, job: tuple[list[d
     record(Row("DDP, 2 processes", f"{order}, no_sync", first["techniques"], None, peaks))
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_model_that_communicates_is_run_by_all_ranks_to_profile_it(
+    order: str, job: tuple[list[dict[str, Any]], str]
+) -> None:
+    for rank in job[0]:
+        ours, plain = rank[f"gathering, {order}"], rank["gathering, parallel"]
+        assert ours["techniques"] == ["checkpointing", "offloading"]
+        for what in ("losses", "weights"):
+            assert all(map(torch.equal, ours[what], plain[what]))
+        assert ours["peak"] < 0.8 * plain["peak"]
+
+
 def test_two_processes_train_as_one_does_with_their_batches(job: tuple[list[dict[str, Any]], str]) -> None:
     for rank in job[0]:
         for one, other in zip(rank["two halves"], rank["whole batch"], strict=True):
@@ -66,7 +78,9 @@ def test_rank_0_prints(job: tuple[list[dict[str, Any]], str]) -> None:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("runs out of memory", "FSDP2 gathers parameters in it, with processes that would not repeat it"),
+        ("runs out of memory", "FSDP2 communicates in it, with processes that would not repeat it"),
+        ("runs out of memory, parallel", "DistributedDataParallel communicates in it"),
+        ("runs out of memory in backward, parallel", "DistributedDataParallel communicates in it"),
         ("fails to plan", "rank 1 makes a plan of its own: rank 0 made none"),
     ],
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,22 @@ from support.sharded_processes import Block, build, counted_plans, ids_of, shard
 from support.steps import AGGRESSIVE, counted_regions
 
 ORDERS = ["wrap, parallel, sample", "wrap, parallel", "parallel, wrap, sample", "parallel, wrap"]
+
+
+class Gathering(nn.Module):
+    """Gathers the outputs of all processes, as a contrastive loss does, and reads values: it takes a real run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = build()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        ids.numpy()
+        own = self.inside(ids)
+        outputs = [torch.empty_like(own) for _ in range(2)]
+        dist.all_gather(outputs, own.detach())
+        outputs[dist.get_rank()] = own
+        return torch.cat(outputs)
 
 
 def train(model: nn.Module, rank: int) -> dict[str, Any]:
@@ -44,8 +62,8 @@ def train(model: nn.Module, rank: int) -> dict[str, Any]:
     }
 
 
-def parallel(order: str, rank: int) -> dict[str, Any]:
-    model: nn.Module = build()
+def parallel(order: str, rank: int, build: Callable[[], nn.Module] = build) -> dict[str, Any]:
+    model = build()
     wrapped = model
     with counted_plans() as plans:
         for act in order.split(", "):
@@ -112,10 +130,13 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 def main(case: str, folder: Path) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     rank = dist.get_rank()
     if case == "train":
         results: dict[str, Any] = {order: parallel(order, rank) for order in ["parallel", *ORDERS]}
+        results |= {
+            f"gathering, {order}": parallel(order, rank, Gathering) for order in ["parallel", *ORDERS]
+        }
         results["other model"] = other_model_on_rank_1(rank)
         results |= {"whole batch": whole_batch(), "two halves": two_halves(rank, DistributedDataParallel)}
         torch.save(results, folder / f"{rank}.pt")
@@ -136,13 +157,18 @@ def main(case: str, folder: Path) -> None:
             if rank == 1 and step == 2:
                 raise ValueError("a mistake on this rank")
             model(ids_of(rank)).sum().backward()
-    model = shard(build())
+    model = build()
+    inside = model.layers[2].mlp
+    model = DistributedDataParallel(model) if case.endswith("parallel") else shard(model)
     if case == "fails to plan" and rank == 0:
         ranks.Plan.to_json = fail  # type: ignore[method-assign, assignment]
     memscale.wrap(model, AGGRESSIVE)
     for step in range(3):
-        if case == "runs out of memory" and rank == 1 and step == 1:
-            model.layers[2].mlp.register_forward_pre_hook(fail)
+        if case.startswith("runs out of memory") and rank == 1 and step == 1:
+            if "backward" in case:
+                inside.register_full_backward_hook(fail)
+            else:
+                inside.register_forward_pre_hook(fail)
         model(ids_of(rank)).sum().backward()
 
 

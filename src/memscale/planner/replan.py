@@ -21,7 +21,7 @@ from memscale.hardware import Hardware
 from memscale.observe.log import figures_of, log_plan, open_log, warn_if_idle
 from memscale.planner.assembly import NOT_CALLED
 from memscale.planner.make_plan import fits, make_plan
-from memscale.planner.ranks import Planned, shared_plan
+from memscale.planner.ranks import Planned, planning_alone, shared_plan
 from memscale.planner.sharded import refuse_flattened
 from memscale.profiler import Sample
 from memscale.profiler.sample import MOST_PLANS, call_key, named_shapes, resized, roundings
@@ -107,6 +107,7 @@ def _follow_loop(executor: Executor, sample: Sample, observed: str) -> None:
     if planned is None or batches.is_full:
         return
     config, hardware = _settings(executor)
+    config = planning_alone(config)
     if planned != shapes:  # a batch without values can be profiled on fake tensors only
         config = config.replace(use_empirical_fallback=False)
     with open_log(config) as log, executor.meter.planning():
@@ -154,12 +155,15 @@ def _replan(executor: Executor, sample: Sample) -> None:
     with open_log(config) as log:
         model = executor.model
 
-        def make() -> Planned:
-            plan, planned = _plan_for(executor, sample, config, hardware)
+        def make(settings: Config) -> Planned:
+            plan, planned = _plan_for(executor, sample, settings, hardware)
             return plan, named_shapes(model, planned)
 
         try:
-            plan, planned = shared_plan(model, config, hardware, make) if is_first else make()
+            if is_first:
+                plan, planned = shared_plan(model, config, hardware, make)
+            else:
+                plan, planned = make(planning_alone(config))
         except ProfileError as error:
             batches.give_up(named_shapes(executor.model, sample))
             which = "the first batch" if is_first else f"a batch of {sample.describe()}"

@@ -34,6 +34,7 @@ from memscale.hardware import Hardware
 from memscale.memory.record import Snapshot
 from memscale.observe.log import figures_of, open_log
 from memscale.planner.make_plan import make_plan
+from memscale.planner.ranks import planning_alone
 from memscale.profiler import Place, Sample
 from memscale.profiler.recorder import backward_targets, loss_of
 from memscale.units import format_bytes
@@ -90,7 +91,7 @@ def heavier_plans(executor: Executor, sample: Sample) -> Iterator[Plan]:
     graph of an earlier call waits for its backward, so do the parameters it refers to. If the attached plan is the
     heaviest already, yield it once more: what was in the way may have been freed.
     """
-    config = executor.config
+    config = planning_alone(executor.config)
     placement = _placement(executor.plan) if executor.awaits_backward else None
     if placement == {}:
         config = config.replace(enable_offloading=False)
