@@ -21,6 +21,7 @@ from torch import nn
 
 import memscale
 from memscale import Config, MemScaleError, Plan
+from memscale.errors import RecomputeError, TransferError, VerificationError
 from memscale.planner import cache, make_plan
 from memscale.testing import executing
 from properties.generator import LOOPS, Case, Piece, Stack
@@ -36,6 +37,8 @@ LOSSLESS = {  # unless a case says otherwise
 }
 
 
+BROKEN_PROMISES = (RecomputeError, TransferError, VerificationError)  # no case gives cause for them
+
 KINDS = ("equal", "invalid", "refused", "wrong", "crashed", "left behind", "mispredicted")
 
 
@@ -44,8 +47,9 @@ class Outcome:
     """What became of a case.
 
     Attributes:
-        kind: "equal", "refused" (a `MemScaleError`), "wrong" (another number), "crashed" (another error), "left behind"
-            (files, threads), "mispredicted" (see `properties.plans`), or "invalid" (the plain model does not train).
+        kind: "equal", "refused" (a `MemScaleError`), "wrong" (another number), "crashed" (another error, or one of
+            `BROKEN_PROMISES`), "left behind" (files, threads), "mispredicted" (see `properties.plans`), or "invalid"
+            (the plain model does not train).
         reason: In a line.
         details: More of it: a traceback, or all differences.
         techniques: How many layers had each technique in the plans that were attached.
@@ -73,10 +77,10 @@ def check(case: Case) -> Outcome:
         wrapping.directory = directory
         try:
             got = _train(case, wrapping)
-        except MemScaleError as error:
-            return Outcome("refused", line(error), traceback.format_exc(), wrapping.techniques)
         except Exception as error:
-            return Outcome("crashed", line(error), traceback.format_exc(), wrapping.techniques)
+            refused = isinstance(error, MemScaleError) and not isinstance(error, BROKEN_PROMISES)
+            kind = "refused" if refused else "crashed"
+            return Outcome(kind, line(error), traceback.format_exc(), wrapping.techniques)
         finally:
             _detach_quietly(wrapping)
         left = sorted(os.listdir(directory))

@@ -10,8 +10,15 @@ import logging
 
 import pytest
 
+from memscale.errors import (
+    MemScaleError,
+    RecomputeError,
+    TierFullError,
+    TransferError,
+    VerificationError,
+)
 from properties import plans
-from properties.check import check
+from properties.check import Wrapping, check
 from properties.generator import make_case
 
 SEEDS = range(48)
@@ -91,3 +98,18 @@ def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = check(case)
     assert outcome.kind == "wrong"
     assert "gradient of" in outcome.reason
+
+
+@pytest.mark.parametrize("error", [VerificationError, RecomputeError, TransferError, TierFullError])
+def test_a_broken_promise_is_a_failure_and_a_full_tier_is_not(
+    error: type[MemScaleError], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, "memscale")
+
+    def refuse(*args: object) -> None:
+        raise error("by this test")
+
+    monkeypatch.setattr(Wrapping, "wrap", refuse)
+    outcome = check(make_case(5))
+    assert outcome.kind == ("refused" if error is TierFullError else "crashed")
+    assert outcome.is_failure == (error is not TierFullError)
