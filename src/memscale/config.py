@@ -265,7 +265,7 @@ class Config:
         observability_port: Serve metrics for Prometheus on this port of 127.0.0.1; 0 for any that is free.
         verify_correctness: Before the first training batch is trained on, compare loss and gradients of a step with
             those of the plain model, and raise a VerificationError if they differ by more than the plan's techniques
-            may. It takes two steps, and host memory for the gradients.
+            may. It takes two steps, and host memory for the gradients of both.
         async_offload: Overlap transfers with compute. If it is not given, a plan does so where it has room for that and
             it pays; True: always; False: never.
         async_config: How; see :class:`AsyncOffloadConfig`.

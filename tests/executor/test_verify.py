@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
+import math
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,8 +19,10 @@ from memscale import Config
 from memscale.checkpointing.region import Region
 from memscale.errors import VerificationError
 from memscale.executor import verify
-from memscale.techniques.forward import ForwardOverride
+from memscale.techniques.forward import ForwardOverride, Stage
 from memscale.testing import executing
+from memscale.tiling.head import _Gradients
+from memscale.units import format_bytes
 from support.families import FAMILIES, Family
 from support.steps import counted_regions
 from support.wrapping import lossless
@@ -236,7 +243,135 @@ def test_a_plain_step_that_does_not_fit_is_not_run(caplog: pytest.LogCaptureFixt
         memscale.wrap(model, EXACT, torch.ones(64, 256, device=gpu.device))
         assert model._memscale_executor.plan.baseline_peak_bytes > gpu.capacity
         model(torch.ones(64, 256, device=gpu.device)).sum().backward()
-    assert "verified by layer by layer" in caplog.text
+    assert "verified layer by layer" in caplog.text
+
+
+class Gated(nn.Module):
+    """A layer with a gate whose gradient is zero."""
+
+    def __init__(self, scales: Iterator[float] | None = None) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.gate = nn.Parameter(torch.zeros(64))
+        self.scales = scales
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = 1.0 if self.scales is None else next(self.scales)
+        return x + scale * self.down(torch.tanh(self.up(x))) + self.gate * 0
+
+
+def gated(scales: Iterator[float] | None = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Gated(scales) for _ in range(4)))
+
+
+BATCH = torch.ones(64, 64)
+RECOMPUTED = EXACT.replace(enable_offloading=False)
+UNTOUCHED = RECOMPUTED.replace(enable_checkpointing=False)
+
+
+def nan_for_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Techniques leave what they find in memory where a gradient is zero."""
+    run = ForwardOverride.__call__
+
+    def off(self: ForwardOverride, /, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.module, Gated) and any(each.order is Stage.RECOMPUTE for each in self.stages):
+            gate = self.module.gate
+            if not gate._backward_hooks:
+                gate.register_hook(lambda gradient: torch.full_like(gradient, math.nan))
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(ForwardOverride, "__call__", off)
+
+
+@pytest.mark.parametrize("has_room", [True, False], ids=["one step", "layer by layer"])
+def test_nan_is_not_zero(has_room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_has_room_for_plain_step", lambda executor: has_room)
+    model = memscale.wrap(gated(), RECOMPUTED, BATCH)
+    nan_for_zero(monkeypatch)
+    with pytest.raises(VerificationError, match=r"the gradient of .*gate: they are inf of its norm apart"):
+        model(BATCH)
+
+
+@pytest.mark.parametrize("has_room", [True, False], ids=["one step", "layer by layer"])
+def test_a_model_that_computes_nan_is_verified(
+    has_room: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "memscale")
+    monkeypatch.setattr(verify, "_has_room_for_plain_step", lambda executor: has_room)
+    model = memscale.wrap(gated(itertools.repeat(math.nan)), RECOMPUTED, BATCH)
+    assert model(BATCH).isnan().all()
+    assert "equal to the bit" in caplog.text
+
+
+@pytest.mark.parametrize("has_room", [True, False], ids=["one step", "layer by layer"])
+def test_layers_that_differ_from_themselves_may_differ_as_much(
+    has_room: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "memscale")
+    monkeypatch.setattr(verify, "_has_room_for_plain_step", lambda executor: has_room)
+    scales = (1 + 1e-5 * (0.618 * number % 1) for number in itertools.count())
+    model = memscale.wrap(gated(scales), RECOMPUTED, BATCH)
+    model(BATCH).sum().backward()
+    assert re.search(r"verified .* within \d\.\de-0[3-9]", caplog.text)
+
+
+def test_a_batch_with_nothing_to_differentiate_is_not_verified_but_the_next(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "memscale")
+    model = gated().requires_grad_(False)
+    memscale.wrap(model, RECOMPUTED, BATCH)
+    assert not model(BATCH).requires_grad
+    assert "verified" not in caplog.text
+    model.requires_grad_(True)
+    model(BATCH).sum().backward()
+    assert "verified by one step: loss and 20 gradients" in caplog.text
+
+
+def test_of_outputs_that_nothing_can_be_differentiated_of_forward_is_compared(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "memscale")
+
+    class Best(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = gated()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x).argmax(-1)
+
+    model = memscale.wrap(Best(), RECOMPUTED, BATCH)
+    for _ in range(2):
+        model(BATCH)
+    assert caplog.text.count("verified by forward alone, as nothing depends on parameters: 4 outputs") == 1
+
+
+def test_the_memory_that_it_takes_is_stated(caplog: pytest.LogCaptureFixture) -> None:
+    """The gradients of both steps."""
+    caplog.set_level(logging.INFO, "memscale")
+    model = memscale.wrap(gated(), RECOMPUTED, BATCH)
+    model(BATCH)
+    gradients = sum(each.nbytes for each in model.parameters())
+    assert f" {format_bytes(2 * gradients)} of host memory for gradients" in caplog.text
+
+
+def test_other_layers_than_the_plain_model_calls_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = gated()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            wrapped = "forward" in vars(self.layers[1])
+            for layer in [self.layers[index] for index in ((0, 2, 3) if wrapped else (0, 1, 2, 3))]:
+                x = layer(x)
+            return x
+
+    model = memscale.wrap(Skips(), RECOMPUTED, BATCH)
+    with pytest.raises(VerificationError, match=r"calls layers\.2 where the plain one calls layers\.1"):
+        model(BATCH)
 
 
 class TestLayerByLayer:
@@ -251,7 +386,7 @@ class TestLayerByLayer:
         caplog.set_level(logging.INFO, "memscale")
         plain, _ = trained(None, name)
         assert trained(EXACT, name)[0] == plain
-        assert "verified by layer by layer" in caplog.text
+        assert "verified layer by layer" in caplog.text
 
     def test_a_wrong_gradient_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
         broken_recomputation(monkeypatch)
@@ -259,9 +394,66 @@ class TestLayerByLayer:
         with pytest.raises(VerificationError, match=r"the layer transformer\.h\."):
             family().loss(model, family().batch())
 
+    @pytest.mark.parametrize("on_device", [False, True], ids=["CPU", "device"])
+    def test_a_loss_in_tiles_is_compared(self, on_device: bool, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO, "memscale")
+        with executing("2GiB") if on_device else contextlib.nullcontext() as gpu:
+            model = family().build().to("cpu" if gpu is None else gpu.device)
+            batch = {name: each.to(model.device) for name, each in family().batch().items()}
+            memscale.wrap(model, TILED, batch)
+            assert model._memscale_executor.plan.loss is not None
+            model(**batch).loss.backward()
+        assert "and a loss in tiles (1)" in caplog.text
+        assert "within 1.0e-04" in caplog.text
+
+    def test_a_loss_in_tiles_that_is_wrong_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        add = _Gradients.add
+        monkeypatch.setattr(
+            _Gradients, "add", lambda self, tile, slope, weight: add(self, tile, 1.01 * slope, weight)
+        )
+        model = memscale.wrap(family().build(), TILED, family().batch())
+        with pytest.raises(VerificationError, match=r"the layer lm_head .* the gradient of"):
+            family().loss(model, family().batch())
+
+    def test_nothing_to_compare_is_not_called_verified(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO, "memscale")
+        model = memscale.wrap(gated(), UNTOUCHED, BATCH)
+        model(BATCH)
+        assert "verify_correctness: nothing was compared" in caplog.text
+        assert "verified" not in caplog.text
+
 
 def test_a_difference_is_relative_to_the_norm_of_all_that_differs() -> None:
     some = [torch.tensor([3.0]), torch.tensor([4.0]), torch.tensor([9.0])]
     others = [torch.tensor([0.0]), torch.tensor([5.0]), torch.tensor([9.0])]
     assert verify._apart(some, others) == pytest.approx(10**0.5 / 5)
     assert verify._apart(some, some) == 0
+
+
+LARGEST = torch.finfo(torch.float32).max
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ([math.nan, 3.0], [math.nan, 3.0], 0),
+        ([math.nan, 4.0], [math.nan, 5.0], 0.25),
+        ([math.inf, 4.0], [math.inf, 5.0], 0.25),
+        ([0.0, 3.0], [math.nan, 3.0], math.inf),
+        ([math.nan, 3.0], [0.0, 3.0], math.inf),
+        ([math.inf], [LARGEST], math.inf),
+        ([math.inf], [-math.inf], math.inf),
+        ([0.0], [1.0], math.inf),
+    ],
+)
+def test_what_is_not_finite_must_be_the_same(one: list[float], other: list[float], expected: float) -> None:
+    assert verify._apart([torch.tensor(one)], [torch.tensor(other)]) == expected
+
+
+@pytest.mark.parametrize("other", [LARGEST, -math.inf, math.nan, 0.0])
+def test_no_sum_is_near_infinity_but_infinity(other: float) -> None:
+    assert verify._is_near(math.inf, math.inf, 0.0)
+    assert verify._is_near(math.nan, math.nan, 0.0)
+    for bound in (0.0, 0.1):
+        assert not verify._is_near(math.inf, other, bound)
+        assert not verify._is_near(other, math.inf, bound)

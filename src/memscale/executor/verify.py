@@ -11,7 +11,10 @@ several times, which are added up in another order (Note [Master and working cop
 
 Where the plain step does not fit the device, layers are compared one by one: in a forward pass without gradients, each
 layer that has a technique is run twice on its inputs, with all its stages and with only its parameters fetched, and
-backward through both. That does not see what goes wrong between layers.
+backward through both. A head that is tiled is run on the positions of two tiles, as all logits may not fit, with
+cross-entropy as its loss. That does not see what goes wrong between layers, nor in the rest of a tiled loss.
+
+A batch with nothing to differentiate is not trained on: where everything is frozen, the next batch is compared instead.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -50,17 +54,31 @@ NEGLIGIBLE = 0.01  # of the norm of all gradients: the bound of a gradient is a 
 
 @dataclass(frozen=True)
 class _Numbers:
-    """What a step computed, on the host."""
+    """What a step, or a layer, computed, on the host.
 
-    loss: torch.Tensor
+    Attributes:
+        loss: None if there was nothing to differentiate.
+        gradients: by the names of parameters.
+        outputs: of layers, in the order of the calls in forward: sum and norm of their elements.
+        host_bytes: what the gradients take on the host.
+    """
+
+    loss: torch.Tensor | None
     gradients: dict[str, torch.Tensor | None]
-    outputs: list[
-        tuple[str, float, float]
-    ]  # of layers, in the order of the calls: sum and norm of their elements
+    outputs: list[tuple[str, float, float]] = field(default_factory=list)
+    host_bytes: int = 0
+
+    @property
+    def compared(self) -> int:
+        """Return how many gradients there are."""
+        return sum(each is not None for each in self.gradients.values())
 
 
-def verify_plan(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def verify_plan(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Compare a step under the executor's plan with a plain one. See Note [Verified plans].
+
+    Returns:
+        Whether that is done with; False if the next batch is to be compared, as this one cannot be trained on.
 
     Raises:
         VerificationError: they differ by more than the plan's techniques may; it names the first layer that does.
@@ -70,11 +88,14 @@ def verify_plan(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any
             log.warning(
                 "verify_correctness: not verified, as FSDP2 gathers parameters in the steps that are compared."
             )
-        return
+        return True
     began = time.perf_counter()
     plan = executor.plan
     bound = bound_of(plan)
     sample = Sample(*bring_inputs(args, kwargs, executor.device))
+    trained = (*executor.model.parameters(), *sample.tensors())
+    if not any(each.requires_grad for each in trained):
+        return False
     # As plans do in training: with a cache, keys and values have another layout, and gradients other last bits.
     with without_cache(executor.model), _same_random_numbers(executor) as restart:
         plain = None
@@ -85,34 +106,63 @@ def verify_plan(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any
                 if not is_out_of_memory(error):
                     raise
         if plain is None:
-            how, count = "layer by layer", _verify_layers(executor, sample, bound, restart)
+            layers = _Layers(executor, bound)
+            layers.compare_all(sample, restart)
+            what, held, bound = layers.describe(), layers.host_bytes, max(bound, layers.noise)
         else:
-            how, count = "one step", len(plain.gradients)
             planned = _step(executor, sample, restart)
-            bounds = _bounds_of_sums(executor, plain)
-            if (wrong := _difference(plain, planned, bound, bounds)) is not None and bound == 0:
-                bound = NOISE * _distance(plain, _plain_step(executor, sample, restart))
-                wrong = _difference(plain, planned, bound, bounds) if bound else wrong
-            if wrong is not None:
-                raise _error(
-                    f"a step with the plan differs from a plain one, first in {wrong[0]}: {wrong[1]}", bound
-                )
+            bound = _check(
+                "a step with the plan differs from a plain one",
+                plain,
+                planned,
+                lambda: _plain_step(executor, sample, restart),
+                bound,
+                _bounds_of_sums(executor, plain),
+            )
+            held = plain.host_bytes + planned.host_bytes
+            what = f"by one step: loss and {plain.compared} gradients"
+            if plain.loss is None:
+                what = f"by forward alone, as nothing depends on parameters: {len(plain.outputs)} outputs of layers"
     with open_log(executor.config) as log:
-        host = sum(each.nbytes for each in executor.model.parameters() if each.requires_grad)
+        if not what:
+            log.warning(
+                "verify_correctness: nothing was compared: the plain step does not fit, and no layer has a technique."
+            )
+            return True
         log.info(
-            "verified by %s: loss and %d gradients %s; it took %.1f s and up to %s of host memory",
-            how,
-            count,
+            "verified %s %s; it took %.1f s and %s of host memory for gradients",
+            what,
             f"within {bound:.1e}" if bound else "equal to the bit",
             time.perf_counter() - began,
-            format_bytes(host),
+            format_bytes(held),
         )
+    return True
 
 
-def _error(what: str, bound: float) -> VerificationError:
-    return VerificationError(
-        f"{what}; allowed: {f'{bound:.1e} of it' if bound else 'nothing'}. Please report it with the output of "
-        "memscale doctor --selftest; Config(enable_...=False) switches single techniques off."
+def _check(
+    what: str,
+    plain: _Numbers,
+    planned: _Numbers,
+    run_plain: Callable[[], _Numbers],
+    bound: float,
+    bounds: Mapping[str, float] | None = None,
+) -> float:
+    """Return the bound within which two steps are equal, with what the plain one differs from itself by.
+
+    Raises:
+        VerificationError: `what`; they are not.
+    """
+    wrong = _difference(plain, planned, bound, bounds or {})
+    if wrong is not None and bound == 0:
+        noise = NOISE * _distance(plain, run_plain())
+        if 0 < noise < math.inf:
+            bound, wrong = noise, _difference(plain, planned, noise, bounds or {})
+    if wrong is None:
+        return bound
+    raise VerificationError(
+        f"{what}, first in {wrong[0]}: {wrong[1]}; allowed: {f'{bound:.1e} of it' if bound else 'nothing'}. Please "
+        "report it with the output of memscale doctor --selftest; Config(enable_...=False) switches single techniques "
+        "off."
     )
 
 
@@ -177,23 +227,37 @@ def _step(executor: Executor, sample: Sample, restart: Callable[[], None]) -> _N
     names = {member: layer.name for layer in executor.plan.layers for member in layer.members}
     with contextlib.ExitStack() as stack:
         stack.enter_context(untouched(model))
+        hooks = stack.enter_context(contextlib.ExitStack())  # not in backward, where layers are recomputed
         for member, name in names.items():
             hook = model.get_submodule(member).register_forward_hook(functools.partial(note, name))
-            stack.callback(hook.remove)
+            hooks.callback(hook.remove)
         restart()
         output = model(*sample.args, **sample.kwargs)
+        hooks.close()
         targets = backward_targets(output)
         del output
+        if not targets:
+            return _Numbers(None, {}, outputs)
         loss = loss_of(targets)
         kept = loss.detach().cpu().clone()
         backward_without_hooks(model, executor)(loss)
         del loss
-        gradients = {
-            name: None if parameter.grad is None else parameter.grad.detach().to("cpu", copy=True)
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
-    return _Numbers(kept, gradients, outputs)
+        # On a CPU the model's own, which `untouched` takes off it; files of the disk tier are used again.
+        is_shared = executor.device.type == "cpu"
+        on_disk = {id(each) for each in executor.placement.on_disk}
+        gradients: dict[str, torch.Tensor | None] = {}
+        held = 0
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                gradient = None if parameter.grad is None else parameter.grad.detach()
+                if gradient is not None:
+                    copied = not is_shared or id(parameter) in on_disk
+                    held += gradient.nbytes * (
+                        1 + (copied and not is_shared and gradient.device.type == "cpu")
+                    )
+                    gradient = gradient.to("cpu", copy=copied)
+                gradients[name] = gradient
+    return _Numbers(kept, gradients, outputs, held)
 
 
 def backward_without_hooks(model: nn.Module, executor: Executor) -> Callable[[torch.Tensor], object]:
@@ -229,13 +293,20 @@ def _difference(
     plain: _Numbers, planned: _Numbers, bound: float, bounds: Mapping[str, float]
 ) -> tuple[str, str] | None:
     """Return where two steps differ first, and how; None if they do not. `bounds` are those of single gradients."""
-    for (name, *ones), (_, *others) in zip(plain.outputs, planned.outputs, strict=False):
-        for what, own, other in zip(("sum", "norm"), ones, others, strict=True):
+    for one_call, other_call in zip_longest(plain.outputs, planned.outputs):
+        if one_call is None or other_call is None or one_call[0] != other_call[0]:
+            called = [f"{each[0] or 'the model'}" if each else "nothing" for each in (other_call, one_call)]
+            return "the layers that are called", "it calls {} where the plain one calls {}".format(*called)
+        name, *ones = one_call
+        for what, own, other in zip(("sum", "norm"), ones, other_call[1:], strict=True):
             if bound and what == "sum":
                 continue  # positive and negative elements may cancel out
-            if abs(own - other) > bound * abs(own) or math.isnan(own) != math.isnan(other):
+            if not _is_near(own, other, bound):
                 return f"the output of {name or 'the model'}", f"its {what} is {other:g} instead of {own:g}"
-    if _apart([plain.loss], [planned.loss]) > bound:
+    if plain.loss is None or planned.loss is None:
+        if (plain.loss is None) != (planned.loss is None):
+            return "the loss", f"there is {'none' if planned.loss is None else 'one'}"
+    elif _apart([plain.loss], [planned.loss]) > bound:
         return "the loss", f"it is {float(planned.loss):g} instead of {float(plain.loss):g}"
     known = [each for each in plain.gradients.values() if each is not None]
     least = NEGLIGIBLE * _norm(known) if bound or bounds else 0.0
@@ -255,21 +326,33 @@ def _distance(one: _Numbers, two: _Numbers) -> float:
     known = [each for each in one.gradients.values() if each is not None]
     pairs = [(one.loss, two.loss), *zip(one.gradients.values(), two.gradients.values(), strict=True)]
     least = NEGLIGIBLE * _norm(known)
-    return max(_apart([a], [b], least) for a, b in pairs if a is not None and b is not None)
+    return max((_apart([a], [b], least) for a, b in pairs if a is not None and b is not None), default=0.0)
+
+
+def _is_near(own: float, other: float, bound: float) -> bool:
+    """Return whether two numbers are as near as allowed; NaN is near NaN, and infinity infinity of its sign."""
+    if own == other or (math.isnan(own) and math.isnan(other)):
+        return True
+    return math.isfinite(own) and abs(own - other) <= bound * abs(own)
 
 
 def _apart(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor], least: float = 0.0) -> float:
-    """Return the norm of a difference over the norm (`least` at least); 0 if all is equal to the bit."""
-    differing = [(a, b) for a, b in zip(some, others, strict=True) if not _equal(a, b)]
-    if not differing:
-        return 0.0
-    apart = _norm([a.double() - b.double() for a, b in differing])
-    size = max(_norm([a for a, _ in differing]), least)
-    return apart / size if size and not math.isnan(apart) else math.inf
+    """Return the norm of a difference over the norm (`least` at least); 0 if all is equal to the bit.
 
-
-def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return one.shape == two.shape and torch.equal(one.nan_to_num(), two.nan_to_num())
+    Elements that are NaN or the same infinity in both are equal; one that is so in one alone makes them infinitely far
+    apart.
+    """
+    differing = [(a, b) for a, b in zip(some, others, strict=True) if not torch.equal(a, b)]
+    gaps = []
+    for a, b in differing:
+        if a.shape != b.shape:
+            return math.inf
+        gaps.append(torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a.double() - b.double()))
+    apart = _norm(gaps)
+    if apart == 0 or not math.isfinite(apart):
+        return apart if apart == 0 else math.inf
+    size = max(_norm([torch.where(a.isfinite(), a, 0.0) for a, _ in differing]), least)
+    return apart / size if size else math.inf
 
 
 def _norm(tensors: Sequence[torch.Tensor]) -> float:
@@ -279,62 +362,109 @@ def _norm(tensors: Sequence[torch.Tensor]) -> float:
 # Layer by layer --------------------------------------------------------------------------------------
 
 
-def _verify_layers(executor: Executor, sample: Sample, bound: float, restart: Callable[[], None]) -> int:
-    """Compare each layer with itself without techniques, on the inputs that it gets; return how many tensors."""
-    model = executor.model
-    compared = 0
+class _Layers:
+    """Compares each layer with itself without techniques, on the inputs that it gets."""
 
-    def compare(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal compared
+    def __init__(self, executor: Executor, bound: float) -> None:
+        self._executor = executor
+        self._bound = bound
+        self.noise = 0.0  # the largest that was allowed for, where plain layers differ from themselves
+        self.host_bytes = 0  # held at a time
+        self._calls = 0
+        self._tiled_heads = 0
+        self._gradients = 0
+
+    def describe(self) -> str:
+        """Return what was compared, in words; nothing if there was nothing to compare."""
+        if not self._calls and not self._tiled_heads:
+            return ""
+        loss = f" and a loss in tiles ({self._tiled_heads})" if self._tiled_heads else ""
+        return f"layer by layer: {self._calls} calls of layers{loss} with {self._gradients} gradients"
+
+    def compare_all(self, sample: Sample, restart: Callable[[], None]) -> None:
+        """Run forward without gradients, and compare each layer before its call."""
+        model = self._executor.model
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(untouched(model))
+
+            def watch(module: nn.Module, compare: Callable[..., None], name: str) -> None:
+                hook = functools.partial(compare, name)
+                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+            for layer in self._executor.plan.layers:
+                for member in layer.members if layer.techniques else ():
+                    watch(model.get_submodule(member), self._compare_layer, layer.name)
+            for name, module in model.named_modules():
+                override = override_of(module)
+                if override is not None and any(each.order is Stage.TILE_HEAD for each in override.stages):
+                    watch(module, self._compare_head, name)
+            restart()
+            with torch.no_grad():
+                model(*sample.args, **sample.kwargs)
+
+    def _compare_layer(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if not torch.is_grad_enabled():  # else it is one of the runs that are compared
+            self._calls += self._compare(name, module, args, kwargs)
+
+    def _compare_head(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        loss = self._executor.plan.loss
+        hidden = args[0] if len(args) == 1 and not kwargs else None
+        if loss is not None and isinstance(hidden, torch.Tensor) and not torch.is_grad_enabled():
+            some = hidden.flatten(0, -2)[: loss.rows + max(1, loss.rows // 2)]
+            self._tiled_heads += self._compare(name, module, (some,), {})
+
+    def _compare(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether there was something to differentiate; raise an error if the runs differ by too much."""
         override = override_of(module)
-        if override is None or torch.is_grad_enabled():
-            return
-        state = RngState([executor.device])
-        runs = []
-        for forward in (override.only(Stage.FETCH_PARAMETERS), override):
-            state.restore()
-            runs.append(_layer_step(module, forward, args, kwargs))
-        state.restore()
-        for plain, planned in zip(*runs, strict=True):
-            compared += 1
-            if (plain is None) != (planned is None) or (
-                plain is not None and planned is not None and _apart([plain], [planned]) > bound
-            ):
-                layer = f"the layer {name or 'of the whole model'}"
-                raise _error(f"{layer} with its techniques differs from the same layer without", bound)
+        if override is None:
+            return False
+        state = RngState([self._executor.device])
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(untouched(model))
-        for layer in executor.plan.layers:
-            for member in layer.members if layer.techniques else ():
-                hook = functools.partial(compare, layer.name)
-                handle = model.get_submodule(member).register_forward_pre_hook(hook, with_kwargs=True)
-                stack.callback(handle.remove)
-        restart()
-        with torch.no_grad():
-            model(*sample.args, **sample.kwargs)
-    return compared
+        def run(forward: Callable[..., Any]) -> _Numbers:
+            state.restore()
+            return _layer_step(module, forward, args, kwargs)
+
+        try:
+            without = override.only(Stage.FETCH_PARAMETERS)
+            plain, planned = run(without), run(override)
+            layer = f"the layer {name or 'of the whole model'}"
+            what = f"{layer} with its techniques differs from the same layer without"
+            bound = _check(what, plain, planned, lambda: run(without), self._bound)
+        finally:
+            state.restore()
+        self.noise = max(self.noise, bound)
+        self.host_bytes = max(self.host_bytes, plain.host_bytes + planned.host_bytes)
+        self._gradients += plain.compared
+        return plain.loss is not None
 
 
 def _layer_step(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[torch.Tensor | None]:
-    """Return the loss of a layer's outputs, and its gradients for inputs and parameters, on the host."""
-    leaves: list[torch.Tensor] = []
+) -> _Numbers:
+    """Return the loss of a layer's outputs, and its gradients for inputs and parameters."""
+    wanted: dict[str, torch.Tensor] = {}
 
     def leaf(value: Any) -> Any:
         if type(value) is not torch.Tensor or not value.is_floating_point():
             return value
-        leaves.append(value.detach().clone().requires_grad_())
-        return leaves[-1]
+        inputs = f"its input {len(wanted)}"
+        wanted[inputs] = value.detach().clone().requires_grad_()
+        return wanted[inputs]
 
     with torch.enable_grad(), untouched(module):
         args, kwargs = pytree.tree_map(leaf, (args, kwargs))
         targets = backward_targets(forward(*args, **kwargs))
         if not targets:
-            return []
+            return _Numbers(None, {})
         loss = loss_of(targets)
-        wanted = [*leaves, *(each for each in module.parameters() if each.requires_grad)]
-        gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
-        found = [loss.detach(), *gradients]
-        return [None if each is None else each.to("cpu", copy=True) for each in found]
+        wanted |= {name: each for name, each in module.named_parameters() if each.requires_grad}
+        found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        gradients: dict[str, torch.Tensor | None] = {
+            name: None if each is None else each.cpu() for name, each in zip(wanted, found, strict=True)
+        }
+        held = sum(each.nbytes for each in gradients.values() if each is not None)
+        return _Numbers(loss.detach().cpu(), gradients, host_bytes=held)

@@ -42,10 +42,12 @@ def follow_batch(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, An
     if executor.config.verify_correctness and executor.verified is not executor.plan and executor.batches:
         executor.verified = executor.plan  # the steps that are compared call this as well
         try:
-            verify_plan(executor, args, kwargs)
+            is_done = verify_plan(executor, args, kwargs)
         except BaseException:
             executor.verified = None  # the next batch is not trained on either
             raise
+        if not is_done:
+            executor.verified = None
 
 
 def _follow(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
