@@ -48,8 +48,7 @@ from memscale.planner.decide import choose_point, frontier_points, room_of
 from memscale.planner.make_plan import profile_settings, situation_of, usable
 from memscale.planner.predict import rehearsal
 from memscale.planner.settings import Under
-from memscale.policy.choose import RANKER_FILE, SCHEMA, Strategy, read_ranker
-from memscale.policy.features import Situation
+from memscale.policy.choose import RANKER_FILE, SCHEMA, Situation, Strategy, read_ranker
 from memscale.profiler import Sample, sample_of
 
 _PROGRAM = "python -m benchmarks.policy"
@@ -60,7 +59,6 @@ FRONTIER_WIDTH = 10  # partial plans kept at a position
 WORTH_WAITING = 0.99  # as in `memscale.planner.decide`
 PRESSURES = (0.5, 8.0)  # plain peak over memory, between which sizes of devices are drawn
 SIZES_DRAWN = 5  # for each model and GPU, beside the GPU's own
-DIGITS = 5  # of a feature in the file
 
 PROFILED_FOR = "RTX 3090"
 TRAINING_GPUS = (
@@ -325,7 +323,7 @@ class Sweep:
                     size == hardware.device.total_bytes,
                     self.candidate.is_held_out,
                     gpu in HELD_OUT_GPUS,
-                    tuple(float(f"{each:.{DIGITS}g}") for each in situation.features().values()),
+                    tuple(situation.features().values()),
                     tuple(None if each is None else float(f"{each:.6g}") for each in seconds),
                 )
 

@@ -12,12 +12,17 @@ import torch
 from torch import nn
 
 import memscale
+from benchmarks.policy import HELD_OUT_GPUS, HOSTS_GIB, TRAINING_GPUS, Shape
 from memscale import Config, Plan
+from memscale.benchmarks.models import quiet_transformers
 from memscale.errors import PolicyError
 from memscale.executor.verify import bound_of
+from memscale.hardware import virtual_hardware
 from memscale.planner.cache import plans_made
+from memscale.planner.make_plan import profile_settings, situation_of
 from memscale.policy import choose
 from memscale.policy.choose import RANKER_FILE, read_ranker
+from memscale.profiler import sample_of
 
 GPU = "RTX 3090"
 FASTEST = {
@@ -305,8 +310,20 @@ def test_the_ranker_that_is_shipped() -> None:
     ranker = read_ranker(RANKER_FILE)
     assert len(ranker.strategies) > 1
     assert RANKER_FILE.stat().st_size < 200_000
-    plan = planned(4 * 2**20, auto_policy=True)
-    assert plan.decision_source in ("ml", "rule_fallback")
+
+
+def test_the_ranker_that_is_shipped_decides_on_the_gpus_of_the_table() -> None:
+    """On those that it was trained on, whose rates are the ends of its ranges, and those between them."""
+    shape, config = Shape("gpt2", 6, 256, 8192, batch=8, seq=512), Config(auto_policy=True)
+    with quiet_transformers(), torch.device("meta"):
+        model = shape.build().train()
+    sample, gpu = sample_of(shape.inputs()), virtual_hardware(GPU)
+    profile = profile_settings(model, sample, Config(), gpu).profile
+    for name in (*TRAINING_GPUS, *HELD_OUT_GPUS):
+        for gib in (min(HOSTS_GIB), max(HOSTS_GIB)):
+            hardware = virtual_hardware(name, host_bytes=gib * 2**30)
+            decision = choose.choose(situation_of(model, sample, profile, config, hardware))
+            assert decision.source == "ml", f"{name}, {gib} GiB: {decision.reason}"
 
 
 def test_a_tree_is_walked_to_its_leaf() -> None:

@@ -41,8 +41,7 @@ from memscale.planner.sharded import (
     settings_for_shards,
     with_shards,
 )
-from memscale.policy.choose import choose
-from memscale.policy.features import Situation
+from memscale.policy.choose import Situation, choose
 from memscale.profiler import ModelProfile, Place, Sample, find_blocks, find_head, profile_model
 from memscale.profiler.run import profile_static, uses_cache
 from memscale.simulator.fake import batch_value_reads
