@@ -205,10 +205,8 @@ def test_where_its_choice_does_not_fit_the_rules_decide(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_ranker(tmp_path / "r.json", monkeypatch, [(ON_DEVICE, 1.0), (FASTEST, 1.0)])
-    least = planned(
-        enable_offloading=False, mode="aggressive", use_mixed_precision=False, use_8bit_optimizer=False
-    )
-    size = int(0.9 * least.predicted_capacity_bytes)
+    smallest = planned("64MiB", enable_offloading=False)  # nothing fits
+    size = int(0.9 * smallest.predicted_capacity_bytes)
     plan = planned(size, auto_policy=True)
     assert plan.decision_source == "rule_fallback"
     assert "offloading" in techniques(plan)
