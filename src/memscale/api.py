@@ -108,6 +108,13 @@ def detach(model: Any) -> None:
         logger.warning("detach: %s is not wrapped, so that there is nothing to take off.", _kind(model))
         return
     executor.detach()
+    for name, part in model.named_modules():
+        if executor_of(part) is not None:
+            logger.warning(
+                "detach: %r is wrapped by itself and stays so: memscale.detach(model.get_submodule(%r)).",
+                name,
+                name,
+            )
 
 
 @contextlib.contextmanager

@@ -93,10 +93,18 @@ def test_a_model_that_is_called_keeps_its_plan_whatever_else_is_called() -> None
 
 def test_the_log_names_the_part_and_those_without_a_plan(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "memscale"):
-        train(memscale.wrap(built(), CONFIG.replace(enable_logging=True)), CALLS["two parts"])
+        model = memscale.wrap(built(), CONFIG.replace(enable_logging=True))
+        train(model, CALLS["two parts"])
     assert any("Training calls 'large' and not the Shell itself" in text for text in caplog.messages)
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert any("small" in text and "no plan" in text for text in warnings)
+    memscale.wrap(model.small, CONFIG)  # as it says
+    caplog.clear()
+    memscale.detach(model)
+    (text,) = caplog.messages
+    assert "memscale.detach(model.get_submodule('small'))" in text
+    memscale.detach(model.get_submodule("small"))
+    assert not [name for name, module in model.named_modules() if executor_of(module) is not None]
 
 
 class Encoder(nn.Module):
