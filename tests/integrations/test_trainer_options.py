@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import memscale
 from memscale.executor import executor_of
@@ -47,7 +48,6 @@ if "train_sampling_strategy" in _NAMES:
 OPTIONS: dict[str, dict[str, Any]] = {
     "float32, accumulation, clipping": {},
     "bf16": {"bf16": True},
-    "auto_find_batch_size": {"auto_find_batch_size": True},
     "group_by_length": _GROUPED,
     "load_best_model_at_end": {
         "load_best_model_at_end": True,
@@ -70,6 +70,61 @@ def test_its_own_gradient_checkpointing(tmp_path: Path) -> None:
     without = run(make_trainer("gpt2", tmp_path / "without", **FEW))
     assert own.losses == without.losses
     assert_gains("Trainer", "gradient_checkpointing (replaced; before: without it)", without, wrapped)
+
+
+def test_auto_find_batch_size(tmp_path: Path) -> None:
+    """The first batches run out of memory, on the way to those that the plan is made for."""
+
+    def limited(where: Path) -> Any:
+        options = {"auto_find_batch_size": True, "per_device_train_batch_size": 4}
+        trainer = make_trainer("gpt2", where, **FEW | options)
+        step = trainer.training_step
+
+        def training_step(model: Any, inputs: dict[str, Any], *args: Any) -> Any:
+            if len(inputs["input_ids"]) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return step(model, inputs, *args)
+
+        trainer.training_step = training_step
+        return trainer
+
+    plain, trainer = run(limited(tmp_path / "plain")), limited(tmp_path / "wrapped")
+    memscale.wrap(trainer, QUIET)
+    wrapped = run(trainer)
+    assert "int64[2," in wrapped.batch
+    assert_gains("Trainer", "auto_find_batch_size, from 4 down to 2", plain, wrapped)
+
+
+@pytest.mark.parametrize("way", ["wrap(trainer)", "MemScaleCallback"])
+def test_an_optimizer_that_stands_for_one_of_each_parameter(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of GaLore, layer by layer: `train()` raised, since it steps none of the parameters itself."""
+
+    def layer_wise(where: Path) -> Any:
+        trainer = make_trainer("gpt2", where, **FEW | {"max_grad_norm": 0.0})
+        each_own = {each: torch.optim.SGD([each], lr=0.1) for each in trainer.model.parameters()}
+
+        def step(parameter: torch.nn.Parameter) -> None:
+            each_own[parameter].step()
+            each_own[parameter].zero_grad()
+
+        for parameter in each_own:
+            parameter.register_post_accumulate_grad_hook(step)
+        trainer.optimizer = transformers.trainer_pt_utils.LayerWiseDummyOptimizer(each_own)
+        trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda _: 1.0)
+        return trainer
+
+    plain, trainer = run(layer_wise(tmp_path / "plain")), layer_wise(tmp_path / "wrapped")
+    config = QUIET.replace(enable_logging=True)
+    memscale.wrap(trainer, config) if way == "wrap(trainer)" else trainer.add_callback(
+        MemScaleCallback(config)
+    )
+    wrapped = run(trainer)
+    assert wrapped.losses == plain.losses
+    assert wrapped.activation_bytes < plain.activation_bytes
+    (warning,) = (each for each in caplog.messages if "steps none of the model's parameters" in each)
+    assert warning.startswith("LayerWiseDummyOptimizer")
 
 
 OPTIMIZERS = [

@@ -18,6 +18,7 @@ from memscale.execution_plan import Plan
 from memscale.executor import Executor, executor_of
 from memscale.hardware import detect
 from memscale.memory.process import peak_rss_bytes
+from memscale.observe.log import open_log
 from memscale.optimizer.needs import needs_of
 from memscale.profiler import Place
 from memscale.profiler.sample import PlannedBatches
@@ -31,6 +32,7 @@ class MemScaleCallback(TrainerCallback):
 
     The plan is made from the first training batch, for the Trainer's optimizer and accumulation. A callback has no way
     to the Trainer's loggers: to have the plan and its measurements there, use ``memscale.wrap(trainer)`` instead.
+    Nor does it learn of an error in training: call ``memscale.detach(model)`` after one.
 
     Args:
         config: as for ``memscale.wrap``.
@@ -45,7 +47,8 @@ class MemScaleCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         config = with_accumulation(self.config, args.gradient_accumulation_steps)
-        memscale.wrap(kwargs["model"], config, optimizer=_optimizer_inside(kwargs["optimizer"]))
+        model = kwargs["model"]
+        memscale.wrap(model, config, optimizer=_optimizer_of(model, kwargs["optimizer"], config))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         memscale.detach(kwargs["model"])
@@ -74,7 +77,7 @@ class PlanInLog(TrainerCallback):
         trainer = self._trainer()
         if trainer is not None and trainer.model_init is not None and self._executor() is None:
             self._wrap_model(_model_of(trainer))
-        self._plan_for(_optimizer_inside(kwargs.get("optimizer")))
+        self._plan_for(kwargs.get("optimizer"))
         device = args.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -122,10 +125,13 @@ class PlanInLog(TrainerCallback):
         lost = _named(**{name.replace("/", "_"): value for name, value in seconds.items()})
         self._log(args, state, control, {**measured, **counted, **lost})
 
-    def _plan_for(self, optimizer: Optimizer | None) -> None:
+    def _plan_for(self, given: object) -> None:
         """Have plans made for the Trainer's optimizer, which is there only when training begins."""
         executor = self._executor()
-        if executor is None or optimizer is None or executor.optimizer is not None:
+        if executor is None or executor.optimizer is not None:
+            return
+        optimizer = _optimizer_of(executor.model, given, executor.config)
+        if optimizer is None:
             return
         hardware = detect(executor.device, offload_dir=executor.config.offload_dir)
         executor.optimizer = needs_of(optimizer, executor.model, Place.of(hardware.device))
@@ -157,10 +163,21 @@ def with_accumulation(config: Config, steps: int) -> Config:
     return config.replace(gradient_accumulation_steps=steps)
 
 
-def _optimizer_inside(optimizer: object) -> Optimizer | None:
-    """Return the optimizer in accelerate's wrapper; None if it is none of torch's kind."""
+def _optimizer_of(model: torch.nn.Module, optimizer: object, config: Config) -> Optimizer | None:
+    """Return the optimizer in accelerate's wrapper; None if it does not step the model's parameters itself."""
     inside = getattr(optimizer, "optimizer", optimizer)
-    return inside if isinstance(inside, Optimizer) else None
+    if not isinstance(inside, Optimizer):
+        return None
+    trained = {id(each) for each in model.parameters() if each.requires_grad}
+    if any(id(each) in trained for group in inside.param_groups for each in group["params"]):
+        return inside
+    with open_log(config) as log:
+        log.warning(
+            "%s steps none of the model's parameters itself, as one that stands for an optimizer of each parameter: "
+            "planned as for AdamW.",
+            type(inside).__name__,
+        )
+    return None
 
 
 def wrap_trainer(trainer: Trainer, wrap_model: Callable[[torch.nn.Module], None]) -> None:
