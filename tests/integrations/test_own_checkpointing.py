@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,6 +97,18 @@ def test_a_plan_that_does_nothing_leaves_it(caplog: pytest.LogCaptureFixture) ->
     assert any("the budget has room" in layer.reason for layer in plan_of(model).layers)
     assert model.is_gradient_checkpointing
     assert not caplog.messages  # it is what was asked for
+
+
+def test_a_plan_that_recomputes_nothing_leaves_it() -> None:
+    """It was switched off for any plan that does something, and more was held than before `wrap`."""
+    family, model = FAMILIES["llama"], with_own("llama")
+    expected = step(family, model)
+    model.zero_grad()
+    memscale.wrap(model, AGGRESSIVE, family.batch())
+    layers = (replace(each, techniques=("offloading",), checkpointing=None) for each in plan_of(model).layers)
+    model._memscale_executor.replan(replace(plan_of(model), layers=tuple(layers)))
+    assert model.is_gradient_checkpointing
+    assert same_numbers(step(family, model), expected)
 
 
 def test_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,9 +20,9 @@ Note [Own checkpointing]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 Hugging Face models checkpoint themselves where a module's flag `gradient_checkpointing` is on; a Trainer may switch it
 on when training begins, and TRL's trainers do so by default. A plan replaces that: the flags are off while it is
-attached (`OwnCheckpointing`), so that it decides layer by layer, and are on again after `detach`. A plan that does
-nothing leaves them, and so does `enable_checkpointing=False`. Models that call `torch.utils.checkpoint` by other means
-are left alone: nothing but their own code can switch that off.
+attached (`OwnCheckpointing`), so that it decides layer by layer, and are on again after `detach`. A plan that
+recomputes no layer leaves them on, and needs less than was predicted; so does `enable_checkpointing=False`. Models that
+call `torch.utils.checkpoint` by other means are left alone: nothing but their own code can switch that off.
 """
 
 from __future__ import annotations

@@ -468,7 +468,8 @@ class Executor:
             )
             if others:
                 log.warning(
-                    "Training also calls %s, which get no plan: wrap them by themselves.", ", ".join(others)
+                    "Training also calls %s, which get no plan: wrap them by themselves, and detach them so.",
+                    ", ".join(others),
                 )
         self._move_to(name, part)
         return True
@@ -502,7 +503,8 @@ class Executor:
         log = self._techniques
         log.replaced.clear()
         self._own_checkpointing = None
-        if self.config.enable_checkpointing and not plan.does_nothing:
+        recomputes = any("checkpointing" in layer.techniques for layer in plan.layers)
+        if self.config.enable_checkpointing and recomputes:
             self._own_checkpointing = OwnCheckpointing(model)
             log.add(self._own_checkpointing)
             self.replace_own_checkpointing()
@@ -553,9 +555,9 @@ class Executor:
             self._said_replaced = True
             with open_log(self.config) as log:
                 log.info(
-                    "The model's own gradient checkpointing (%d modules) is replaced by the plan, and is back after "
-                    "detach; the plain step that plans are compared with is one without it. "
-                    "Config(enable_checkpointing=False) leaves it on.",
+                    "The model's own gradient checkpointing (%d modules) is replaced by the plan, which may hold more "
+                    "for a faster step, and is back after detach; the plain step that plans are compared with is one "
+                    "without it. Config(enable_checkpointing=False) leaves it on.",
                     replaced,
                 )
 
