@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+import memscale
 from memscale.checkpointing.technique import NoCache, no_cache_hooks
 from memscale.config import Config
-from memscale.executor import Executor
+from memscale.executor import Executor, executor_of
 from support.checkpointed import checkpoint_plan, wrapped
 from support.families import FAMILIES
 
@@ -174,3 +175,27 @@ def test_what_a_caller_says_is_respected(call: Callable[[nn.Module], Any], expec
     assert module is model
     model.register_forward_pre_hook(hook, with_kwargs=True)
     assert call(model) == expected
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_a_model_that_is_left_as_it_is_keeps_its_cache(name: str) -> None:
+    def said(model: nn.Module) -> list[object]:
+        """What each module is told in the second step; a wrapped model is planned for in the first one."""
+        found: list[object] = []
+        for module in model.modules():
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: found.append(kwargs.get("use_cache")), with_kwargs=True
+            )
+        for _ in range(2):
+            found.clear()
+            output = model(**FAMILIES[name].batch())
+            assert output.past_key_values is not None
+            output.loss.backward()
+        return found
+
+    idle = Config(
+        enable_checkpointing=False, enable_offloading=False, enable_tiling=False, enable_logging=False
+    )
+    model = memscale.wrap(build(name), idle)
+    assert said(model) == said(build(name))
+    assert executor_of(model).plan.does_nothing

@@ -9,8 +9,8 @@ A Hugging Face model has `config.use_cache`, mostly on, and a forward that takes
 training, holds memory, and breaks recomputation, which would write to it twice. So each module with such a config and
 such a forward gets a hook, which in training passes `use_cache=False` for a caller who does not say anything. In
 `eval()` mode a call with gradients on is training if it has labels; without them it may be the first of a loop that
-generates, so the cache stays. The config itself is never written to, as it could be read in the middle of a forward,
-after an interrupt, or by `save_pretrained`.
+generates, so the cache stays. So it does while the plan does nothing: that model is left as it is. The config itself
+is never written to, as it could be read in the middle of a forward, after an interrupt, or by `save_pretrained`.
 
 A caller who passes `use_cache=True` or a cache (as prefix tuning does) gets it. Layers that are given a cache to which
 keys and values are appended (transformers' `DynamicCache`) are recomputed in `train()` mode, with a copy of it as it
@@ -344,12 +344,13 @@ class NoCache:
     def __init__(self, position: int | None, *, logs: bool) -> None:
         self._position = position  # of `use_cache` among the forward's positional arguments
         self._logs = logs
+        self.is_idle = False  # while the plan does nothing
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         # None: an earlier hook of the same call has removed this one, and torch calls it without its options.
-        if kwargs is None or not torch.is_grad_enabled():
+        if kwargs is None or not torch.is_grad_enabled() or self.is_idle:
             return None
         is_training = module.training or kwargs.get("labels") is not None
         position = self._position

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import types
@@ -34,7 +35,7 @@ from torch import nn
 from memscale._torch import FakeTensor, outside_compiler, sharded_groups
 from memscale._util.interrupts import interrupts_deferred, raise_pending_interrupt
 from memscale._util.processes import process_rank
-from memscale.checkpointing.technique import OwnCheckpointing, no_cache_hooks
+from memscale.checkpointing.technique import NoCache, OwnCheckpointing, no_cache_hooks
 from memscale.config import Config
 from memscale.errors import WrapError
 from memscale.execution_plan import LayerPlan, Offloading, Plan, Tier
@@ -414,14 +415,14 @@ class Executor:
         copied = CopiedAsPlain(model, around)
         self._hooks.add(copied)
         copied.make(self)
-        for module, hook in no_cache_hooks(model, logs=self._logs):
-            self._hooks.add_forward_pre_hook(module, hook)
         if self.on_training_batch is not None:
             self._hooks.add_forward_pre_hook(model, _before_forward)
             if not isinstance(model, torch.jit.ScriptModule):
                 self._hooks.add_stage(model, _Placeholder())
             if not self._was_called and not self.batches and around is None:
                 self._watch_parts(model)
+        for module, hook in no_cache_hooks(model, logs=self._logs):  # after the one that may change the plan
+            self._hooks.add_forward_pre_hook(module, hook)
         if self._guard is not None:
             self._guard.begin(model, self._hooks)
         self._attach_techniques(model, self.plan)
@@ -502,6 +503,8 @@ class Executor:
     def _attach_techniques(self, model: nn.Module, plan: Plan) -> None:
         log = self._techniques
         log.replaced.clear()
+        for hook in itertools.chain.from_iterable(map(_no_cache_of, model.modules())):
+            hook.is_idle = plan.does_nothing
         self._own_checkpointing = None
         recomputes = any("checkpointing" in layer.techniques for layer in plan.layers)
         if self.config.enable_checkpointing and recomputes:
@@ -728,16 +731,16 @@ class _Placeholder(ForwardStage):
 
 
 @outside_compiler
-def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
     """Tell the executor of a forward pass in training, before which it may change the plan."""
     executor = executor_of(model)
     if executor is None or kwargs is None or not torch.is_grad_enabled() or is_redirected(model):
-        return
+        return None
     if not model.training and not any(each.requires_grad for each in model.parameters()):
-        return
+        return None
     callback = executor.on_training_batch
     if callback is None or executor._is_calling_back:
-        return
+        return None
     called = override_of(model)
     executor._was_called = True
     executor.meter.forward_pass()
@@ -750,6 +753,12 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     executor.replace_own_checkpointing()
     if called is not None:
         called.redirect_next_call(override_of(model))
+    # Planning may have replaced the model's other hooks, and torch goes on with the old ones in this call.
+    return next((hook(model, args, kwargs) for hook in _no_cache_of(model)), None)
+
+
+def _no_cache_of(module: nn.Module) -> list[NoCache]:
+    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, NoCache)]
 
 
 class _PartCall:
@@ -760,15 +769,17 @@ class _PartCall:
         self._name = name
 
     @outside_compiler
-    def __call__(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    def __call__(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         executor = self._executor()
         if executor is None or kwargs is None or not torch.is_grad_enabled() or is_redirected(part):
-            return
+            return None
         called = override_of(part)
-        if executor._note_part(self._name, part):
-            _before_forward(part, args, kwargs)
-            if called is not None:
-                called.redirect_next_call(override_of(part))
+        if not executor._note_part(self._name, part):
+            return None
+        changed = _before_forward(part, args, kwargs)
+        if called is not None:
+            called.redirect_next_call(override_of(part))
+        return changed
 
 
 def _has_gradient(weight: torch.Tensor) -> bool:
