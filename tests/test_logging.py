@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import logging
 import os
@@ -19,8 +20,12 @@ from torch import nn
 
 import memscale
 from memscale import Config, Plan
+from memscale._util.terminal import Terminal
 from memscale.errors import ConfigError, WrapError
+from memscale.execution_plan import Checkpointing, LayerPlan, Offloading, StepMemory
+from memscale.execution_plan.explain import outline_plan
 from memscale.hardware import detect
+from memscale.observe.log import figures_of
 from memscale.units import format_bytes
 from support.wrapping import Stack
 
@@ -171,6 +176,34 @@ def test_a_deep_model_takes_no_more_than_a_screenful(caplog):
     memscale.wrap(model, LOUD, X)
     assert any(layer.techniques for layer in model._memscale_executor.plan.layers)
     assert len(caplog.text.splitlines()) <= 24
+
+
+def test_layers_are_named_by_what_they_are_and_sizes_that_differ_by_the_largest():
+    host = Offloading("host")
+    sizes = {"wte": "73.62 MiB", "wpe": "1.5 MiB", "h.0": "13.5 MiB", "h.1": "13.5 MiB", "h.3": "13.5 MiB"}
+    moved = [
+        LayerPlan(
+            name, (name,), ("offloading",), "r", f"{size} of parameters live on the host", offloading=host
+        )
+        for name, size in sizes.items()
+    ]
+    kept = LayerPlan("h.2", ("h.2",), ("checkpointing",), "r", "holds 1.0 GiB", checkpointing=Checkpointing())
+    plan = Plan((*moved[:4], kept, moved[4], LayerPlan("ln", ("ln",), (), "r", "small")))
+    rows = [
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in outline_plan(plan, terminal=Terminal(width=200)).splitlines()
+        if line.startswith("│")
+    ]
+    assert [row[0] for row in rows[1:]] == ["wte, wpe, h.0–1, 3", "h.2", "ln"]
+    assert rows[1][2] == "up to 73.62 MiB of parameters live on the host"
+    assert rows[2][2] == "holds 1.0 GiB"
+
+
+def test_a_plain_step_that_was_not_simulated_is_not_called_so():
+    memory = StepMemory(("weights",), ((1,),), (), 0, ())
+    deep = Plan((), baseline_peak_bytes=2, predicted_peak_bytes=1, predicted_memory=memory)
+    assert "(simulated, of the plain step estimated)" in figures_of(deep)
+    assert "(simulated)" in figures_of(dataclasses.replace(deep, baseline_memory=memory))
 
 
 def test_silent_does_not_even_draw_the_table(monkeypatch):

@@ -234,7 +234,10 @@ def test_a_whole_number_will_do_for_a_real_one() -> None:
 def test_the_table_folds_like_layers_and_shows_all_else() -> None:
     text = example().explain(terminal=Terminal(width=160))
     lines = text.splitlines()
-    assert lines[0] == "Plan: RTX 3090, mode balanced, 4 × 512, numbers are simulated"
+    assert (
+        lines[0]
+        == "Plan: RTX 3090, mode balanced, 4 × 512, numbers are simulated, of the plain step estimated"
+    )
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
     assert [row[0] for row in rows[:5]] == ["layer", "wte", "h.0", "h.1 … h.11 ×11", "features[0:3]"]
     assert rows[1][1:] == ["–", "keeps its indices only", "–", "–"]
@@ -299,7 +302,7 @@ def test_any_plan_can_be_explained(plan: Plan) -> None:
 def test_the_summary_is_one_line() -> None:
     assert str(example()) == (
         "Plan for RTX 3090 (balanced): checkpointing on 12 of 14 layers; peak 10.0 GiB → 5.0 GiB, step time "
-        "1.25× (simulated)"
+        "1.25× (simulated, of the plain step estimated)"
     )
     assert str(Plan(())).startswith("Plan for an unnamed device (balanced): nothing on any of 0 layers;")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from memscale._util.terminal import Terminal, clean, table, wrap
@@ -16,15 +17,18 @@ from memscale.execution_plan import (
     OptimizerPlan,
     Plan,
     Precision,
+    PredictionSource,
     StepMemory,
     StepTime,
 )
-from memscale.units import format_bytes
+from memscale.units import format_bytes, parse_bytes
 
 RESERVED_SHARE = 0.05  # of a peak: what torch reserves beside it is said from here on
 MOST_TRADES = 12  # points of the frontier that a table shows; a plan may have hundreds
+MOST_OF_NAMES = 60  # characters for the names of layers in a row of the log
 HEIGHT = 12  # lines of a chart
 WIDEST = 72  # its columns
+_SIZE = re.compile(r"[1-9][\d.]* (?:[KMGTPE]i)?B\b")  # as `format_bytes` writes it
 CHOSEN, OTHER, PLAIN = "●", "·", "○"
 
 
@@ -37,14 +41,27 @@ def summarize_plan(plan: Plan) -> str:
         f"layers; peak {format_bytes(plan.baseline_peak_bytes)} → "
         f"{format_bytes(plan.predicted_peak_bytes)}{_peak_at(plan)}{reserved(plan)}, step time "
         f"{_ratio(plan.predicted_time_ratio)} "
-        f"({plan.prediction_source})"
+        f"({sources_in_words(plan)})"
     )
+
+
+def source_of_plain(plan: Plan) -> PredictionSource:
+    """Return where the figures of the plain step are from."""
+    if plan.prediction_source == "simulated" and plan.baseline_memory is None:
+        return "estimated"
+    return plan.prediction_source
+
+
+def sources_in_words(plan: Plan) -> str:
+    """Return where a plan's peaks are from: "simulated", or of which steps what holds."""
+    plain, planned = source_of_plain(plan), plan.prediction_source
+    return planned if plain == planned else f"{planned}, of the plain step {plain}"
 
 
 def explain_plan(plan: Plan, *, trades: bool = True, terminal: Terminal | None = None) -> str:
     """Return the plan as tables; see `Plan.explain`."""
     screen = terminal or Terminal.detect()
-    about = [plan.device, f"mode {plan.mode}", plan.batch, f"numbers are {plan.prediction_source}"]
+    about = [plan.device, f"mode {plan.mode}", plan.batch, f"numbers are {sources_in_words(plan)}"]
     title = f"Plan: {', '.join(text for text in about if text)}"
     columns = ["layer", "technique", "why", "saves", "costs"]
     rows = [*_layer_rows(plan.layers), *whole_rows(plan)]
@@ -74,20 +91,23 @@ def explain_plan(plan: Plan, *, trades: bool = True, terminal: Terminal | None =
 
 def outline_plan(plan: Plan, *, terminal: Terminal | None = None) -> str:
     """Return the plan as a short table for a log: a row for all layers that get the same; `explain` has the rest."""
-    alike: dict[str | None, list[LayerPlan]] = {}
+    alike: dict[tuple[str | None, str], list[LayerPlan]] = {}
     for layer in plan.layers:
         plain = dataclasses.replace(layer, checkpointing=None)  # not what it keeps of each
         what = "; ".join(technique_in_words(technique, plain) for technique in layer.techniques) or None
-        alike.setdefault(what, []).append(layer)
+        why = "" if what is None else _SIZE.sub("", _short(layer.reason) or "")
+        alike.setdefault((what, why), []).append(layer)
     rows: list[tuple[str | None, ...]] = []
-    for what, layers in sorted(alike.items(), key=lambda item: item[0] is None):
-        first, last = layers[0].name or "(the model)", layers[-1].name
+    for (what, _), layers in sorted(alike.items(), key=lambda item: item[0][0] is None):
         saved = sum(layer.saved_bytes for layer in layers)
+        names = names_in_short(layer.name for layer in layers)
         rows.append(
             (
-                f"{first} … {last} ({len(layers)})" if len(layers) > 1 else first,
+                textwrap.shorten(names, MOST_OF_NAMES, placeholder=f" … ({len(layers)})"),
                 what,
-                "as they are" if what is None else _short(layers[0].reason),
+                "as they are"
+                if what is None
+                else _in_common([_short(layer.reason) or "" for layer in layers]),
                 format_bytes(saved) if saved else None,
             )
         )
@@ -98,6 +118,50 @@ def outline_plan(plan: Plan, *, terminal: Terminal | None = None) -> str:
 def _short(why: str | None) -> str | None:
     """Return the first clause of a reason."""
     return why and why.partition(";")[0]
+
+
+def _in_common(reasons: Sequence[str]) -> str:
+    """Return reasons that differ in nothing but sizes as one, with the largest of each.
+
+    Example:
+        >>> _in_common(["holds 2.0 KiB for backward", "holds 1.5 MiB for backward"])
+        'holds up to 1.5 MiB for backward'
+    """
+    if len(set(reasons)) == 1:
+        return reasons[0]
+    sizes = zip(*map(_SIZE.findall, reasons), strict=True)
+    largest = (max(column, key=lambda size: parse_bytes(size, field="size")) for column in sizes)
+    return _SIZE.sub(lambda _: f"up to {next(largest)}", reasons[0])
+
+
+def names_in_short(names: Iterable[str]) -> str:
+    """Return names in one line, those that differ in nothing but a number as one.
+
+    Example:
+        >>> names_in_short(["h.0.mlp", "h.1.mlp", "h.2.mlp", "h.5.mlp", "head"])
+        'h.0–2, 5.mlp, head'
+        >>> names_in_short(["a.0.1", "a.2.3"])
+        'a.0.1 … a.2.3'
+    """
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+    return ", ".join(map(_numbered, alike.values()))
+
+
+def _numbered(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0] or "(the model)"
+    pieces = list(zip(*(re.split(r"(\d+)", name) for name in names), strict=True))
+    different = [index for index, piece in enumerate(pieces) if len(set(piece)) > 1]
+    if len(different) != 1:
+        return f"{names[0]} … {names[-1]}"
+    ranges = []
+    for _, run in groupby(enumerate(map(int, pieces[different[0]])), key=lambda pair: pair[1] - pair[0]):
+        numbers = [number for _, number in run]
+        ranges.append(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}–{numbers[-1]}")
+    before, after = pieces[: different[0]], pieces[different[0] + 1 :]
+    return "".join((*(piece[0] for piece in before), ", ".join(ranges), *(piece[0] for piece in after)))
 
 
 def _groups(layers: Iterable[LayerPlan]) -> Iterator[list[LayerPlan]]:

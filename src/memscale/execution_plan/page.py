@@ -13,12 +13,17 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memscale.execution_plan import LayerPlan, Plan, StepMemory
-from memscale.execution_plan.explain import format_seconds, technique_in_words, whole_rows
+from memscale.execution_plan.explain import (
+    format_seconds,
+    names_in_short,
+    source_of_plain,
+    technique_in_words,
+    whole_rows,
+)
 from memscale.execution_plan.html import (
     Html,
     chip,
@@ -158,13 +163,11 @@ def _steps(plan: Plan) -> list[ShownStep]:
     return steps
 
 
-def _plain_how(plan: Plan) -> str:
-    return "estimated" if plan.baseline_memory is None else "simulated"
-
-
 def _facts(plan: Plan, hardware: Hardware | None) -> str:
     before, after = plan.baseline_peak_bytes, plan.predicted_peak_bytes
-    plain_too = "" if plan.prediction_source == _plain_how(plan) else f" Plain: {chip(_plain_how(plan))}"
+    plain_too = (
+        "" if plan.prediction_source == source_of_plain(plan) else f" Plain: {chip(source_of_plain(plan))}"
+    )
     where = f"in {code(plan.peak_at)}" if plan.peak_at else ""
     device = None if hardware is None else hardware.device.total_bytes
     bars = [("plain", before, format_bytes(before)), ("this plan", after, format_bytes(after))]
@@ -282,7 +285,7 @@ class ShownPlan:
 
 
 def _marks(plan: Plan, modes: Mapping[str, Plan]) -> Iterator[ShownPlan]:
-    yield ShownPlan("plain", "plain", plan.baseline_peak_bytes, 1.0, _plain_how(plan))
+    yield ShownPlan("plain", "plain", plan.baseline_peak_bytes, 1.0, source_of_plain(plan))
     chosen = (plan.predicted_peak_bytes, plan.predicted_time_ratio)
     alike = []
     for name, other in modes.items():
@@ -416,36 +419,6 @@ def layer_groups(layers: Iterable[LayerPlan]) -> list[list[LayerPlan]]:
         settings = (layer.checkpointing, layer.offloading, layer.tiling)
         groups.setdefault((layer.techniques, settings, layer.rule, layer.reason), []).append(layer)
     return sorted(groups.values(), key=lambda group: not group[0].techniques)
-
-
-def names_in_short(names: Iterable[str]) -> str:
-    """Return names in one line, those that differ in nothing but a number as one.
-
-    Example:
-        >>> names_in_short(["h.0.mlp", "h.1.mlp", "h.2.mlp", "h.5.mlp", "head"])
-        'h.0–2, 5.mlp, head'
-        >>> names_in_short(["a.0.1", "a.2.3"])
-        'a.0.1 … a.2.3'
-    """
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        alike.setdefault(re.sub(r"\d+", "#", name), []).append(name)
-    return ", ".join(map(_numbered, alike.values()))
-
-
-def _numbered(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return names[0] or "(the model)"
-    pieces = list(zip(*(re.split(r"(\d+)", name) for name in names), strict=True))
-    different = [index for index, piece in enumerate(pieces) if len(set(piece)) > 1]
-    if len(different) != 1:
-        return f"{names[0]} … {names[-1]}"
-    ranges = []
-    for _, run in groupby(enumerate(map(int, pieces[different[0]])), key=lambda pair: pair[1] - pair[0]):
-        numbers = [number for _, number in run]
-        ranges.append(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}–{numbers[-1]}")
-    before, after = pieces[: different[0]], pieces[different[0] + 1 :]
-    return "".join((*(piece[0] for piece in before), ", ".join(ranges), *(piece[0] for piece in after)))
 
 
 def _group(group: Sequence[LayerPlan], letter: str, color: str) -> str:

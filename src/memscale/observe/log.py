@@ -12,7 +12,7 @@ from memscale._util.processes import process_rank
 from memscale.config import Config
 from memscale.errors import ConfigError, shown
 from memscale.execution_plan import LEFT_AS_IT_IS, WITHIN_BUDGET, Plan
-from memscale.execution_plan.explain import outline_plan, reserved
+from memscale.execution_plan.explain import outline_plan, reserved, sources_in_words
 from memscale.hardware import Hardware
 from memscale.units import format_bytes
 
@@ -122,7 +122,7 @@ def figures_of(plan: Plan) -> str:
     below = ((plan.host_bytes, "host memory"), (plan.disk_bytes, "disk"))
     return (
         f"peak {format_bytes(plan.baseline_peak_bytes)} → {format_bytes(plan.predicted_peak_bytes)}{reserved(plan)} "
-        f"({plan.prediction_source}), step time × {plan.predicted_time_ratio:.2f} (estimated)"
+        f"({sources_in_words(plan)}), step time × {plan.predicted_time_ratio:.2f} (estimated)"
         + "".join(f", {format_bytes(nbytes)} of {where}" for nbytes, where in below if nbytes)
     )
 
