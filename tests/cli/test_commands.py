@@ -199,6 +199,41 @@ def test_fit_says_which_gpu_is_enough(capsys: pytest.CaptureFixture[str]) -> Non
     assert "gpt2-tiny, 2 × 32" in shown
 
 
+def test_fit_and_bench_agree_on_where_the_plain_step_fits() -> None:
+    from memscale.benchmarks.run import Case, simulated_mode
+    from memscale.cli.target import find_target
+    from memscale.hardware import virtual_hardware
+    from memscale.planner.predict import plain_step
+    from memscale.profiler import Place
+
+    target, case = find_target("gpt2"), Case.of("gpt2")
+    optimizer = torch.optim.AdamW(target.model.parameters())
+    place = Place.of(virtual_hardware("8GiB").device)
+    needed = plain_step(target.model, target.sample, place, Config(), optimizer)
+    least = needed.capacity_bytes  # found to half a per cent
+    assert needed.peak_bytes < 0.99 * least
+    for size in (int(0.99 * least), least):
+        does_fit = simulated_mode(case, "none", size).peak_bytes is not None
+        assert does_fit == (least <= size), size
+
+
+def test_fit_shows_what_the_plain_step_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["fit", "gpt2-tiny", "--gpus", "11MiB,1GiB"]) == 0
+    shown = capsys.readouterr().out
+    small, large = [line for line in shown.splitlines() if "GPU of" in line][:2]
+    assert "needs " in small
+    assert "needs" not in large
+    assert run(["fit", "gpt2-tiny", "--gpus", "RTX 3090", "--on", "RTX 3060"]) == WRONG_ARGUMENTS
+    assert "give one of them" in capsys.readouterr().err
+
+
+def test_names_complete() -> None:
+    from memscale.cli.app import _gpus, _models
+
+    assert _models("gpt2-t") == ["gpt2-tiny"]
+    assert "NVIDIA GeForce RTX 3090" in _gpus("3090")
+
+
 @pytest.mark.slow
 def test_without_arguments_it_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([]) == 0
@@ -235,6 +270,22 @@ def test_a_config_without_a_class_says_what_was_built(
     BertConfig(vocab_size=256, **sizes).save_pretrained(tmp_path)
     assert run(["plan", str(tmp_path), "--on", "RTX 3090", "--batch", "2", "--seq", "32", "--json", "-"]) == 0
     assert "names no class in architectures: this is BertLMHeadModel" in capsys.readouterr().err
+    BertConfig(vocab_size=256, architectures=["MyFancyBert"], **sizes).save_pretrained(tmp_path)
+    assert run(["plan", str(tmp_path), "--on", "RTX 3090", "--batch", "2", "--seq", "32", "--json", "-"]) == 0
+    assert "names MyFancyBert, which transformers has not" in capsys.readouterr().err
+
+
+def test_a_config_that_says_too_little_of_the_batch(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from transformers import T5Config
+
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    T5Config(vocab_size=64, architectures=["T5ForConditionalGeneration"], **sizes).save_pretrained(tmp_path)
+    assert run(["plan", str(tmp_path), "--on", "RTX 3090"]) == WRONG_ARGUMENTS
+    shown = capsys.readouterr().err
+    assert "MemScale derived this batch from the config" in shown
+    assert len(shown.splitlines()) == 1
 
 
 def test_fit_on_a_device_says_which_batches(capsys: pytest.CaptureFixture[str]) -> None:
@@ -346,9 +397,11 @@ def test_without_typer_the_command_says_what_to_install(tmp_path: Path) -> None:
 
 
 def test_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["doctor", "--device", "cpu"]) == 0
-    shown = capsys.readouterr().out
+    process = in_a_process("doctor", "--device", "cpu")  # where no library is imported yet
+    shown, errors = process.communicate(timeout=300)
+    assert process.returncode == 0
     assert all(word in shown for word in ("device", "transformers", "disk tier"))
+    assert "Failed to load" not in errors
     assert run(["doctor", "--json", "x.json"]) == WRONG_ARGUMENTS
 
 

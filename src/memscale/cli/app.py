@@ -62,14 +62,36 @@ class Mode(str, enum.Enum):
     aggressive = "aggressive"
 
 
+def _models(incomplete: str) -> list[str]:
+    from memscale.benchmarks.models import MODELS
+
+    return [name for name in MODELS if name.startswith(incomplete)]
+
+
+def _gpus(incomplete: str) -> list[str]:
+    from memscale.hardware import list_gpus
+
+    return [gpu.name for gpu in list_gpus() if incomplete.lower() in gpu.name.lower()]
+
+
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="registry name, HF config, or package.module:factory")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="registry name, HF config, or package.module:factory",
+        autocompletion=_models,
+    ),
 ]
 Batch = Annotated[int | None, typer.Option(help="samples in a batch", show_default="the model's own")]
 Seq = Annotated[int | None, typer.Option(help="tokens in a sample", show_default="the model's own")]
 On = Annotated[
     str | None,
-    typer.Option(metavar="DEVICE", help='a GPU ("RTX 3090"), a size ("24GiB")', show_default="this machine"),
+    typer.Option(
+        metavar="DEVICE",
+        help='a GPU ("RTX 3090"), a size ("24GiB")',
+        show_default="this machine",
+        autocompletion=_gpus,
+    ),
 ]
 ModeOption = Annotated[Mode, typer.Option("--mode", help="how much step time to give up for memory")]
 Budget = Annotated[str | None, typer.Option(metavar="SIZE", help='fastest plan within "6GB", "9.25GiB"')]
@@ -124,7 +146,7 @@ def plan(
     is_printed = str(json) == "-"
     _check_writable(None if is_printed else json)
     target, config, there = _target(model, batch, seq), _config(mode, budget), _hardware(on)
-    with _progress(2, f"planning {target.name}") as advance:
+    with _planning(target, 2) as advance:
         made = _plan(target, config, there, _optimizer(optimizer, target), advance)
     does_fit = fits(made, there, config)
     if is_printed:
@@ -173,7 +195,7 @@ def report(
     target, config, there = _target(model, batch, seq), _config(mode, budget), _hardware(on)
     stepped = _optimizer(optimizer, target)
     modes: dict[str, Plan] = {}
-    with _progress(2 + len(Mode), f"planning {target.name}") as advance:
+    with _planning(target, 2 + len(Mode)) as advance:
         made = _plan(target, config, there, stepped, advance)
         for each in Mode:
             settings = _config(each, None)
@@ -197,52 +219,73 @@ def fit(
     batch: Batch = None,
     seq: Seq = None,
     on: Annotated[
-        str | None, typer.Option(metavar="DEVICE", help="show which batches fit this device, in each mode")
+        str | None,
+        typer.Option(
+            metavar="DEVICE", help="show which batches fit this device, in each mode", autocompletion=_gpus
+        ),
     ] = None,
     gpus: Annotated[
-        str, typer.Option(metavar="A,B", help='which GPUs, or sizes ("24GiB"), to try')
-    ] = ",".join(COMMON_GPUS),
+        str | None,
+        typer.Option(
+            metavar="A,B",
+            help='which GPUs, or sizes ("24GiB"), to try',
+            show_default=", ".join(COMMON_GPUS),
+        ),
+    ] = None,
     optimizer: OptimizerOption = "adamw",
 ) -> int:
     """Show on which GPUs a model trains, and how fast; with --on, which batches fit that device."""
+    if on is not None and gpus is not None:
+        raise _wrong("--on shows the batches of one device, --gpus one batch on several: give one of them.")
     target = _target(model, batch, seq)
     if on is not None:
         return _fit_batches(target, on, optimizer)
-    return _fit_gpus(target, gpus, optimizer)
+    return _fit_gpus(target, COMMON_GPUS if gpus is None else gpus.split(","), optimizer)
 
 
-def _fit_gpus(target: Target, gpus: str, optimizer: str) -> int:
+def _fit_gpus(target: Target, gpus: Sequence[str], optimizer: str) -> int:
     import memscale
     from memscale.hardware import virtual_hardware
+    from memscale.planner.decide import capacity_of
     from memscale.planner.make_plan import fits
+    from memscale.planner.predict import Step, plain_step
+    from memscale.profiler import Place
     from memscale.report import table
     from memscale.units import format_bytes
 
-    named = [virtual_hardware(name.strip()) for name in gpus.split(",")]
+    named = [virtual_hardware(name.strip()) for name in gpus]
     cards = sorted(
         {each.device.name: each for each in named}.values(), key=lambda each: each.device.total_bytes
     )
     fitting: list[str] = []
     rows: list[tuple[str | None, ...]] = []
     stepped = _optimizer(optimizer, target)
-    plain = 0
-    with _progress(len(cards) * len(Mode), f"planning {target.name}") as advance:
+    plain: dict[Place, Step] = {}  # libraries' workspaces are not the same on all cards
+    with _planning(target, len(cards) * (1 + len(Mode))) as advance:
         for hardware in cards:
-            card = hardware.device
+            card, place = hardware.device, Place.of(hardware.device)
+            if place not in plain:
+                plain[place] = plain_step(
+                    target.model, target.sample, place, _config(Mode.balanced, None), stepped
+                )
+            advance()
+            as_it_is = format_bytes(plain[place].peak_bytes)
+            if plain[place].capacity_bytes > capacity_of(hardware):
+                as_it_is = f"needs {format_bytes(plain[place].capacity_bytes)}"
             row: list[str | None] = []
             for mode in Mode:
                 config = _config(mode, None)
                 made = memscale.plan(target.model, target.sample, config, hardware, optimizer=stepped)
-                plain = made.baseline_peak_bytes
                 row.append(_cell(made) if fits(made, hardware, config) else None)
                 advance()
-            as_it_is = "fits" if plain <= card.total_bytes else None
             rows.append((card.name, format_bytes(card.total_bytes), as_it_is, *row))
             fitting += [card.name] * any(row)
-    title = f"{target.name}, {target.size}: {format_bytes(plain)} as it is"
     columns = ["GPU", "memory", "plain", *(each.value for each in Mode)]
-    caption = "Peaks simulated, step times estimated, as multiples of the plain step's. –: does not fit."
-    print(table(title, columns, rows, caption=caption))
+    caption = (
+        "Peaks simulated, step times estimated, as multiples of the plain step's. –: does not fit; needs: what torch's "
+        "allocator would have to reserve."
+    )
+    print(table(f"{target.name}, {target.size}", columns, rows, caption=caption))
     if not fitting:
         print(
             "It fits none of them. Try a smaller --batch or --seq, or larger --gpus (memscale gpus lists them)."
@@ -265,7 +308,7 @@ def _fit_batches(target: Target, on: str, optimizer: str) -> int:
 
     hardware, stepped = _hardware(on), _optimizer(optimizer, target)
     rows: list[tuple[str | None, ...]] = []
-    with _progress(len(Mode), f"searching batches of {target.name}") as advance:
+    with _planning(target, len(Mode)) as advance:
         for mode in Mode:
             config = _config(mode, None)
             found = memscale.find_batch_size(target.model, target.sample, config, hardware, optimizer=stepped)
@@ -489,11 +532,21 @@ def _working(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(total: int, what: str) -> Iterator[Any]:
+def _planning(target: Target, total: int) -> Iterator[Any]:
     """Show a bar with the time left; yields the function that advances it by one."""
+    from memscale.errors import ProfileError
+
     with _bars() as bars:
-        task = bars.add_task(what, total=total)
-        yield lambda: bars.advance(task)
+        task = bars.add_task(f"planning {target.name}", total=total)
+        try:
+            yield lambda: bars.advance(task)
+        except ProfileError as error:
+            if not target.is_batch_derived:
+                raise
+            raise _wrong(
+                f"{error} MemScale derived this batch from the config: for another one, write a function that returns "
+                "the model and a batch, and give it as package.module:function."
+            ) from error
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ class Target:
     model: nn.Module
     sample: Sample
     remark: str = ""  # what the user may not have meant
+    is_batch_derived: bool = False  # from the model's config; else it is the user's own, or the registry's
 
     @property
     def size(self) -> str:
@@ -61,17 +62,18 @@ def find_target(text: str, batch: int | None = None, seq: int | None = None) -> 
             inputs = entry.inputs(batch or entry.batch, seq or entry.seq, "meta")
         return Target(text, model, sample_of(inputs, model))
     path = Path(text)
-    remark = ""
+    remark, is_derived = "", False
     if path.exists():
         name, model, sample, remark = _from_config(path)
+        is_derived = True
     elif ":" in text:
-        name, model, sample = _from_factory(text)
+        name, model, sample, is_derived = _from_factory(text)
     elif os.sep in text or text.endswith(".json"):
         raise ConfigError(f"{text}: there is no such file or directory.")
     else:
         error = unknown_name("model", text, MODELS)
         raise ConfigError(f"{error} Or give the path of a Hugging Face config, or package.module:factory.")
-    return Target(name, model, _resized(model, sample, batch, seq), remark)
+    return Target(name, model, _resized(model, sample, batch, seq), remark, is_derived)
 
 
 def _resized(model: nn.Module, sample: Sample, batch: int | None, seq: int | None) -> Sample:
@@ -115,13 +117,12 @@ def _from_config(path: Path) -> tuple[str, nn.Module, Sample, str]:
             "returns the model and a batch, and give it as package.module:function."
         )
     name = type(model).__name__
-    remark = (
-        "" if kind is not None else f"{file} names no class in architectures: this is {name}, by its type."
-    )
+    named = f"{names[0]}, which transformers has not" if names else "no class in architectures"
+    remark = "" if kind is not None else f"{file} names {named}: this is {name}, by its type."
     return name, model.train(), sample, remark
 
 
-def _from_factory(text: str) -> tuple[str, nn.Module, Sample]:
+def _from_factory(text: str) -> tuple[str, nn.Module, Sample, bool]:
     """Build a model with the user's function; the current directory is searched for its module."""
     module_name, _, name = text.partition(":")
     sys.path.insert(0, os.getcwd())
@@ -147,7 +148,7 @@ def _from_factory(text: str) -> tuple[str, nn.Module, Sample]:
             f"{text} returned a {type(model).__name__} without a batch, and none can be derived from it: "
             "return (module, batch), the batch as the model is called with it."
         )
-    return name, model.train(), sample
+    return name, model.train(), sample, batch is None
 
 
 def _in_a_line(error: Exception) -> str:

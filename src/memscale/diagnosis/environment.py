@@ -162,9 +162,9 @@ def _library(library: _Library, device: torch.device) -> str:
         raise Failed(
             f"{version} is too old for {library.use}: pip install --upgrade {package} (at least {oldest})"
         )
-    warnings = logging.getLogger(library.module)
+    warnings = logging.getLogger("bitsandbytes")  # peft imports it, too
     before = warnings.level
-    warnings.setLevel(logging.ERROR)  # bitsandbytes warns of kernels that nothing here uses
+    warnings.setLevel(logging.ERROR)  # it warns of kernels that nothing here uses
     try:
         importlib.import_module(library.module)
     finally:

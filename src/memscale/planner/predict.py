@@ -99,6 +99,12 @@ def with_plain_step(
     return _filled_in(replace(plan, notes=notes), plain, _planned_step_of(plan), plan.prediction_source)
 
 
+def plain_step(model: nn.Module, sample: Sample, place: Place, config: Config, optimizer: Optimizer) -> Step:
+    """Simulate the step without techniques, with what torch's allocator must reserve for it."""
+    with rehearsal(model):
+        return _simulated(model, Plan(layers=()), sample, place, config, needs_of(optimizer, model, place))
+
+
 def measure(
     model: nn.Module,
     plan: Plan,
