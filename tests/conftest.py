@@ -165,7 +165,7 @@ def only_new_objects_are_searched() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What the tests leave in the system's directory for temporary files, such as dumps, goes with their own."""
+    """What the tests leave in the system's directory for temporary files goes with their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("system")))
         yield

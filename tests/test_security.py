@@ -126,31 +126,13 @@ def _train_with_layers_on_disk(directory: Path) -> None:
     memscale.detach(model)
 
 
-def _run_out_of_memory(directory: Path) -> None:
-    class Hungry(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if x.device.type == "cpu" and type(x) is torch.Tensor and hungry:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return x
-
-    hungry = False
-    config = ON_DISK.replace(offload_dir=directory, enable_offloading=False)
-    model = memscale.wrap(nn.Sequential(build(), Hungry()), config, X)
-    hungry = True
-    with pytest.raises(torch.OutOfMemoryError):
-        model(X)
-    assert [each.name[:13] for each in directory.iterdir()] == ["memscale-oom-"]
-    memscale.detach(model)
-
-
 @pytest.mark.parametrize(
     "use",
     [
         _train_with_layers_on_disk,
         lambda directory: measure_disk(find_disk(directory), 2**20),
-        _run_out_of_memory,
     ],
-    ids=["the disk tier", "calibration", "a dump"],
+    ids=["the disk tier", "calibration"],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_new_directory_is_private_and_an_existing_one_stays_as_it_is(

@@ -30,7 +30,7 @@ NOT_HOOKS = (
     "/units.py",
 )
 # Around an operation of torch's own step: one that fails leaves the plain step half made, too.
-ARITHMETIC = ("/recovery/steps.py", "__torch_dispatch__")
+ARITHMETIC = ("/recovery/guard.py", "__torch_dispatch__")
 
 
 class Injector:

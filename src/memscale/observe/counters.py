@@ -188,7 +188,6 @@ class Meter:
         # Steps of single parameters that were computed in backward: committed by the optimizer's step, and dropped.
         self.steps_committed = 0
         self.steps_dropped = 0
-        self.dumps: list[str] = []  # files that were written when memory ran out
 
     def begin(self, device: torch.device, *, simulated: bool = False) -> None:
         """Watch the memory of a device, to which a plan is being attached."""

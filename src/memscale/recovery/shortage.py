@@ -10,14 +10,8 @@ heavier plan is tried. Its lines are kept as text, in case the error is raised i
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import json
 import math
-import os
-import platform
-import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,11 +32,9 @@ from memscale.planner.ranks import planning_alone
 from memscale.profiler import Place, Sample
 from memscale.profiler.recorder import backward_targets, loss_of
 from memscale.units import format_bytes
-from memscale.version import __version__
 
 HEAVIER_SHARE = 0.75  # of the predicted peak of the plan that failed
 LARGEST_TENSORS = 5  # that an explanation names
-MAX_DUMPS = 3  # of one model: a loop that goes on after such errors must not fill the disk
 
 
 def attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
@@ -169,7 +161,7 @@ def explain(
     consequence: str = "",  # what was done about it
     origin: str = "",  # the text of the error's traceback
 ) -> None:
-    """Add to an out-of-memory error, which is raised in the end, what to know of it; write the same to a JSON file."""
+    """Add to an out-of-memory error, which is raised in the end, what to know of it."""
     plan = executor.plan
     lines = [
         f"MemScale: out of memory in {where}" + (f"; it was not repeated: {objection}" if objection else ""),
@@ -188,7 +180,6 @@ def explain(
         lines.append(f"  at its peak forward and backward hold (simulated): {parts}")
         for top in peak.top:
             lines.append(f"    {format_bytes(top.nbytes)} {top.category}: {top.description}")
-    lines.append(f"  {_dump(executor, where, tried, objection, peak)}")
     lines.append(
         "  What helps: a smaller batch, a shorter sequence, another mode; see memscale.plan(model, batch)."
     )
@@ -220,40 +211,3 @@ def _simulated_peak(executor: Executor, sample: Sample) -> Snapshot | None:
             return simulation.tracker.at_peak(simulation.device, top=LARGEST_TENSORS)
     except Exception:
         return None  # a model that cannot be simulated: the error that is being explained matters more
-
-
-def _dump(
-    executor: Executor, where: str, tried: Sequence[Plan], objection: str, peak: Snapshot | None
-) -> str:
-    """Write a file to the offload directory, or else to that for temporary files; return a line that says where."""
-    written = executor.meter.dumps
-    if len(written) >= MAX_DUMPS:
-        return f"dumps of earlier such errors: {', '.join(written)}"
-    directory = executor.config.offload_dir
-    contents = {
-        "schema": 1,
-        "what": "out of memory",
-        "where": where,
-        "why_not_repeated": objection,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "memscale": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "device": str(executor.device),
-        "plan": json.loads(executor.plan.to_json()),
-        "plans_tried": [json.loads(plan.to_json()) for plan in tried],
-        "report": dataclasses.asdict(executor.report()),
-        "simulated_peak": None if peak is None else dataclasses.asdict(peak),
-    }
-    try:
-        if directory is not None:
-            os.makedirs(directory, 0o700, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="memscale-oom-", suffix=".json", dir=directory, delete=False, encoding="utf-8"
-        ) as file:
-            json.dump(contents, file, indent=1, default=str)
-    except Exception as error:  # the error that is being explained matters more
-        return f"a dump of this could not be written: {type(error).__name__}: {error}"
-    written.append(file.name)
-    return f"all of this and more, as JSON: {file.name}"
