@@ -34,7 +34,6 @@ from torch import nn
 
 from memscale._torch import FakeTensor, outside_compiler, sharded_groups
 from memscale._util.interrupts import interrupts_deferred, raise_pending_interrupt
-from memscale._util.processes import process_rank
 from memscale.checkpointing.technique import NoCache, OwnCheckpointing, no_cache_hooks
 from memscale.config import Config
 from memscale.errors import WrapError
@@ -42,6 +41,7 @@ from memscale.execution_plan import LayerPlan, Offloading, Plan, Tier
 from memscale.executor.copies import CopiedAsPlain
 from memscale.executor.registry import LAYER_TECHNIQUES, MODEL_TECHNIQUES
 from memscale.hardware import Hardware, detect
+from memscale.hardware.host import process_rank
 from memscale.observe.counters import Accumulation, Meter
 from memscale.observe.log import open_log
 from memscale.observe.report import Report

@@ -1,4 +1,4 @@
-"""Read the host: RAM and cores within the limits of control groups, and the directory for the disk tier.
+"""Read the host: RAM and cores within control groups, the directory for the disk tier, the processes of a job.
 
 A container sees the memory of its whole machine in `/proc/meminfo` and is killed long before it has used that. The
 limit is in its control group (version 1 or 2), or in any group above it: the tightest one counts.
@@ -233,3 +233,24 @@ def _is_in_ram(directory: Path, proc: Path) -> bool:
         if depth >= deepest[0] and target.is_relative_to(mount):
             deepest = (depth, fields[2])
     return deepest[1] in _RAM_FILESYSTEMS
+
+
+def in_process_group() -> bool:
+    """Return whether torch.distributed has been initialised, be it for this process alone."""
+    import torch  # here, as `import memscale` does not import torch
+
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def process_count() -> int:
+    """Return how many processes train together; 1 where torch.distributed is not in use."""
+    import torch
+
+    return torch.distributed.get_world_size() if in_process_group() else 1
+
+
+def process_rank() -> int:
+    """Return the number of this process among them, from 0 on."""
+    import torch
+
+    return torch.distributed.get_rank() if process_count() > 1 else 0

@@ -8,12 +8,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 
-from memscale._util.processes import process_rank
 from memscale.config import Config
 from memscale.errors import ConfigError, shown
 from memscale.execution_plan import LEFT_AS_IT_IS, WITHIN_BUDGET, Plan
 from memscale.execution_plan.explain import outline_plan, reserved, sources_in_words
 from memscale.hardware import Hardware
+from memscale.hardware.host import process_rank
 from memscale.units import format_bytes
 
 logger = logging.getLogger("memscale")

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from memscale._torch import FakeTensor
-from memscale._util.locks import LateLock
+from memscale._util.interrupts import LateLock
 from memscale.checkpointing.technique import SlicesStage
 from memscale.execution_plan import StepTime, Tier
 from memscale.memory.process import fix_malloc_threshold, restore_malloc_threshold

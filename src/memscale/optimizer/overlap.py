@@ -45,9 +45,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memscale._torch import at_end_of_backward, graph_task_id, has_other_views, is_fake
-from memscale._util.processes import process_count
 from memscale.config import AsyncOffloadConfig
 from memscale.errors import TierFullError
+from memscale.hardware.host import process_count
 from memscale.observe.counters import Meter
 from memscale.optimizer.eight_bit import Moment, is_dense
 from memscale.optimizer.interceptor import SplitStep, StepOrder, StepSubscriber, members_of

@@ -30,11 +30,11 @@ from memscale._torch import (
     math_attention_is_enabled,
     private_device_name,
 )
-from memscale._util.processes import in_process_group
 from memscale.config import Config
 from memscale.execution_plan import Plan
 from memscale.executor.registry import LAYER_TECHNIQUES
 from memscale.hardware import Hardware
+from memscale.hardware.host import in_process_group
 from memscale.optimizer.needs import OptimizerNeeds
 from memscale.profiler.sample import Sample
 

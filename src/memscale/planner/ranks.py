@@ -24,11 +24,11 @@ from collections.abc import Callable
 from torch import nn
 
 from memscale._torch import default_store
-from memscale._util.processes import process_count, process_rank
 from memscale.config import Config
 from memscale.errors import ProfileError
 from memscale.execution_plan import Plan
 from memscale.hardware import Hardware
+from memscale.hardware.host import process_count, process_rank
 from memscale.planner.assembly import NOT_CALLED
 from memscale.planner.make_plan import fits
 from memscale.profiler.sample import Shapes

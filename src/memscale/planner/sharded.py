@@ -19,10 +19,10 @@ from dataclasses import replace
 from torch import nn
 
 from memscale._torch import is_flattened, is_sharded, sharded_groups
-from memscale._util.processes import in_process_group
 from memscale.config import Config, ConfigFields
 from memscale.errors import WrapError
 from memscale.hardware import Hardware
+from memscale.hardware.host import in_process_group
 from memscale.optimizer.needs import OptimizerNeeds, needs_of_shards, shards_of
 from memscale.profiler import ModelProfile, find_blocks
 from memscale.simulator.shards import bytes_here

@@ -62,7 +62,7 @@ from memscale.errors import RecomputeError, is_out_of_memory
 from memscale.execution_plan import Plan
 from memscale.executor import Executor, executor_of
 from memscale.executor.executor import UNSEEN_STEPS
-from memscale._util.processes import process_count
+from memscale.hardware.host import process_count
 from memscale.observe.log import open_log
 from memscale.optimizer.interceptor import (
     Member,

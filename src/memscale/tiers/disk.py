@@ -41,7 +41,7 @@ import torch
 from torch import nn
 
 from memscale._torch import is_fake
-from memscale._util.locks import LateLock
+from memscale._util.interrupts import LateLock
 from memscale.errors import TierError, TierFullError
 from memscale.hardware.host import find_disk
 from memscale.memory.record import is_mapped, mark_mapped, new_storages_are_mapped

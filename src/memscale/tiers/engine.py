@@ -40,7 +40,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from memscale._torch import is_fake
-from memscale._util.locks import LateLock
+from memscale._util.interrupts import LateLock
 from memscale.config import AsyncOffloadConfig, Config
 from memscale.errors import TierFullError, TransferError
 from memscale.execution_plan import Plan
