@@ -59,3 +59,13 @@ def test_no_tensor_holds_all_logits() -> None:
     assert tokens == plan_of(model).loss.rows < BATCH * LENGTH
     assert peak <= BUDGET < plain_peak / 2
     assert losses == pytest.approx(plain_losses, rel=1e-6)
+
+
+@pytest.mark.parametrize(("vocabulary", "batch", "length"), [(50, 4, 10), (4000, 8, 32), (4000, 16, 128)])
+def test_small_logits_are_tiled_as_well(vocabulary: int, batch: int, length: int) -> None:
+    """A tile with all positions holds more than the plain loss does."""
+    model = nn.Sequential(nn.Embedding(vocabulary, 16), nn.Linear(16, 16), nn.Linear(16, vocabulary))
+    ids = torch.arange(batch * length).view(batch, length) % vocabulary
+    plan = memscale.plan(model, ids, TILED.replace(memory_budget=None))
+    assert plan.loss is not None
+    assert plan.predicted_peak_bytes < plan.baseline_peak_bytes

@@ -45,6 +45,7 @@ LONG_SEQUENCE = 4096  # positions from which on wide layers are computed in tile
 LOGITS_TILE_BYTES = 32 * 2**20  # 128 tokens of GPT-2. Smaller tiles are slower, larger ones hardly faster
 LOGITS_BUDGET_SHARE = 1 / 32  # of a memory budget, for one tile of logits
 FEWEST_LOGITS_ROWS = 16
+FEWEST_LOGITS_TILES = 4  # in a tile four copies of its logits exist at once, in a plain backward three of all logits
 
 
 def rows_of_layers(positions: int) -> int | None:
@@ -58,7 +59,7 @@ def tiled_loss(tokens: int, vocabulary: int, memory_budget: int | None) -> LossT
     if memory_budget is not None:
         room = min(room, int(memory_budget * LOGITS_BUDGET_SHARE))
     rows = FEWEST_LOGITS_ROWS
-    while 2 * rows * vocabulary * 4 <= room and rows < tokens:
+    while 2 * rows * vocabulary * 4 <= room and 2 * rows * FEWEST_LOGITS_TILES <= tokens:
         rows *= 2
     whole, tile = format_bytes(4 * tokens * vocabulary), format_bytes(4 * rows * vocabulary)
     return LossTiling(rows, "logits-in-tiles", f"logits of {whole} are never whole, but {tile} at a time")
