@@ -41,14 +41,18 @@ from memscale.optimizer.eight_bit import (
     is_moment,
     stored_layout,
 )
-from memscale.optimizer.interceptor import Member, SplitStep, StepOrder, StepSubscriber, members_of
-from memscale.optimizer.kinds import (
+from memscale.optimizer.interceptor import (
     ELEMENTWISE,
     MOMENTS,
     STATE_NAMES,
+    Member,
     NewState,
+    SplitStep,
+    StepOrder,
+    StepSubscriber,
     arithmetic_of,
     has_moments,
+    members_of,
     why_32_bits,
     why_whole,
 )

@@ -48,14 +48,18 @@ from memscale.execution_plan import Plan, Tier
 from memscale.optimizer.bucketed_steps import bytes_of_gradient
 from memscale.optimizer.device_steps import DeviceSteps
 from memscale.optimizer.eight_bit import is_dense, parameters_in_eight_bits, stored_layout
-from memscale.optimizer.interceptor import Member, SplitStep, StepOrder, StepSubscriber, members_of
-from memscale.optimizer.kinds import (
+from memscale.optimizer.interceptor import (
     FOREACH_DIFFERS,
     FOREACH_DIFFERS_IN_16_BITS,
     STATE_NAMES,
+    Member,
     NewState,
+    SplitStep,
+    StepOrder,
+    StepSubscriber,
     arithmetic_of,
     is_fused_on_cpu,
+    members_of,
     why_whole,
 )
 from memscale.optimizer.state_stores import DiskStateStore, HostStateStore, StateStore

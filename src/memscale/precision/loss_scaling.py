@@ -44,8 +44,14 @@ from memscale._torch import (
     largest_magnitudes,
     leaves_of,
 )
-from memscale.optimizer.interceptor import StepOrder, StepSubscriber, closure_of, evaluate_closure, members_of
-from memscale.optimizer.kinds import has_own_step
+from memscale.optimizer.interceptor import (
+    StepOrder,
+    StepSubscriber,
+    closure_of,
+    evaluate_closure,
+    has_own_step,
+    members_of,
+)
 
 logger = logging.getLogger("memscale")
 
