@@ -131,9 +131,8 @@ class StepGuard:
 
     def cover(self, model: nn.Module, log: UndoLog) -> None:
         """Guard forward passes, outside of all techniques that are on the model."""
-        if not isinstance(model, torch.jit.ScriptModule):  # its forward cannot be replaced
-            is_opaque = any(stage.is_opaque for _, stage in log.stages())
-            log.add_stage(model, _RecoverStage(self, is_opaque=is_opaque))
+        is_opaque = any(stage.is_opaque for _, stage in log.stages())
+        log.add_stage(model, _RecoverStage(self, is_opaque=is_opaque))
 
     def executor(self) -> Executor | None:
         """Return the model's executor, if its plan is attached."""
