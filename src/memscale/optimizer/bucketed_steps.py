@@ -374,9 +374,8 @@ class BucketedSteps(StepSubscriber):
                 yield from self._slices(optimizer, bucket[0], length)
             else:
                 yield bucket, [each.member for each in bucket]
-        if (
-            others
-        ):  # after the state of the last bucket is released: host masters may be stepped on the device
+        # After the state of the last bucket is released: host masters may be stepped on the device.
+        if others:
             self._mover.finish_writing()
             yield [], others
 
