@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from pathlib import Path
@@ -58,13 +59,42 @@ def test_a_class_name_has_one_meaning() -> None:
     assert {name for name, count in names.items() if count > 1} <= {"MemScaleCallback"}
 
 
+# Attributes that others than `_torch.py` read of torch's objects: a storage's, a tensor's, an operator's, a module's.
+# `_initialize_weights` is a method of transformers' models.
+PRIVATE_ATTRIBUTES = {
+    "_cdata",
+    "_forward_pre_hooks",
+    "_indices",
+    "_initialize_weights",
+    "_is_view",
+    "_overloadpacket",
+    "_schema",
+    "_values",
+}
+
+
 def test_private_apis_of_torch_are_in_one_file() -> None:
-    private = re.compile(
-        r"^(?:from|import) torch[\w.]*\._(?!_)|\btorch(?:\.\w+)*\._(?!_)\w+[.(]", re.MULTILINE
-    )
-    for path in (ROOT / "src").rglob("*.py"):
-        if path.name != "_torch.py":
-            assert not private.search(path.read_text(encoding="utf-8")), path
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "src").rglob("*.py")}
+    nodes = [(path.name, node) for path, tree in trees.items() for node in ast.walk(tree)]
+    own = {node.name for _, node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for _, node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            own |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+    read: set[str] = set()
+    for name, node in nodes:
+        if name == "_torch.py":
+            continue
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("torch"):
+            names = [*str(node.module).split("."), *(each.name for each in node.names)]
+            assert not any(each.startswith("_") and each != "__future__" for each in names), (name, names)
+        if isinstance(node, ast.Attribute) and re.match("_(?!_|memscale_)", node.attr):
+            owner = ast.unparse(node.value)
+            assert not re.match(r"torch\b(?!\.ops)", owner), (name, owner, node.attr)
+            if node.attr not in own and not re.search(r"\baten$", owner):
+                read.add(node.attr)
+    assert read == PRIVATE_ATTRIBUTES
 
 
 def test_no_package_is_too_large() -> None:

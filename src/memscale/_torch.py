@@ -1,7 +1,9 @@
-"""Every private torch API that MemScale uses, in one place.
+"""The private torch APIs that MemScale uses, in one place.
 
-Tried on torch 2.13 and 2.15. Each docstring or comment says what it is for and what happens on a torch
-that lacks it. No other module imports a name of torch that begins with an underscore.
+Tried on torch 2.13 and 2.15. Each docstring or comment says what it is for and what happens on a torch that lacks it.
+No other module imports a name of torch that begins with an underscore, or reads one from a module of torch. Of torch's
+objects others read a few such attributes, which `tests/test_contributing.py` lists: the dictionaries of an `nn.Module`,
+a storage's `_cdata`, a tensor's `_version`, an operator's `_schema`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp.grad_scaler import GradScaler, _MultiDeviceReplicator
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.conv import _ConvNd as ConvNd
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils, backend_registration
 from torch.utils import _pytree as pytree
@@ -30,9 +34,12 @@ OUTSIDE_BACKWARD = -1  # what `graph_task_id` says when no backward pass is runn
 
 # Fake tensors and their mode: the simulator. `torch.compile` stands on them, so they will not go away.
 # pytree: flattening of a user's nested inputs and outputs. Dispatch modes: the tracker and kept products.
+# ConvNd, NormBase: the classes of all convolutions, and of all batch and instance norms.
 __all__ = [
+    "ConvNd",
     "FakeTensor",
     "FakeTensorMode",
+    "NormBase",
     "TorchDispatchMode",
     "current_dispatch_modes",
     "disable_current_modes",
@@ -164,6 +171,11 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that a view is of, or the tensor itself; None for views made in inference mode."""
+    return tensor._base if tensor._is_view() else tensor
+
+
 def storage_key(tensor: torch.Tensor) -> int | None:
     """Return a number for the memory of a tensor, unique while that is alive; None if it is not one storage.
 
@@ -223,9 +235,8 @@ def release_saved_tensors(tensors: Sequence[torch.Tensor], error: str) -> None:
         for saved in _saved_tensors(node):
             try:
                 with disable_current_modes():  # which cannot detach a Python number that was saved
-                    saved.register_hooks(
-                        lambda _: None, refuse
-                    )  # what the first hook returns is kept instead
+                    # What the first hook returns is kept instead.
+                    saved.register_hooks(lambda _: None, refuse)
             except RuntimeError:  # it is empty, or has hooks
                 _ask(getattr(saved, "data", None), "memscale_release", otherwise=None)
         _ask(node, "memscale_release", otherwise=None)
@@ -736,10 +747,51 @@ def has_global_forward_hooks() -> bool:
     return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks)
 
 
+_GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has hooks on its gradient; a torch without the attributes has none."""
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return any(getattr(tensor, name, None) for name in names)
+    return any(getattr(tensor, name, None) for name in _GRADIENT_HOOKS)
+
+
+def accumulation_hooks(tensor: torch.Tensor) -> Mapping[int, Any]:
+    """Return the hooks that are called when a tensor's gradient was accumulated; a torch without them has none."""
+    return getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+
+
+def call_last_hook_first(tensor: torch.Tensor) -> None:
+    """Have the hook that was registered last on a tensor's gradient called before the others."""
+    hooks = tensor._backward_hooks or {}
+    for key in list(hooks)[:-1]:
+        # The others to the end, one by one: autograd goes by insertion, not by `move_to_end`.
+        hooks[key] = hooks.pop(key)
+
+
+def drop_empty_hooks(tensor: torch.Tensor) -> None:
+    """Leave no empty dictionaries of hooks on a tensor's gradient: without hooks it has none."""
+    for name in _GRADIENT_HOOKS:
+        if getattr(tensor, name, None) is not None and not getattr(tensor, name):
+            setattr(tensor, name, None)
+
+
+def share_gradient_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Give a tensor the hooks on another one's gradient, to be exchanged with it by `torch.utils.swap_tensors`."""
+    for name in _GRADIENT_HOOKS:
+        setattr(target, name, getattr(source, name))
+
+
+@contextlib.contextmanager
+def without_flat_weights(model: torch.nn.Module) -> Iterator[None]:
+    """Drop the weak references of recurrent layers to their weights for a block: they forbid `swap_tensors`."""
+    recurrent = [module for module in model.modules() if isinstance(module, torch.nn.RNNBase)]
+    for module in recurrent:
+        module._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for module in recurrent:
+            module._init_flat_weights()
 
 
 # What `torch.compile` imports when it is first used, some 200 MiB: for measurements that are to be without.

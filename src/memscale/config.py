@@ -249,8 +249,8 @@ class Config:
         mode: An :class:`OptimizationMode` or its name.
         enable_checkpointing: May recompute activations in the backward pass instead of keeping them.
         enable_offloading: May keep parameters, gradients, optimizer state and activations off the device.
-        enable_tiling: May compute attention, MLPs and the loss in tiles. On in AGGRESSIVE. On a CPU, BALANCED may
-            compute the loss in tiles as well where the logits are large (64 MiB); False forbids it.
+        enable_tiling: May compute MLPs and the loss in tiles, and eager attention by torch's SDPA. On in AGGRESSIVE. On
+            a CPU, BALANCED may compute the loss in tiles as well where the logits are large (64 MiB); False forbids it.
         use_mixed_precision: May compute in 16 bits. On in AGGRESSIVE.
         use_8bit_optimizer: May keep Adam's moments in 8 bits. On in AGGRESSIVE.
         max_cpu_offload_gb: The most host memory to offload to, in GB (10⁹ bytes). 0: none; None: what is free, less a

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from memscale.optimizer.kinds import ONE_BY_ONE, NewState
+from memscale.optimizer.interceptor import ONE_BY_ONE, NewState
 from memscale.simulator import simulate
 
 OPTIONS = {

@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 from torch.optim import optimizer as torch_optimizer
 
-from memscale.optimizer.kinds import ONE_BY_ONE, arithmetic_of, has_own_step, why_whole
+from memscale.optimizer.interceptor import ONE_BY_ONE, arithmetic_of, has_own_step, why_whole
 from support.optimizers import assert_equal, give_gradients, in_groups, parameters, streamed
 
 

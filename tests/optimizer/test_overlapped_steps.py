@@ -12,7 +12,7 @@ from torch import nn, optim
 from memscale.config import Config
 from memscale.execution_plan import LayerPlan, Offloading, OptimizerPlan, Plan
 from memscale.executor import Executor
-from memscale.optimizer.kinds import leaves_gradients
+from memscale.optimizer.interceptor import leaves_gradients
 from memscale.optimizer.overlap import ACCUMULATED, CHANGED, RUN, SAMPLED, _sums_of
 from memscale.testing import executing
 

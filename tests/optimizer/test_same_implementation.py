@@ -15,7 +15,7 @@ from torch import optim
 from memscale.errors import TierFullError
 from memscale.execution_plan import Plan
 from memscale.executor import Executor
-from memscale.optimizer.kinds import ONE_BY_ONE
+from memscale.optimizer.interceptor import ONE_BY_ONE
 from memscale.recovery.guard import StepGuard
 from memscale.testing import executing
 from support.offloaded import QUIET, plan_of

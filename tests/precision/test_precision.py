@@ -29,8 +29,7 @@ from memscale.executor import Executor
 from memscale.hardware import virtual_hardware
 from memscale.hardware.detect import CpuFeatures, cpu_device
 from memscale.planner.settings import choose_precision
-from memscale.precision.loss_scaling import GROWTH_INTERVAL, LossScale
-from memscale.precision.technique import AutocastStage
+from memscale.precision.technique import GROWTH_INTERVAL, AutocastStage, LossScale
 from memscale.simulator import simulate
 from memscale.testing import executing
 

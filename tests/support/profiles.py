@@ -25,7 +25,6 @@ def block(name: str = "layers.0", **given) -> BlockProfile:
         "container": container,
         "members": (name,),
         "role": "repeated",
-        "signature": "layer",
         "calls": 1,
         "order": int(index) if index.isdigit() else 0,
         "parameter_bytes": 4 * MIB,
@@ -63,7 +62,6 @@ def profile_of(*blocks: BlockProfile, **given) -> ModelProfile:
         "tail_peak_bytes": MIB,
         "other_flops": GFLOP,
         "other_traffic": MIB,
-        "peak_bytes": 0,
     }
     return ModelProfile(blocks=blocks, **{**values, **given})
 

@@ -50,9 +50,8 @@ class BenchmarkModel:
     seq: int | None  # tokens in a sample, by default; None if all samples have one size, as images
     make: Callable[[], nn.Module]
     make_inputs: MakeInputs
-    modules: tuple[
-        str, ...
-    ]  # what building it imports: transformers leaves some 100 MiB to a model's first use
+    # What building it imports: transformers leaves some 100 MiB to a model's first use.
+    modules: tuple[str, ...]
     positions: int | None = None  # tokens in a sample, at most; None: as many as memory holds
     published: Published | None = None  # with the default batch
 

@@ -114,9 +114,8 @@ def _deepspeed(model: nn.Module) -> Step:
     os.environ.setdefault("MASTER_PORT", "29531")
     deepspeed: Any = importlib.import_module("deepspeed")
     adam: Any = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
-    with contextlib.redirect_stdout(
-        sys.stderr
-    ):  # compiling its Adam flushes stdout, which a measured process has not
+    # Compiling its Adam flushes stdout, which a measured process has not.
+    with contextlib.redirect_stdout(sys.stderr):
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=adam(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01),

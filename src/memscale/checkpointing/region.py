@@ -64,6 +64,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memscale._torch import (
     OUTSIDE_BACKWARD,
     at_end_of_backward,
+    base_of,
     graph_task_id,
     hooks_are_allowed,
     running_node_name,
@@ -439,7 +440,7 @@ class _Saved:
         self._metadata = _metadata(tensor)
         # Only of a parameter, or a view of one (`nn.Linear` saves its weight transposed), can the version be compared
         # with that at forward: of all else the recomputation makes new tensors.
-        owner = tensor._base if tensor._is_view() else tensor
+        owner = base_of(tensor)
         is_weight = isinstance(owner, nn.Parameter) or (
             owner is not None and owner.is_leaf and owner.requires_grad
         )

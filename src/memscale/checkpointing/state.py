@@ -28,9 +28,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
-from memscale._torch import Hooks, same_version, version_of
+from memscale._torch import Hooks, NormBase, accumulation_hooks, same_version, version_of
 from memscale._util.snapshots import Attributes, HostRngState, TorchRngState
 from memscale._util.trees import Tree
 from memscale.errors import RecomputeError
@@ -197,7 +196,7 @@ class ModuleFlags:
         """
         for (parameter, _), version in zip(self._parameters, self._versions, strict=True):
             if parameter._version != version:
-                hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+                hooks = accumulation_hooks(parameter)
                 if not any(getattr(hook, "changes_parameter", True) for hook in hooks.values()):
                     raise changed_parameter(parameter, version)
 
@@ -433,7 +432,7 @@ class _Owner:
         in_place = self._changed_in_place()
         if self._training not in known and not in_place:
             in_place = [name for name, copy in self._copies.items() if _differs(copy, self._before[name])]
-        is_batch_norm = isinstance(module, _NormBase) and module.training and module.track_running_stats
+        is_batch_norm = isinstance(module, NormBase) and module.training and module.track_running_stats
         known[self._training] = bool(in_place) or known.get(self._training, False) or is_batch_norm
         self._changed = known[self._training] or not is_same
         self._lost = next((name for name in in_place if name not in self._copies), None)

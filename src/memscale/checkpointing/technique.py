@@ -9,8 +9,9 @@ A Hugging Face model has `config.use_cache`, mostly on, and a forward that takes
 training, holds memory, and breaks recomputation, which would write to it twice. So each module with such a config and
 such a forward gets a hook, which in training passes `use_cache=False` for a caller who does not say anything. In
 `eval()` mode a call with gradients on is training if it has labels; without them it may be the first of a loop that
-generates, so the cache stays. So it does while the plan does nothing: that model is left as it is. The config itself
-is never written to, as it could be read in the middle of a forward, after an interrupt, or by `save_pretrained`.
+generates, so the cache stays. So it does while the plan does nothing: that model is left as it is. In training the
+config is not written to, as `save_pretrained` would save it, or the next call read it after an interrupt. Real runs
+that profile or verify a model do set it, for their own length (`profiler.run.without_cache`).
 
 A caller who passes `use_cache=True` or a cache (as prefix tuning does) gets it. Layers that are given a cache to which
 keys and values are appended (transformers' `DynamicCache`) are recomputed in `train()` mode, with a copy of it as it
@@ -103,8 +104,6 @@ class GradientCheckpointing:
             )
 
     def unsupported_reason(self, site: LayerSite) -> str | None:
-        if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):
-            return "it is a scripted module, whose forward cannot be replaced"
         gathered = {id(module) for group in sharded_groups(site.model) for module in group.modules}
         for member, module in zip(site.layer.members, site.modules, strict=True):
             parts = member.split(".")
@@ -216,9 +215,7 @@ def _slice_position(site: LayerSite) -> tuple[str, int]:
 
 
 _FLAG = "gradient_checkpointing"
-_REPLACED = (
-    0  # what the flag is while a plan replaces it: off, and yet not the False that someone else may set
-)
+_REPLACED = 0  # the flag while a plan replaces it: off, yet not the False that someone else may set
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:

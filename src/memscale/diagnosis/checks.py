@@ -52,9 +52,8 @@ LOSSY_TOLERANCE = 0.05  # relative, of losses with 16-bit products and 8-bit opt
 WIDTH, LAYERS, WORDS, BATCH, LENGTH = 64, 4, 256, 8, 64
 LEARNING_RATE = 1e-3
 FAILING_STEP = 1
-SEGMENT_BYTES = (
-    20 * 2**20
-)  # by which torch's allocator asks for memory: a small model may need one more or less
+# By which torch's allocator asks for memory: a small model may need one more or less.
+SEGMENT_BYTES = 20 * 2**20
 
 
 @dataclass(frozen=True)
@@ -443,9 +442,8 @@ class _Checks:
             module.empty_cache()
         if self.device.type == "cuda":
             with contextlib.suppress(RuntimeError):  # none can be had
-                torch.empty(
-                    1, pin_memory=True
-                )  # with each new block torch releases those that copies are done with
+                # With each new block torch releases those that copies are done with.
+                torch.empty(1, pin_memory=True)
 
     def _memory_now(self) -> dict[str, float]:
         """Return what is in use on an accelerator, in bytes."""

@@ -50,7 +50,7 @@ from memscale.offload.loading import forget_pending
 from memscale.offload.materialise import Materialised, has_meta_tensors
 from memscale.offload.placement import ModelPlacement, bytes_held_on_host, training_device
 from memscale.profiler.sample import PlannedBatches
-from memscale.techniques.base import EXECUTOR, LayerSite, ModelSite
+from memscale.techniques.base import EXECUTOR, LayerSite, LayerTechnique, ModelSite
 from memscale.techniques.forward import CompileNotice, ForwardStage, is_redirected, override_of
 from memscale.techniques.undo_log import UndoLog
 from memscale.tiers.disk import DiskStore
@@ -99,9 +99,8 @@ class Settings:
     optimizer: OptimizerNeeds | None
     technique_state: dict[str, Any]
     origins: dict[str, torch.device]  # where parameters and buffers go on detach, by their names
-    changed: list[
-        tuple[object, str, object]
-    ]  # attributes of objects other than modules, and their values before
+    # Attributes of objects other than modules, and their values before.
+    changed: list[tuple[object, str, object]]
 
     def attach_to(self, model: nn.Module) -> None:
         for owner, name, before in self.changed:
@@ -417,8 +416,7 @@ class Executor:
         copied.make(self)
         if self.on_training_batch is not None:
             self._hooks.add_forward_pre_hook(model, _before_forward)
-            if not isinstance(model, torch.jit.ScriptModule):
-                self._hooks.add_stage(model, _Placeholder())
+            self._hooks.add_stage(model, _Placeholder())
             if not self._was_called and not self.batches and around is None:
                 self._watch_parts(model)
         for module, hook in no_cache_hooks(model, logs=self._logs):  # after the one that may change the plan
@@ -530,7 +528,7 @@ class Executor:
                         f"The plan wants {name!r} on the layer {site.layer.name!r}; this version of MemScale has "
                         f"{', '.join(LAYER_TECHNIQUES)}. Make the plan with the version that is to attach it."
                     )
-                reason = technique.unsupported_reason(site)
+                reason = _unsupported_reason(technique, site)
                 if reason is None:
                     technique.attach(site, log)
                 else:
@@ -570,7 +568,7 @@ class Executor:
         wanted: dict[Tier, list[nn.Parameter]] = {"host": [], "disk": [], "device": []}
         for site in sites:
             settings = site.layer.offloading or Offloading()
-            if LAYER_TECHNIQUES["offloading"].unsupported_reason(site) is not None:
+            if _unsupported_reason(LAYER_TECHNIQUES["offloading"], site) is not None:
                 wanted["device"] += site.parameters()
             elif "offloading" in site.layer.techniques:
                 wanted[settings.to] += site.parameters()
@@ -675,6 +673,12 @@ def refuse_nested(model: nn.Module) -> None:
 
 def _count_trainable(model: nn.Module) -> int:
     return sum(each.requires_grad for each in model.parameters())
+
+
+def _unsupported_reason(technique: LayerTechnique, site: LayerSite) -> str | None:
+    if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):
+        return "it is a scripted module, whose forward cannot be replaced"
+    return technique.unsupported_reason(site)
 
 
 def _find_module(model: nn.Module, layer: LayerPlan, name: str) -> nn.Module:

@@ -88,9 +88,8 @@ def detect_by_tables(
     if wanted.type != "cpu":
         try:
             spec, count = _accelerator_device(wanted)
-            if (
-                wanted.type == "cuda"
-            ):  # page-locked memory that torch keeps for the next request is as good as free
+            # Page-locked memory that torch keeps for the next request is as good as free.
+            if wanted.type == "cuda":
                 stats = torch.cuda.host_memory_stats()
                 cached = stats.get("allocated_bytes.current", 0) - stats.get("active_bytes.current", 0)
                 available = min(host.total_ram_bytes, host.available_ram_bytes + cached)

@@ -58,9 +58,7 @@ class DeviceSpec:
     compute_capability: tuple[int, int] | None  # NVIDIA's; None for everything else
     rates: Rates
     memory_bandwidth: float  # bytes per second
-    link_bandwidth: (
-        float  # to the tier it offloads to (host RAM; disk for the CPU), one direction, bytes per second
-    )
+    link_bandwidth: float  # to the tier it offloads to (host RAM; of the CPU disk), one way, bytes a second
     notes: tuple[str, ...] = ()  # what could not be read, why, and what was assumed instead
     # What this process can have: without CUDA's context and other processes, within torch's own limit. None: all.
     capacity_bytes: int | None = None

@@ -144,10 +144,6 @@ class Report:
         """Return the floating-point operations of all recomputations."""
         return sum(each.flops for each in self.recomputed)
 
-    def seconds_lost_to(self, what: str) -> float | None:
-        """Return the seconds lost to a technique; None if it was never in use, or its time is not known."""
-        return next((each.seconds for each in self.lost if each.to == what), None)
-
     def scalars(self) -> dict[str, float]:
         """Return every number that is known, by name, for dashboards."""
         values: dict[str, float | None] = {
@@ -178,9 +174,8 @@ class Report:
         from memscale.hardware import detect
 
         hardware = None
-        with contextlib.suppress(
-            HardwareError
-        ):  # a device that says nothing about itself: the plan has its name
+        # A device that says nothing about itself: the plan has its name.
+        with contextlib.suppress(HardwareError):
             hardware = detect(self.device) if self.device else None
         write_page(self.plan, path, title=self.model, hardware=hardware, report=self)
 

@@ -42,11 +42,13 @@ from torch.nn.parameter import is_lazy
 from memscale._torch import (
     OUTSIDE_BACKWARD,
     at_end_of_backward,
+    base_of,
     graph_task_id,
     hooks_are_allowed,
     is_fake,
     is_traceable_wrapper_subclass,
     surrounding_hooks,
+    version_of,
 )
 from memscale.checkpointing.state import KeptTensor
 from memscale.errors import RecomputeError, TierFullError, TransferError
@@ -140,7 +142,7 @@ class Activations:
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor.dtype)
         stored = self._known.get(key)
-        if stored is None or stored.storage() is not storage or stored.version != _version(tensor):
+        if stored is None or stored.storage() is not storage or stored.version != version_of(tensor):
             stored = self._known[key] = OffloadedStorage(self, tensor)
             call.stored.append(weakref.ref(stored))
             self.bytes_sent += storage.nbytes()
@@ -254,7 +256,7 @@ class OffloadedStorage:
         run = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
         self.activations = activations
         self.storage = weakref.ref(storage)
-        self.version = _version(tensor)
+        self.version = version_of(tensor)
         self.views = weakref.WeakSet[_SavedView]()  # what stands for it in the graph
         self._device = run.device
         self._lane = activations.lane(run)
@@ -275,7 +277,7 @@ class OffloadedStorage:
         """Free the source on the device once it is copied, or raise a TransferError."""
         if self._source is not None:
             self._storing.wait()
-            self._was_changed = _version(self._source) != self.version
+            self._was_changed = version_of(self._source) != self.version
             self._source = None
 
     def prefetch(self, task: int) -> None:
@@ -309,7 +311,7 @@ class OffloadedStorage:
 
     def _fetch(self) -> torch.Tensor:
         source = self._source
-        if self._was_changed or (source is not None and _version(source) != self.version):
+        if self._was_changed or (source is not None and version_of(source) != self.version):
             raise TransferError(
                 f"A tensor of {self._memory.numel()} {str(self._memory.dtype).removeprefix('torch.')} was changed in "
                 "place while it was being stored. Do not change in place what backward needs, or switch "
@@ -417,13 +419,13 @@ def _is_worth_storing(tensor: torch.Tensor, resident: Collection[int]) -> bool:
         return False
     # Views of one tensor share its version, so one copy of its memory serves all of them. The results of
     # `unsafe_chunk` (the gates of a GRU) are no views: each has a part of the memory and its own version.
-    owner = tensor._base if tensor._is_view() else tensor
+    owner = base_of(tensor)
     return owner is not None and owner.nbytes >= storage.nbytes()
 
 
 def _parameter_behind(tensor: torch.Tensor) -> nn.Parameter | None:
     """Return the parameter that a tensor is a copy of in another type, or a view of such a copy, as autocast makes."""
-    copy = tensor._base if tensor._is_view() else tensor
+    copy = base_of(tensor)
     node = None if copy is None else copy.grad_fn
     if node is None or node.name() != "ToCopyBackward0":
         return None
@@ -437,7 +439,3 @@ def _has_storage(tensor: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_meta or is_lazy(tensor):
         return False
     return not (tensor.is_nested or tensor.is_quantized or is_traceable_wrapper_subclass(tensor))
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

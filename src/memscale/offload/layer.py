@@ -45,10 +45,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.conv import _ConvNd
 
 from memscale._torch import (
     OUTSIDE_BACKWARD,
+    ConvNd,
     graph_task_id,
     hooks_are_allowed,
     surrounding_hooks,
@@ -301,9 +301,7 @@ class GradientTransfer:
         self._hold = hold
         self.host = host
         self._transfer: Transfer[None] | None = None
-        self._landing: torch.UntypedStorage | None = (
-            None  # the memory that it goes to, while it may be written
-        )
+        self._landing: torch.UntypedStorage | None = None  # where it is copied to, while that may be written
 
     def start(self, gradient: torch.Tensor) -> torch.Tensor:
         """Start the copy; returns the tensor that it goes to, which may be read after :meth:`finish`."""
@@ -408,7 +406,7 @@ def _working_dtypes(
         if isinstance(module, nn.MultiheadAttention):
             multiplies = name.endswith("proj_weight")
         else:  # transformers' GPT-2 has a linear layer of its own, by the name of Conv1D
-            is_linear = isinstance(module, (nn.Linear, _ConvNd)) or type(module).__name__ == "Conv1D"
+            is_linear = isinstance(module, (nn.Linear, ConvNd)) or type(module).__name__ == "Conv1D"
             multiplies = is_linear and name == "weight"
         if not multiplies or parameter.dim() < 2 or parameter.dtype is not torch.float32:
             kept.add(id(parameter))

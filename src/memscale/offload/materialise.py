@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memscale._torch import share_gradient_hooks, without_flat_weights
 from memscale.errors import WrapError
 from memscale.offload.loading import pending_tensors, tie_on_meta
 from memscale.units import format_bytes
@@ -60,7 +61,7 @@ def materialise(
     made = Materialised(model, allocate)
     had_values = {id(each) for each in _tensors(model) if not each.is_meta}
     # Not under the caller's default device, which may be the meta device.
-    with _without_weak_references(model), torch.no_grad(), torch.device("cpu"):
+    with without_flat_weights(model), torch.no_grad(), torch.device("cpu"):
         try:
             for tensor, stored in pending_tensors(model):
                 made.allocate(tensor)
@@ -128,9 +129,8 @@ class _Initialisation:
         # Modules that are left alone, since all of their tensors have values, or since they were visited.
         modules = self.model.modules()
         self._done = {id(each) for each in modules if _tensors(each) and not has_meta_tensors(each)}
-        self._initialised = set(
-            self.had_values
-        )  # tensors, by their first owner: another one leaves them alone
+        # Tensors, by their first owner: another one leaves them alone.
+        self._initialised = set(self.had_values)
         self._unwritten: dict[int, int] = {}  # the version of a tensor when it was allocated, by its id
 
     def run(self) -> None:
@@ -245,22 +245,8 @@ def swap_keeping_hooks(tensor: torch.Tensor, new: torch.Tensor) -> None:
 
     They belong to what is swapped: an optimizer that steps inside backward would never be called again.
     """
-    new._backward_hooks = tensor._backward_hooks
-    new._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+    share_gradient_hooks(tensor, new)
     torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
-
-
-@contextlib.contextmanager
-def _without_weak_references(model: nn.Module) -> Iterator[None]:
-    """Drop the weak references of recurrent layers to their weights for a block: they forbid `swap_tensors`."""
-    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-    for module in recurrent:
-        module._flat_weight_refs = []
-    try:
-        yield
-    finally:
-        for module in recurrent:
-            module._init_flat_weights()
 
 
 def _tensors(module: nn.Module, *, recurse: bool = True) -> list[torch.Tensor]:

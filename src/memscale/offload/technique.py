@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from memscale._torch import FakeTensor
@@ -85,8 +84,6 @@ class LayerOffloading:
             yield BlockOption("offloading", time, target="parameters", reruns_forward=recomputed)
 
     def unsupported_reason(self, site: LayerSite) -> str | None:
-        if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):
-            return "it is a scripted module, whose forward cannot be replaced"
         inner = (each for module in site.modules for each in module.modules())
         if _tier_of(site) != "device" and any(isinstance(each, nn.RNNBase) for each in inner):
             return (

@@ -41,14 +41,18 @@ from memscale.optimizer.eight_bit import (
     is_moment,
     stored_layout,
 )
-from memscale.optimizer.interceptor import Member, SplitStep, StepOrder, StepSubscriber, members_of
-from memscale.optimizer.kinds import (
+from memscale.optimizer.interceptor import (
     ELEMENTWISE,
     MOMENTS,
     STATE_NAMES,
+    Member,
     NewState,
+    SplitStep,
+    StepOrder,
+    StepSubscriber,
     arithmetic_of,
     has_moments,
+    members_of,
     why_32_bits,
     why_whole,
 )
@@ -370,9 +374,8 @@ class BucketedSteps(StepSubscriber):
                 yield from self._slices(optimizer, bucket[0], length)
             else:
                 yield bucket, [each.member for each in bucket]
-        if (
-            others
-        ):  # after the state of the last bucket is released: host masters may be stepped on the device
+        # After the state of the last bucket is released: host masters may be stepped on the device.
+        if others:
             self._mover.finish_writing()
             yield [], others
 

@@ -34,8 +34,7 @@ from memscale.config import AsyncOffloadConfig
 from memscale.observe.counters import Meter
 from memscale.optimizer.bucketed_steps import slice_length
 from memscale.optimizer.eight_bit import is_dense
-from memscale.optimizer.interceptor import Member, SplitStep
-from memscale.optimizer.kinds import STATE_NAMES, NewState, arithmetic_of
+from memscale.optimizer.interceptor import STATE_NAMES, Member, NewState, SplitStep, arithmetic_of
 from memscale.optimizer.state_stores import lane_of
 from memscale.tiers.disk import round_up
 from memscale.tiers.engine import MASTERS_SHARE, Engine, PinnedMemory, Transfer

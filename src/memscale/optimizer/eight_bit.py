@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from memscale._torch import FakeTensor, is_traceable_wrapper_subclass
-from memscale.optimizer.kinds import MOMENTS
+from memscale.optimizer.interceptor import MOMENTS
 
 LEAST_ELEMENTS = 4096
 """Smaller parameters stay in 32 bits, as in bitsandbytes: they are little memory, and often delicate."""

@@ -16,7 +16,7 @@ from memscale._torch import ShardedGroup, sharded_groups
 from memscale.errors import WrapError
 from memscale.memory.allocator import CachingAllocator
 from memscale.optimizer.eight_bit import is_moment
-from memscale.optimizer.kinds import (
+from memscale.optimizer.interceptor import (
     NewState,
     arithmetic_of,
     is_fused_on_cpu,

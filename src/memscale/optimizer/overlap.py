@@ -50,8 +50,16 @@ from memscale.errors import TierFullError
 from memscale.hardware.host import process_count
 from memscale.observe.counters import Meter
 from memscale.optimizer.eight_bit import Moment, is_dense
-from memscale.optimizer.interceptor import SplitStep, StepOrder, StepSubscriber, members_of
-from memscale.optimizer.kinds import has_moments, leaves_gradients, step_alone, why_whole
+from memscale.optimizer.interceptor import (
+    SplitStep,
+    StepOrder,
+    StepSubscriber,
+    has_moments,
+    leaves_gradients,
+    members_of,
+    step_alone,
+    why_whole,
+)
 from memscale.optimizer.state_stores import StateMover, lane_of
 from memscale.techniques.undo_log import GradientHook
 from memscale.tiers.engine import MASTERS_SHARE, Engine, Lane, PinnedMemory, Transfer

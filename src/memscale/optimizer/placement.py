@@ -48,14 +48,18 @@ from memscale.execution_plan import Plan, Tier
 from memscale.optimizer.bucketed_steps import bytes_of_gradient
 from memscale.optimizer.device_steps import DeviceSteps
 from memscale.optimizer.eight_bit import is_dense, parameters_in_eight_bits, stored_layout
-from memscale.optimizer.interceptor import Member, SplitStep, StepOrder, StepSubscriber, members_of
-from memscale.optimizer.kinds import (
+from memscale.optimizer.interceptor import (
     FOREACH_DIFFERS,
     FOREACH_DIFFERS_IN_16_BITS,
     STATE_NAMES,
+    Member,
     NewState,
+    SplitStep,
+    StepOrder,
+    StepSubscriber,
     arithmetic_of,
     is_fused_on_cpu,
+    members_of,
     why_whole,
 )
 from memscale.optimizer.state_stores import DiskStateStore, HostStateStore, StateStore
@@ -70,14 +74,9 @@ DEFAULT_BUCKET_BYTES = 64 * 2**20
 """What is loaded at once where the plan does not say: large enough to be read and written in long runs."""
 
 _HOST = torch.device("cpu")
-_SPARE_TIMES = (
-    7  # what a master takes with its gradient, two moments, and spare memory for all but the gradient
-)
+_SPARE_TIMES = 7  # a master with its gradient, two moments, and spare memory for all but the gradient
 _FUSED_CHECK = "_need_device_dtype_check_for_fused"  # an attribute that fused steps leave behind
-_SCALING = (
-    "grad_scale",
-    "found_inf",
-)  # what a `GradScaler` gives a fused optimizer, which copies it without waiting
+_SCALING = ("grad_scale", "found_inf")  # a `GradScaler` gives them to a fused optimizer, which does not wait
 _STORES: dict[Tier, type[StateStore]] = {"device": StateStore, "host": HostStateStore, "disk": DiskStateStore}
 
 

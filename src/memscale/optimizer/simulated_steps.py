@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from memscale._torch import drop_empty_hooks
 from memscale.config import Config
 from memscale.execution_plan import OptimizerPlan, Plan
 from memscale.memory.record import Category, on_copy_stream
@@ -199,8 +200,7 @@ class _EarlySteps:
     def detach(self) -> None:
         for parameter, hook in self._hooks:
             hook.remove()
-            if not parameter._backward_hooks:
-                parameter._backward_hooks = None  # as it was
+            drop_empty_hooks(parameter)
         self._copies.clear()
         self._in_flight.clear()
 

@@ -33,8 +33,7 @@ from memscale._torch import is_traceable_wrapper_subclass
 from memscale.config import AsyncOffloadConfig
 from memscale.observe.counters import Meter, OffloadTier
 from memscale.optimizer.eight_bit import BLOCK, Moment, is_dense, is_moment, stored_layout
-from memscale.optimizer.interceptor import Member
-from memscale.optimizer.kinds import MOMENTS, STATE_NAMES
+from memscale.optimizer.interceptor import MOMENTS, STATE_NAMES, Member
 from memscale.tiers.disk import DiskStore
 from memscale.tiers.engine import Engine, HostMemory, Lane, PinnedMemory, Transfer
 

@@ -80,9 +80,7 @@ class Point:
     offload_peak_bytes: int = 0  # the most there at once: those, in whole pages on disk, and activations
     setting: Setting = NOTHING
     prefetch: int = 0  # how many layers ahead parameters are fetched
-    states_on_host: int = (
-        0  # the optimizer state of so many blocks, the last ones on the device, is on the host
-    )
+    states_on_host: int = 0  # of how many blocks, the last ones on the device, optimizer state is on the host
 
 
 def spans(choices: Sequence[Choice]) -> Iterator[tuple[int, int]]:
@@ -533,9 +531,8 @@ class CostModel:
         yield (PLAIN._replace(offloaded=offloaded),)
         for technique, options in self._options[index].items():
             for variant, option in enumerate(options if technique else ()):
-                if (
-                    technique == "offloading"
-                ):  # one for each place of its parameters; what is saved has its input
+                # One for each place of its parameters; what is saved has its input.
+                if technique == "offloading":
                     if variant == offloaded:
                         yield (SAVED_OFFLOADED._replace(variant=variant, offloaded=offloaded),)
                 elif not option.reruns_forward or block in self._recomputable:

@@ -53,6 +53,12 @@ from memscale.simulator.device import DeviceTracker, workspace_bytes
 from memscale.simulator.shards import SimulatedShards
 
 PLAIN_NOT_SIMULATED = "the plain step was not simulated"  # how a note of a plan begins
+# The fields of a plan that a simulation or a measurement fills in.
+_FIGURES = (
+    *("baseline_peak_bytes", "baseline_saved_bytes", "baseline_memory", "prediction_source", "peak_at"),
+    *("predicted_peak_bytes", "predicted_saved_bytes", "predicted_memory"),
+    *("predicted_reserved_bytes", "predicted_capacity_bytes"),
+)
 REPLAYS = 2  # of the first step's allocations: the third step finds the allocator as the second left it
 
 
@@ -96,7 +102,7 @@ def with_plain_step(
     with rehearsal(model):
         plain = _simulated(model, None, sample, place, config, needs_of(optimizer, model, place))
     notes = tuple(note for note in plan.notes if not note.startswith(PLAIN_NOT_SIMULATED))
-    return _filled_in(replace(plan, notes=notes), plain, _planned_step_of(plan), plan.prediction_source)
+    return _with_plain_step(replace(plan, notes=notes), plain)
 
 
 def plain_step(model: nn.Module, sample: Sample, place: Place, config: Config, optimizer: Optimizer) -> Step:
@@ -143,7 +149,7 @@ def measure(
 
 def with_figures_of(plan: Plan, other: Plan) -> Plan:
     """Return the plan with the figures of another one that does the same."""
-    return _filled_in(plan, plain_step_of(other), _planned_step_of(other), other.prediction_source)
+    return replace(plan, **{name: getattr(other, name) for name in _FIGURES})
 
 
 def plain_step_of(plan: Plan) -> Step:
@@ -151,30 +157,25 @@ def plain_step_of(plan: Plan) -> Step:
     return Step(plan.baseline_peak_bytes, plan.baseline_saved_bytes, memory=plan.baseline_memory)
 
 
-def _planned_step_of(plan: Plan) -> Step:
-    return Step(
-        plan.predicted_peak_bytes,
-        plan.predicted_saved_bytes,
-        plan.peak_at,
-        plan.predicted_memory,
-        plan.predicted_reserved_bytes,
-        plan.predicted_capacity_bytes,
-    )
-
-
 def _filled_in(plan: Plan, plain: Step, planned: Step, source: PredictionSource) -> Plan:
     return replace(
-        plan,
-        baseline_peak_bytes=plain.peak_bytes,
-        baseline_saved_bytes=plain.saved_bytes,
+        _with_plain_step(plan, plain),
         predicted_peak_bytes=planned.peak_bytes,
         predicted_saved_bytes=planned.saved_bytes,
         predicted_reserved_bytes=planned.reserved_bytes,
         predicted_capacity_bytes=planned.capacity_bytes,
         prediction_source=source,
         peak_at=planned.peak_at,
-        baseline_memory=plain.memory,
         predicted_memory=planned.memory,
+    )
+
+
+def _with_plain_step(plan: Plan, plain: Step) -> Plan:
+    return replace(
+        plan,
+        baseline_peak_bytes=plain.peak_bytes,
+        baseline_saved_bytes=plain.saved_bytes,
+        baseline_memory=plain.memory,
     )
 
 
@@ -312,9 +313,8 @@ def rehearsal(model: nn.Module, config: Config | None = None) -> Iterator[None]:
     # A forward that its user has set on a module may refer to the model itself, and not to its copy.
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     collects = gc.isenabled()
-    log = logging.getLogger(
-        FAKE_TENSOR_LOGGER
-    )  # of a traceback for each operation that fails on fake tensors
+    # Of a traceback for each operation that fails on fake tensors.
+    log = logging.getLogger(FAKE_TENSOR_LOGGER)
     logs_nothing = log.disabled
     with contextlib.ExitStack() as stack:
         # A FLOP counter or profiler around the training loop must not count this.

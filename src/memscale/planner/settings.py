@@ -26,9 +26,7 @@ class Setting:
     precision: Precision | None = None
     mlp_rows: int | None = None  # positions of a tile of an MLP
     eight_bit: bool = False  # Adam's moments are kept in 8 bits
-    bucketed: bool = (
-        False  # parameters on the device are stepped a bucket at a time, without foreach's temporaries
-    )
+    bucketed: bool = False  # parameters on the device are stepped by buckets, without foreach's temporaries
     device_step: bool = False  # parameters on the host are stepped on the device, not on the CPU
     overlapped: bool = False  # steps with state on the host are computed while backward goes on
     page_locked: bool = True  # all that is on the host is in page-locked memory

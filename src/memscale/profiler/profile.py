@@ -20,7 +20,7 @@ from memscale.profiler.blocks import Block, Role
 from memscale.profiler.recorder import OpProfile as OpProfile
 from memscale.profiler.recorder import StepRecord
 
-ProfileSource = Literal["static", "empirical", "hints"]
+ProfileSource = Literal["static", "empirical"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,6 @@ class BlockProfile:
     container: str  # the list that holds it; blocks that may be chained share it
     members: tuple[str, ...]  # paths of its modules
     role: Role
-    signature: str  # equal for blocks of equal structure
     calls: int  # how often forward calls it
     order: int  # its position in the order of first calls; -1 if forward never calls it
     parameter_bytes: int
@@ -79,7 +78,7 @@ class ModelProfile:
     """The needs of a model in one training step."""
 
     blocks: tuple[BlockProfile, ...]  # in model order
-    source: ProfileSource  # "static" (fake tensors), "empirical" (a real run) or "hints" (structure only)
+    source: ProfileSource  # "static" (fake tensors) or "empirical" (a real run)
     reason: str  # why that way
     batch: str  # the batch it holds for, in words
     parameter_bytes: int
@@ -93,7 +92,6 @@ class ModelProfile:
     tail_peak_bytes: int  # and from there to the first backward of a block
     other_flops: int  # of a step, outside of the blocks
     other_traffic: int  # bytes read and written outside of the blocks
-    peak_bytes: int  # the recorded peak of the step; 0 if the model was shortened
     blocks_left_out: int = 0  # how many blocks did not run, and have the figures of an equal one
     offloaded: bool = False  # parameters were offloaded: peaks of blocks include their working copies
     unseen: tuple[Unseen, ...] = ()  # what a step may need beyond that
@@ -207,7 +205,6 @@ def build_profile(
                 container=block.container,
                 members=block.members,
                 role=block.role,
-                signature=block.signature,
                 calls=record.calls,
                 order=order.get(block.name, -1),
                 parameter_bytes=size_of(own),
@@ -265,7 +262,6 @@ def build_profile(
         other_flops=step.other.flops,
         other_traffic=step.other.traffic,
         other_half_flops=step.other.half_flops,
-        peak_bytes=0 if stand_ins else step.peak,
         blocks_left_out=len(stand_ins),
         offloaded=offloaded,
         unseen=_unseen(model, step, on_cpu=exact_bytes),

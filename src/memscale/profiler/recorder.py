@@ -84,7 +84,6 @@ class StepRecord:
     loss_peak: int = 0  # after the last block's forward, to the end of the model's
     tail_peak: int = 0  # from there to the first operation of a block's backward
     other: Work = field(default_factory=Work)  # outside of the blocks
-    peak: int = 0
     largest_convolution: int = 0  # bytes of its operands and its result
     guesses: int = 0  # made-up numbers that Python code read
 
@@ -169,7 +168,6 @@ class Recorder(LightDispatchMode):
                 record.passed -= record.output
             if targets:
                 backward(loss_of(targets))
-            step.peak = self._tracker.peak_bytes(self._device)
             step.workspace = self._tracker.workspace_bytes(self._device)
             step.tail_peak = self._between
             step.guesses = self._tracker.guesses - guesses

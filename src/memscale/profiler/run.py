@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from memscale._torch import graph_nodes
+from memscale._torch import accumulation_hooks, graph_nodes
 from memscale._util.snapshots import Attributes, RngState
 from memscale.errors import ProfileError
 from memscale.hardware import DeviceSpec, find_gpu
@@ -225,7 +225,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 def gradients_of(model: nn.Module) -> Callable[[torch.Tensor], object]:
     """Return a backward that computes every gradient and stores none, unless the graph requires it."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    has_hooks = any(parameter._post_accumulate_grad_hooks for parameter in trained)
+    has_hooks = any(map(accumulation_hooks, trained))
 
     def backward(loss: torch.Tensor) -> object:
         if not is_reentrant(loss):

@@ -27,7 +27,7 @@ parameters have been changed already. A step can be repeated only from copies, w
   memory says little; after the first time its steps are run in buckets.
 
 If one parameter alone does not fit, or in a first step the state of all parameters, everything is restored and the
-error is raised. A step that is not one of torch.optim's (``optimizer/kinds.py``) is not repeated.
+error is raised. A step that is not one of torch.optim's (``optimizer/interceptor.py``) is not repeated.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ from memscale.optimizer.interceptor import (
     StepInterceptor,
     StepOrder,
     StepSubscriber,
+    arithmetic_of,
     members_of,
+    why_whole,
 )
-from memscale.optimizer.kinds import arithmetic_of, why_whole
 from memscale.recovery.shortage import attempt, explain, free_memory, heavier_plans, log_recovery
 from memscale.techniques.forward import Args, Forward, ForwardStage, Kwargs, Stage, override_of
 from memscale.units import format_bytes
@@ -130,9 +131,8 @@ class StepGuard:
 
     def cover(self, model: nn.Module, log: UndoLog) -> None:
         """Guard forward passes, outside of all techniques that are on the model."""
-        if not isinstance(model, torch.jit.ScriptModule):  # its forward cannot be replaced
-            is_opaque = any(stage.is_opaque for _, stage in log.stages())
-            log.add_stage(model, _RecoverStage(self, is_opaque=is_opaque))
+        is_opaque = any(stage.is_opaque for _, stage in log.stages())
+        log.add_stage(model, _RecoverStage(self, is_opaque=is_opaque))
 
     def executor(self) -> Executor | None:
         """Return the model's executor, if its plan is attached."""
@@ -420,8 +420,14 @@ class StepRecovery(StepSubscriber):
         before = _Snapshot(optimizer, members, _version_or_counter)
         # Under a dispatch mode versions do not change.
         writes = _Writes(members) if a_dispatch_mode_is_active() else None
+        failure: Exception | None = None
         with writes or contextlib.nullcontext():
-            failure = attempt(call)[1]
+            try:
+                call()
+            except Exception as error:  # handled below: here its frames hold their tensors
+                if not is_out_of_memory(error):
+                    raise
+                failure = error
         if failure is None:
             return
         self._ran_out = True

@@ -16,9 +16,8 @@ from memscale.version import __version__
 
 # The newest that the viewer reads. Python's own default may be newer.
 PICKLE_PROTOCOL = 4
-ADDRESS = (
-    1 << 40
-)  # where the segments of a device begin, times its number from 1 on: any will do without overlaps
+# Where the segments of a device begin, times its number from 1 on: any will do without overlaps.
+ADDRESS = 1 << 40
 
 
 def write_memory_snapshot(plan: Plan, path: str | os.PathLike[str]) -> None:

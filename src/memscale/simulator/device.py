@@ -34,6 +34,7 @@ from memscale._torch import (
     foreach_type_lists,
     private_device_name,
     set_up_private_device,
+    share_gradient_hooks,
     wrapped_engine,
 )
 from memscale.errors import SimulationError
@@ -334,8 +335,7 @@ def like_cuda_tensors(kind: type[torch.Tensor]) -> Iterator[None]:
 
     def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
         if isinstance(first, nn.Parameter) and isinstance(second, nn.Parameter):
-            second._backward_hooks = first._backward_hooks
-            second._post_accumulate_grad_hooks = first._post_accumulate_grad_hooks
+            share_gradient_hooks(first, second)
         if isinstance(first, FakeTensor):
             # The converter's memo holds weak references, and tensors with weak references cannot be swapped.
             first.fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()

@@ -117,10 +117,8 @@ SAME_VALUE = {"_to_copy", "clone", "detach", "alias", "lift_fresh", "view", "_un
 # The result of comparing activations is a guess, and so is `any` of it. Checks for values that are not finite are not
 # among them: a step is assumed to pass them.
 COMPARISONS = {each: getattr(operator, each) for each in ("gt", "lt", "ge", "le", "eq", "ne")}
-DRAWS = {
-    "rand",
-    "rand_like",
-}  # of a number that decides whether a layer or an adapter runs: the likelier is assumed
+# Of a number that decides whether a layer or an adapter runs: the likelier is assumed.
+DRAWS = {"rand", "rand_like"}
 LOGIC = {"any", "all", "logical_not", "logical_and", "logical_or", "bitwise_not", "bitwise_and", "bitwise_or"}
 # For unknown numbers. Not 1.0: optimizers divide by 1 - x.
 UNKNOWN_FLOAT = 0.5

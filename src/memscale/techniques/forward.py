@@ -69,7 +69,7 @@ class Stage(enum.IntEnum):
     OFFLOAD_ACTIVATIONS = 4  # around recomputation: what that keeps is what is offloaded
     RECOMPUTE = 5
     FETCH_PARAMETERS = 6
-    TILE = 7  # an MLP or attention in tiles
+    TILE = 7  # an MLP or another wide layer in tiles
 
 
 class ForwardStage:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from memscale._torch import drop_empty_hooks
 from memscale._util.interrupts import raise_pending_interrupt
 from memscale.techniques.base import EXECUTOR
 from memscale.techniques.forward import (
@@ -242,5 +243,4 @@ class GradientHook:
     def remove(self, parameter: nn.Parameter) -> None:
         """Call it no more."""
         self._handle.remove()
-        if not parameter._post_accumulate_grad_hooks:
-            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # as it was
+        drop_empty_hooks(parameter)

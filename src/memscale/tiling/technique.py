@@ -74,8 +74,6 @@ class ActivationTiling:
         return ()  # it is chosen for the model as a whole: see `rows_of_layers`
 
     def unsupported_reason(self, site: LayerSite) -> str | None:
-        if any(isinstance(module, torch.jit.ScriptModule) for module in site.modules):
-            return "it is a scripted module, whose forward cannot be replaced"
         if not any(any(find_wide_layers(module)) for module in site.modules):
             return "no wide layer inside is known to be position-wise"
         return None
