@@ -93,6 +93,20 @@ def test_adapters_train_alike_over_a_base_that_is_streamed(kind: str) -> None:
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_around_a_base_that_is_wrapped(kind: str) -> None:
+    """Those that are inputs of the base (prompts, a prefix) reach it as tensors from a graph."""
+    plain, model = build(kind), base()
+    memscale.wrap(model, QUIET)
+    outside = build(kind, model)
+    expected = run(plain)
+    wrapped = trained(model, lambda: train(outside))
+    assert_gains("PEFT", f"{kind}, the base wrapped", expected, wrapped)
+    assert model._memscale_executor.report().recomputations > 0
+    memscale.detach(model)
+    assert all(map(torch.equal, outside.parameters(), plain.parameters()))
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantised_base(bits: int) -> None:
     bnb = pytest.importorskip("bitsandbytes")

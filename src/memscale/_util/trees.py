@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from memscale._torch import pytree
 
@@ -77,3 +79,60 @@ def _is_record(leaf: object) -> bool:
     if isinstance(leaf, torch.Tensor) or not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
         return False
     return not isinstance(leaf, (dict, list, tuple))  # those keep more than their fields: pass them on whole
+
+
+def copied(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a copy of what a model is called with, with every tensor replaced by what `change` makes of it.
+
+    Objects that are no containers, as a cache for keys and values, are copied with the tensors in them: a forward may
+    change them. Functions and modules are shared, and so is what cannot be copied. A tensor that requires a gradient
+    does so in the copy, as a leaf or not.
+    """
+    memo: dict[int, Any] = {}
+    changed = _Copies(change)
+
+    def copy_of(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return changed.of(leaf)
+        if callable(leaf):
+            return leaf
+        try:
+            with changed:
+                return copy.deepcopy(leaf, memo)
+        except (TypeError, copy.Error):  # a generator of random numbers, a lock
+            return leaf
+
+    return pytree.tree_map(copy_of, value)
+
+
+class _Copies(TorchFunctionMode):
+    """Replaces every tensor that `copy.deepcopy` comes to."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._change = change
+        self._made: dict[int, torch.Tensor] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._made:
+            made = self._change(tensor)
+            if tensor.requires_grad:
+                made.requires_grad_()
+                made = made if tensor.is_leaf else _Received.apply(made)  # type: ignore[no-untyped-call]
+            self._made[id(tensor)] = made
+        return self._made[id(tensor)]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.of(args[0]) if func is torch.Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
+class _Received(torch.autograd.Function):
+    """Gives a tensor a history, in place of the one that it has in the user's graph: it may be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        return None

@@ -34,6 +34,7 @@ from torch import nn
 
 from memscale._torch import FakeTensor, outside_compiler, sharded_groups
 from memscale._util.interrupts import interrupts_deferred, raise_pending_interrupt
+from memscale._util.trees import Tree
 from memscale.checkpointing.technique import NoCache, OwnCheckpointing, no_cache_hooks
 from memscale.config import Config
 from memscale.errors import WrapError
@@ -740,7 +741,7 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     executor = executor_of(model)
     if executor is None or kwargs is None or not torch.is_grad_enabled() or is_redirected(model):
         return None
-    if not model.training and not any(each.requires_grad for each in model.parameters()):
+    if not model.training and not _is_trained(model, args, kwargs):
         return None
     callback = executor.on_training_batch
     if callback is None or executor._is_calling_back:
@@ -759,6 +760,13 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         called.redirect_next_call(override_of(model))
     # Planning may have replaced the model's other hooks, and torch goes on with the old ones in this call.
     return next((hook(model, args, kwargs) for hook in _no_cache_of(model)), None)
+
+
+def _is_trained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call has gradients to compute: of the model, or of what it is given."""
+    if any(each.requires_grad for each in model.parameters()):
+        return True
+    return any(each.requires_grad for each in Tree.of((args, kwargs)).tensors())
 
 
 def _no_cache_of(module: nn.Module) -> list[NoCache]:

@@ -42,7 +42,7 @@ from memscale.observe.log import open_log
 from memscale.offload.layer import bring_inputs
 from memscale.profiler import Sample
 from memscale.profiler.recorder import backward_targets, loss_of
-from memscale.profiler.run import is_reentrant, untouched, without_cache
+from memscale.profiler.run import compute_gradients, is_reentrant, untouched, without_cache
 from memscale.techniques.forward import Stage, override_of
 from memscale.units import format_bytes
 
@@ -282,7 +282,7 @@ def backward_without_hooks(model: nn.Module, executor: Executor) -> Callable[[to
                 if id(parameter) in on_disk:
                     hook = functools.partial(copy_to_disk, parameter)
                     stack.callback(parameter.register_hook(hook).remove)  # type: ignore[no-untyped-call]
-            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+            gradients = compute_gradients(loss, trained)
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.grad = gradient
 

@@ -131,7 +131,7 @@ def measure(
         workspace = workspace_bytes(place.capability)
         tracker = DeviceTracker(workspace_bytes=workspace, allocators={device.type: CachingAllocator})
     executor = Executor(model, plan, _quiet(config))
-    batch = sample.on(device)
+    batch = sample.copy().on(device)
     with untouched(model):
         tracker.watch(model)
         for tensor in pytree.tree_leaves((batch.args, batch.kwargs, batch.beside)):
@@ -223,8 +223,9 @@ def _step(
         with tracker.logging(device) as log:
             for number in range(min(2, config.gradient_accumulation_steps)):
                 targets: list[torch.Tensor] = []  # those of the batch before are let go of
-                call = ModelCall(model, batch.args, batch.kwargs, device)
-                output = model(*batch.args, **batch.kwargs)
+                given = batch.again()
+                call = ModelCall(model, given.args, given.kwargs, device)
+                output = model(*given.args, **given.kwargs)
                 call.finish_forward(output)
                 targets = backward_targets(output)
                 del output

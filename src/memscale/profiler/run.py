@@ -175,7 +175,7 @@ def profile_empirical(model: nn.Module, sample: Sample, *, reason: str) -> Model
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     blocks = find_blocks(model)
     allocators = {} if device.type == "cpu" else {device.type: CachingAllocator}
-    batch = sample.on(device)
+    batch = sample.copy().on(device)
     with untouched(model), without_cache(model):
         tracker = MemoryTracker(model, *batch.tensors(), allocators=allocators)
         modules = [(block.name, [model.get_submodule(path) for path in block.members]) for block in blocks]
@@ -229,7 +229,7 @@ def gradients_of(model: nn.Module) -> Callable[[torch.Tensor], object]:
 
     def backward(loss: torch.Tensor) -> object:
         if not is_reentrant(loss):
-            return torch.autograd.grad(loss, trained, allow_unused=True)
+            return compute_gradients(loss, trained)
         if has_hooks:
             raise ProfileError(
                 f"{type(model).__name__} can't be profiled by a real run: its torch.utils.checkpoint(use_reentrant="
@@ -240,6 +240,15 @@ def gradients_of(model: nn.Module) -> Callable[[torch.Tensor], object]:
         return None
 
     return backward
+
+
+def compute_gradients(loss: torch.Tensor, trained: Sequence[nn.Parameter]) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of parameters; those of the inputs, which a loop may train, are computed as well."""
+    leaves = {id(each): each for each in trained}
+    for node in graph_nodes([loss]):
+        if type(node).__name__ == "AccumulateGrad":
+            leaves.setdefault(id(node.variable), node.variable)
+    return torch.autograd.grad(loss, tuple(leaves.values()), allow_unused=True)[: len(trained)]
 
 
 def is_reentrant(loss: torch.Tensor) -> bool:

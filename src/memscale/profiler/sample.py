@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from memscale._torch import pytree
+from memscale._util.trees import copied
 from memscale.errors import ProfileError
 
 HINT_LENGTH = 512
@@ -55,6 +56,18 @@ class Sample:
             return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
         return self.mapped(lambda tree: pytree.tree_map(moved, tree))
+
+    def copy(self) -> Sample:
+        """Return the call with copies of all that a forward may change: tensors, containers and objects."""
+        return self.mapped(lambda tree: copied(tree, lambda tensor: tensor.detach().clone()))
+
+    def again(self) -> Sample:
+        """Return the call with the same memory, for another forward: nothing of an earlier one is in its graph."""
+
+        def unchanged(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
+
+        return self.mapped(lambda tree: copied(tree, unchanged))
 
     def mapped(self, change: Callable[[Any], Any]) -> Sample:
         """Return the call with all parts changed by a function of a tree."""
@@ -302,6 +315,7 @@ def resized(model: nn.Module, sample: Sample, shapes: Shapes) -> Sample:
         if not isinstance(leaf, torch.Tensor) or wanted.get(id(leaf), tuple(leaf.shape)) == tuple(leaf.shape):
             return leaf
         empty = torch.empty(wanted[id(leaf)], dtype=leaf.dtype, device="meta")
-        return empty.requires_grad_(leaf.requires_grad)
+        empty.requires_grad_(leaf.requires_grad)
+        return empty if leaf.is_leaf else empty.clone()
 
     return Sample(pytree.tree_map(change, sample.args), pytree.tree_map(change, sample.kwargs))

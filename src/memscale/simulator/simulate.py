@@ -30,6 +30,7 @@ from memscale._torch import (
     sharded_groups,
     without_sharding,
 )
+from memscale._util.trees import copied
 from memscale.errors import SimulationError
 from memscale.hardware import GpuSpec, find_gpu
 from memscale.memory.allocator import CachingAllocator, ExactAllocator
@@ -79,17 +80,15 @@ class Simulation(backend.VirtualDevice):
         return twin
 
     def batch_of(self, batch: Any) -> Any:
-        """Return a copy of a real batch (nested containers of tensors) on this device, without data."""
+        """Return a copy of a real batch (tensors in containers and objects) on this device, without data."""
         storages: dict[int, Tensor] = {}
 
-        def twin(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            fake = _fake_twin(leaf, self.device, storages)
-            remember_values(fake, leaf)
+        def twin(tensor: Tensor) -> Tensor:
+            fake = _fake_twin(tensor, self.device, storages)
+            remember_values(fake, tensor)
             return fake
 
-        return pytree.tree_map(twin, batch)
+        return copied(batch, twin)
 
 
 def _cast_inputs(
