@@ -312,7 +312,7 @@ def _remarks(rows: Sequence[Row], compared: bool) -> tuple[str, ...]:
             f"Simulated on {devices}: device memory in use at the peak, counted as CUDA's caching allocator "
             f"counts it. Assumed: {' and '.join(dict.fromkeys(map(assumed_host, simulated)))}. No GPU was used."
         )
-    if any(row.mode != "none" and row.time_ratio is not None for row in rows):
+    if any(row.source == "simulated" and row.mode != "none" and row.time_ratio for row in rows):
         said.append(_STEPS[rows[0].overlap])
     if "measured" in sources:
         said.append(
