@@ -40,7 +40,7 @@ from memscale.units import format_bytes
 try:
     from transformers import GPT2Config, GPT2LMHeadModel
 except ImportError:
-    sys.exit("The demo trains a model of transformers: `pip install open-memscale[hf]`.")
+    sys.exit("The demo trains a model of transformers: pip install transformers.")
 
 VOCABULARY = 8192
 QUIET = memscale.Config(enable_logging=False, force_optimize=True)  # a small model, whose plan the demo shows

@@ -53,7 +53,7 @@ def test_simulated(tmp_path, monkeypatch, capsys):
 
 def test_a_case_that_does_not_fit(tmp_path, capsys):
     file = tmp_path / "out.json"
-    assert main(["--on", "8MiB", "--models", "gpt2-tiny", "--modes", "none", "--json", str(file)]) == 0
+    assert main(["--on", "8MiB", "--models", "gpt2-tiny", "--modes", "none", "--json", str(file)]) == 3
     (row,) = json.loads(file.read_text())["rows"]
     assert row["peak_bytes"] is None
     assert "does not fit" in row["note"]
@@ -157,7 +157,9 @@ def test_the_default_run_shows_memscale_in_a_table_on_a_terminal(monkeypatch, ca
     small = dataclasses.replace(MODELS["gpt2-tiny"], published=Published(10.87, 2.61))
     monkeypatch.setitem(MODELS, "gpt2-tiny", small)
     assert main(wide) == 0
-    lines = capsys.readouterr().out.splitlines()
+    shown = capsys.readouterr().out
+    assert "Optimizer steps overlap with backward" in shown
+    lines = shown.splitlines()
     assert [line.split("│")[3].strip() for line in lines if line.startswith("│ gpt2")] == ["none", "balanced"]
     assert max(map(len, lines)) <= 100
     # The longest cells that there are: with a budget, host and disk.

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.tables import main as tables_main
 from memscale._util.terminal import progress
 from memscale.benchmarks import Case, compare, peers
+from memscale.benchmarks import __main__ as cli
 from memscale.benchmarks.__main__ import main
 from memscale.benchmarks.compare import Compared, Comparison, measured_case, tables, write_weights
 from memscale.errors import ConfigError, ProfileError
@@ -107,6 +108,32 @@ def test_a_way_that_fails_or_is_missing_is_a_row_and_a_second_run_runs_nothing(t
     assert len(Comparison.read(file).rows) == 4
 
 
+@pytest.mark.parametrize(
+    ("notes", "code"),
+    [
+        ({"memscale-balanced": "failed: ValueError: no"}, 1),
+        ({"plain": "failed: ValueError: no"}, 1),
+        ({"save-on-cpu": "failed: ValueError: no"}, 0),
+        ({"plain": "not run: too large"}, 0),
+        ({"plain": "not run: too large", "memscale-balanced": "does not fit"}, 3),
+    ],
+)
+def test_the_exit_code_is_that_of_plain_and_own_rows(notes, code, monkeypatch):
+    def rows(cases, ways, on, known):
+        for way in ways:
+            note = notes.get(way)
+            yield (
+                dataclasses.replace(
+                    ROW, way=way, note=note, peak_bytes=ROW.peak_bytes if note is None else None
+                ),
+                True,
+            )
+
+    monkeypatch.setattr(cli, "compare", rows)
+    arguments = ["--compare", "--on", "cpu", "--models", "gpt2-tiny", "--peers", "save-on-cpu"]
+    assert main([*arguments, "--modes", "balanced"]) == code
+
+
 def test_rows_of_other_versions_are_not_gone_on_with(tmp_path, capsys):
     file = tmp_path / "out.json"
     Comparison("it", {"torch": "1.0"}, {}, (ROW,)).write(file)
@@ -181,7 +208,7 @@ def test_bad_arguments(arguments, message, capsys):
 
 def test_progress_says_what_is_left():
     out = io.StringIO()
-    with progress(2, out) as advance:
+    with progress(["first", "second"], out) as advance:
         advance("first")
         advance("second")
     first, second = out.getvalue().splitlines()

@@ -37,6 +37,7 @@ def test_plan_shows_the_plan_what_holds_the_peak_and_the_trades(capsys: pytest.C
     shown = capsys.readouterr()
     for part in ("Plan: ", "peak of device memory", "At the peak", "optimizer state", "● this plan"):
         assert part in shown.out
+    assert re.search(r"when +│ backward +│ backward", shown.out)
     assert shown.err == ""  # no progress where nobody looks
 
 
@@ -197,6 +198,8 @@ def test_fit_says_which_gpu_is_enough(capsys: pytest.CaptureFixture[str]) -> Non
     shown = capsys.readouterr().out
     assert "The smallest that is enough: NVIDIA GeForce RTX 3060" in shown
     assert "gpt2-tiny, 2 × 32" in shown
+    assert re.search(r"│ +\d\.\d\d × │ +\d\.\d\d × │", shown)  # not broken before its sign
+    assert "Optimizer steps are counted after backward" in " ".join(shown.split())
 
 
 def test_fit_and_bench_agree_on_where_the_plain_step_fits() -> None:
@@ -227,11 +230,39 @@ def test_fit_shows_what_the_plain_step_needs(capsys: pytest.CaptureFixture[str])
     assert "give one of them" in capsys.readouterr().err
 
 
-def test_names_complete() -> None:
-    from memscale.cli.app import _gpus, _models
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("plan gpt2-t", "gpt2-tiny"),
+        ("plan gpt2 --on 3090", "3090 3090-ti"),
+        ("plan gpt2 --on RTX3090", "RTX3090 RTX3090-ti"),
+        ("fit gpt2 --gpus rtx3060,a100-sxm", "rtx3060,a100-sxm4-40gb rtx3060,a100-sxm4-80gb"),
+        ("plan gpt2 --optimizer adam", "adam adamw adamax"),
+        ("bench --no", "--no-overlap"),
+        ("bench --no-overlap --models bert-t", "bert-tiny"),
+    ],
+)
+def test_the_shell_completes(words: str, expected: str) -> None:
+    typed = f"memscale {words}"
+    environment = {
+        **os.environ,
+        "_MEMSCALE_COMPLETE": "complete_bash",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(len(typed.split()) - 1),
+    }
+    code = "import sys; from memscale.cli import main; sys.argv = ['memscale']; sys.exit(main())"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert sorted(done.stdout.split()) == sorted(expected.split())
 
-    assert _models("gpt2-t") == ["gpt2-tiny"]
-    assert "NVIDIA GeForce RTX 3090" in _gpus("3090")
+
+def test_names_that_complete_are_those_of_gpus() -> None:
+    from memscale.cli.app import _gpus
+    from memscale.hardware import find_gpu, list_gpus
+
+    found = {find_gpu(name) for name in _gpus("") if name != "cpu"}
+    assert found == set(list_gpus())
+    assert not any(" " in name for name in _gpus(""))
 
 
 @pytest.mark.slow
@@ -315,8 +346,12 @@ def test_bench_is_the_suite(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["plan", "gpt2-tinny"], "did you mean gpt2-tiny?"),
         (["plan", "./nowhere.json"], "no such file"),
-        (["plan", "no_such_module:build"], "cannot be imported"),
+        (
+            ["plan", "no_such_module:build"],
+            "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'\n",
+        ),
         (["plan", "gpt2-tiny", "--on", "RTX 9999"], "RTX 9999"),
+        (["plan", "gpt2-tiny", "--on", "cuda"], "leave it out to plan for this machine"),
         (["plan", "gpt2-tiny", "--batch", "0"], "--batch 0 is not allowed"),
         (["plan", "gpt2-tiny", "--seq", "100000"], "100000"),
         (["plan", "gpt2-tiny", "--budget", "lots"], "lots"),
@@ -393,7 +428,7 @@ def test_without_typer_the_command_says_what_to_install(tmp_path: Path) -> None:
     process = in_a_process("gpus", env={**os.environ, "PYTHONPATH": paths})
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "pip install open-memscale[cli]" in errors
+    assert "pip install typer rich" in errors
 
 
 def test_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:

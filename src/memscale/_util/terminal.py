@@ -14,7 +14,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 _NUMBER = re.compile(r"[-+−~≈<>≤≥]?\s?\d[\d,._]*([eE][-+]?\d+)?\s?[^\d\s]{0,8}")
 _NOTHING = "–"
@@ -204,23 +204,30 @@ def clean(text: str) -> str:
 
 
 @contextlib.contextmanager
-def progress(total: int, stream: TextIO | None = None) -> Iterator[Callable[[str], None]]:
-    """Show how far a run of `total` cases is, and the time left, on standard error; yield what to call after each.
+def progress(cases: Sequence[str], stream: TextIO | None = None) -> Iterator[Callable[[str], None]]:
+    """Show which of the cases is running, and the time left, on standard error; yield what to call after each.
 
     On a terminal with `rich` that is a bar below the lines; else each line says the time left.
     """
     screen = stream or sys.stderr
     start = time.perf_counter()
-    done = 0
+    total, done = len(cases), 0
+    has_bar = screen.isatty() and importlib.util.find_spec("rich") is not None
+
+    def running() -> str:
+        return f"{cases[done]} ({done + 1} of {total})" if done < total else ""
+
     with contextlib.ExitStack() as stack:
-        bar = _bar(total, stack) if screen.isatty() and importlib.util.find_spec("rich") is not None else None
+        shown = stack.enter_context(bars()) if has_bar else None
+        task = shown and shown.add_task(running(), total=total)
 
         def advance(text: str) -> None:
             nonlocal done
             done += 1
             left = (time.perf_counter() - start) / done * (total - done)
-            if bar is not None:
-                bar(text)
+            if shown is not None:
+                shown.console.print(text, markup=False, highlight=False)
+                shown.update(task, advance=1, description=running())
             else:
                 rest = f", {left:.0f} s left" if done < total else ""
                 print(f"{text} ({done} of {total}{rest})", file=screen, flush=True)
@@ -228,18 +235,14 @@ def progress(total: int, stream: TextIO | None = None) -> Iterator[Callable[[str
         yield advance
 
 
-def _bar(total: int, stack: contextlib.ExitStack) -> Callable[[str], None]:
+def bars() -> Any:
+    """Return rich's bars of progress on standard error, with what runs and the time left; none if it is no terminal."""
     state = random.getstate()
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     random.setstate(state)  # rich draws from the user's generator when it is imported
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    bars = stack.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
-    task = bars.add_task("", total=total)
-
-    def advance(text: str) -> None:
-        bars.console.print(text, markup=False, highlight=False)
-        bars.advance(task)
-
-    return advance
+    console = Console(stderr=True)
+    text = TextColumn("{task.description}", markup=False)
+    columns = (text, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -17,6 +17,7 @@ from memscale.benchmarks.compare import (
     Compared,
     Comparison,
     compare,
+    is_own,
     versions,
     ways_of,
 )
@@ -41,7 +42,9 @@ _PROGRAM = "python -m memscale.benchmarks"
 
 
 def main(argv: Sequence[str] | None = None, *, program: str = _PROGRAM) -> int:
-    """Run the suite as the arguments say, and print its table; return 2 for wrong ones, 1 for a run that failed.
+    """Run the suite as the arguments say, and print its table; return its exit code.
+
+    0: done; 1: a case failed, other than a peer's; 2: wrong arguments; 3: nothing fits the device.
 
     Args:
         argv: The arguments; those of the process by default.
@@ -52,8 +55,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = _PROGRAM) -> int:
     try:
         check_writable(options.json)
         if options.compare:
-            print(_compare(options, command_line(_PROGRAM, arguments)))
-            return 0
+            return _compare(options, command_line(_PROGRAM, arguments))
         if options.peers is not None:
             raise ConfigError("--peers names what to compare with: give --compare as well.")
         rows = _run(options, command_line(_PROGRAM, arguments))
@@ -63,7 +65,15 @@ def main(argv: Sequence[str] | None = None, *, program: str = _PROGRAM) -> int:
     print(_table(rows, options.on))
     if options.json is not None:
         print(f"Written to {options.json}.")
-    return 1 if any(row.peak_bytes is None and missing(row) == "failed" for row in rows) else 0
+    return _exit_code(rows)
+
+
+def _exit_code(rows: Sequence[Row | Compared]) -> int:
+    """Return 1 if a row failed, 3 if none of them fits, else 0."""
+    without = [row for row in rows if row.peak_bytes is None]
+    if any(missing(row) in ("failed", "killed") for row in without):
+        return 1
+    return 3 if without and len(without) == len(rows) else 0
 
 
 class _Parser(argparse.ArgumentParser):
@@ -127,6 +137,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
+def option_names() -> list[str]:
+    """Return the names of all options, for a shell to complete."""
+    return [name for action in _parser(_PROGRAM)._actions for name in action.option_strings]
+
+
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     return list(dict.fromkeys(name for name in names if name)) or [text]
@@ -162,7 +177,7 @@ def _run(options: argparse.Namespace, command: str) -> list[Row]:
         known=kept,
     )
     write()
-    with progress(len(options.models) * len(modes)) as advance:
+    with progress([f"{model}, {mode}" for model in options.models for mode in modes]) as advance:
         for row in rows:
             peak = row.note if row.peak_bytes is None else format_bytes(row.peak_bytes)
             found.append(row)
@@ -176,8 +191,8 @@ def _machine(on: str) -> dict[str, str | int]:
     return machine() if find_device(on) is None else {}
 
 
-def _compare(options: argparse.Namespace, command: str) -> str:
-    """Run the comparison, writing its file after each case, and return the table."""
+def _compare(options: argparse.Namespace, command: str) -> int:
+    """Run the comparison, writing its file after each case, print its tables and return the exit code."""
     ways = ways_of(options.peers or list(PEERS), options.modes or list(MODES))
     steps = 3 if options.steps is None else options.steps
     cases = [
@@ -193,7 +208,7 @@ def _compare(options: argparse.Namespace, command: str) -> str:
         )
         kept = old.rows
     rows: list[Compared] = []
-    with progress(len(cases) * len(ways)) as advance:
+    with progress([f"{case.model.name}, {way}" for case in cases for way in ways]) as advance:
         for row, is_new in compare(cases, ways, options.on, kept):
             rows.append(row)
             found = row.note if row.peak_bytes is None else format_bytes(row.peak_bytes)
@@ -202,10 +217,12 @@ def _compare(options: argparse.Namespace, command: str) -> str:
                 done = {each.key for each in rows}
                 others = tuple(each for each in kept if each.key not in done)
                 replace(document, rows=(*rows, *others)).write(options.json)
-    return "\n\n".join(
+    shown = [
         table(title, text.columns, text.rows, caption="\n".join(text.remarks))
         for title, text in comparison_tables(rows)
-    )
+    ]
+    print("\n\n".join(shown))
+    return _exit_code([row for row in rows if is_own(row)])
 
 
 def _table(rows: Sequence[Row], on: str) -> str:

@@ -112,6 +112,11 @@ class Comparison:
             ) from None
 
 
+def is_own(row: Compared) -> bool:
+    """Return whether a row is of the plain model or of a mode of MemScale, not of another tool."""
+    return row.way == PLAIN or row.way not in PEERS
+
+
 def is_comparison(path: Path) -> bool:
     """Return whether a results file is a comparison."""
     try:

@@ -83,7 +83,7 @@ def _transformers() -> Any:
             raise
         raise MissingPackageError(
             "The benchmark models are built with transformers, which is not installed: "
-            "`pip install open-memscale[hf]`.",
+            "pip install transformers.",
             name="transformers",
         ) from None
 

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
@@ -23,6 +23,10 @@ SCHEMA = 1
 _NOTHING = "–"
 _GIB = 2**30
 _MIB = 2**20
+_STEPS = {
+    True: "Optimizer steps overlap with backward, as in a loop that leaves gradients alone; --no-overlap: without.",
+    False: "Optimizer steps come after backward (--no-overlap).",
+}
 _DEFAULT_MODE = "balanced"  # what the published reductions are credited to
 
 Source: TypeAlias = Literal["simulated", "measured"]
@@ -235,7 +239,12 @@ def cells(rows: Sequence[Row], *, brief: bool = False) -> Cells:
     )
 
 
-def missing(row: Row) -> str:
+class _Noted(Protocol):
+    @property
+    def note(self) -> str | None: ...
+
+
+def missing(row: _Noted) -> str:
     """Return why a row has no peak, in two or three words; the rest of its note is below the table."""
     return (row.note or "does not fit").partition(":")[0]
 
@@ -303,6 +312,8 @@ def _remarks(rows: Sequence[Row], compared: bool) -> tuple[str, ...]:
             f"Simulated on {devices}: device memory in use at the peak, counted as CUDA's caching allocator "
             f"counts it. Assumed: {' and '.join(dict.fromkeys(map(assumed_host, simulated)))}. No GPU was used."
         )
+    if any(row.source == "simulated" and row.mode != "none" and row.time_ratio for row in rows):
+        said.append(_STEPS[rows[0].overlap])
     if "measured" in sources:
         said.append(
             "Measured on the CPU: peak resident memory of a fresh process, above what it had after imports."

@@ -20,7 +20,7 @@ def main() -> int:
             raise
         print(
             f"memscale: error: the command line needs {error.name}, which is not installed: "
-            "pip install open-memscale[cli]",
+            "pip install typer rich",
             file=sys.stderr,
         )
         return 1

@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+
+from memscale._util import terminal
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -25,6 +30,8 @@ FAILED, WRONG_ARGUMENTS, DOES_NOT_FIT, INTERRUPTED = 1, 2, 3, 130
 COMMON_GPUS = ("RTX 3060", "RTX 4060 Ti 16GB", "RTX 3090", "RTX 4090", "RTX 5090", "A100-40GB", "H100")
 """What `fit` tries unless it is told which."""
 
+_LEFT_OUT = {"nvidia", "geforce", "amd", "radeon", "instinct", "generation", "gpu", "with", "design"}
+
 OPTIMIZERS = ("adamw", "adam", "sgd", "adagrad", "rmsprop", "adafactor", "adamax", "nadam", "radam")
 
 app = typer.Typer(
@@ -32,7 +39,7 @@ app = typer.Typer(
     help="Make PyTorch training fit the device you have. MODEL is a model of the registry (gpt2-xl, bert-base, ...), "
     "a Hugging Face config.json or its directory, or package.module:factory.",
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    rich_markup_mode=None,
     epilog="Exit codes: 0 done, 1 failed, 2 wrong arguments, 3 nothing fits the device, 130 interrupted.",
 )
 
@@ -48,10 +55,33 @@ def _version(is_asked: bool) -> None:
 @app.callback()
 def common(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="show the version")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Take the options that come before a command."""
+
+
+class _Command(TyperCommand):
+    """A command whose usage names arguments as its help does."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
+
+class _Bench(TyperCommand):
+    """`bench`, whose options are argparse's: typer is told what completes them."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        from memscale.benchmarks.__main__ import option_names
+
+        last = ctx.args[-1] if ctx.args else ""
+        complete = {"--on": _gpus, "--models": _models}.get(last)
+        found = option_names() if complete is None else complete(incomplete)
+        return [
+            SimpleNamespace(value=each, type="plain", help=None)
+            for each in found
+            if each.startswith(incomplete)
+        ]
 
 
 class Mode(str, enum.Enum):
@@ -65,13 +95,30 @@ class Mode(str, enum.Enum):
 def _models(incomplete: str) -> list[str]:
     from memscale.benchmarks.models import MODELS
 
-    return [name for name in MODELS if name.startswith(incomplete)]
+    return _completed(incomplete, MODELS)
 
 
 def _gpus(incomplete: str) -> list[str]:
+    """Return short names of GPUs, without spaces, that `find_gpu` finds: rtx3090, 3090, a100-pcie-80gb."""
     from memscale.hardware import list_gpus
 
-    return [gpu.name for gpu in list_gpus() if incomplete.lower() in gpu.name.lower()]
+    names = ["cpu"]
+    for gpu in list_gpus():
+        words = [word for word in gpu.name.lower().split() if word not in _LEFT_OUT]
+        name = re.sub(r"^(rtx|gtx|rx)-(?=\d)", r"\1", "-".join(words))
+        names += [name, *re.findall(r"^(?:rtx|gtx|rx)(.+)", name)]  # people write 3090 as well
+    return _completed(incomplete, names)
+
+
+def _optimizers(incomplete: str) -> list[str]:
+    return _completed(incomplete, OPTIMIZERS)
+
+
+def _completed(incomplete: str, names: Iterable[str]) -> list[str]:
+    """Return the names that begin so, as it was typed; of a list with commas the last item is completed."""
+    before, comma, last = incomplete.rpartition(",")
+    found = [name for name in dict.fromkeys(names) if name.startswith(last.lower())]
+    return [f"{before}{comma}{last}{name[len(last) :]}" for name in found]
 
 
 Model = Annotated[
@@ -82,21 +129,38 @@ Model = Annotated[
         autocompletion=_models,
     ),
 ]
-Batch = Annotated[int | None, typer.Option(help="samples in a batch", show_default="the model's own")]
-Seq = Annotated[int | None, typer.Option(help="tokens in a sample", show_default="the model's own")]
+Batch = Annotated[
+    int | None, typer.Option(metavar="N", help="samples in a batch", show_default="the model's own")
+]
+Seq = Annotated[
+    int | None, typer.Option(metavar="N", help="tokens in a sample", show_default="the model's own")
+]
 On = Annotated[
     str | None,
     typer.Option(
         metavar="DEVICE",
-        help='a GPU ("RTX 3090"), a size ("24GiB")',
+        help='a GPU ("RTX 3090", rtx3090), a size ("24GiB"), or cpu',
         show_default="this machine",
         autocompletion=_gpus,
     ),
 ]
-ModeOption = Annotated[Mode, typer.Option("--mode", help="how much step time to give up for memory")]
+ModeOption = Annotated[
+    Mode,
+    typer.Option(
+        "--mode",
+        metavar="MODE",
+        help=f"how much step time to give up for memory: {', '.join(each.value for each in Mode)}",
+    ),
+]
 Budget = Annotated[str | None, typer.Option(metavar="SIZE", help='fastest plan within "6GB", "9.25GiB"')]
 OptimizerOption = Annotated[
-    str, typer.Option("--optimizer", metavar="NAME", help=f"one of {', '.join(OPTIMIZERS)}")
+    str,
+    typer.Option(
+        "--optimizer",
+        metavar="NAME",
+        help=f"one of {', '.join(OPTIMIZERS)}",
+        autocompletion=_optimizers,
+    ),
 ]
 
 
@@ -124,7 +188,11 @@ def run(arguments: Sequence[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-@app.command(epilog='Example: `memscale plan gpt2-xl --on "RTX 3060" --batch 1 --seq 512`')
+@app.command(
+    cls=_Command,
+    epilog='Example: memscale plan gpt2-xl --on "RTX 3060" --batch 1 --seq 512',
+    short_help="the plan of a model, its peak and step time",
+)
 def plan(
     model: Model,
     batch: Batch = None,
@@ -165,7 +233,11 @@ def plan(
     return 0 if does_fit else DOES_NOT_FIT
 
 
-@app.command(epilog='Example: `memscale report gpt2-medium --on "RTX 3090" -o report.html`')
+@app.command(
+    cls=_Command,
+    epilog='Example: memscale report gpt2-medium --on "RTX 3090" -o report.html',
+    short_help="the same as a page",
+)
 def report(
     model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="the page to write")] = Path(
@@ -213,7 +285,11 @@ def report(
     return 0 if fits(made, there, config) else DOES_NOT_FIT
 
 
-@app.command(epilog='Example: `memscale fit llama-3.2-1b --seq 2048`; `memscale fit gpt2-xl --on "RTX 3090"`')
+@app.command(
+    cls=_Command,
+    epilog='Example: memscale fit llama-3.2-1b --seq 2048; memscale fit gpt2-xl --on "RTX 3090"',
+    short_help="on which GPUs a model trains, with which batch",
+)
 def fit(
     model: Model,
     batch: Batch = None,
@@ -230,6 +306,7 @@ def fit(
             metavar="A,B",
             help='which GPUs, or sizes ("24GiB"), to try',
             show_default=", ".join(COMMON_GPUS),
+            autocompletion=_gpus,
         ),
     ] = None,
     optimizer: OptimizerOption = "adamw",
@@ -245,12 +322,13 @@ def fit(
 
 def _fit_gpus(target: Target, gpus: Sequence[str], optimizer: str) -> int:
     import memscale
+    from memscale.execution_plan.explain import STEPS_AFTER_BACKWARD
     from memscale.hardware import virtual_hardware
     from memscale.planner.decide import capacity_of
     from memscale.planner.make_plan import fits
     from memscale.planner.predict import Step, plain_step
     from memscale.profiler import Place
-    from memscale.report import table
+    from memscale.report import Column, table
     from memscale.units import format_bytes
 
     named = [virtual_hardware(name.strip()) for name in gpus]
@@ -271,7 +349,7 @@ def _fit_gpus(target: Target, gpus: Sequence[str], optimizer: str) -> int:
             advance()
             as_it_is = format_bytes(plain[place].peak_bytes)
             if plain[place].capacity_bytes > capacity_of(hardware):
-                as_it_is = f"needs {format_bytes(plain[place].capacity_bytes)}"
+                as_it_is = f"needs\n{format_bytes(plain[place].capacity_bytes)}"
             row: list[str | None] = []
             for mode in Mode:
                 config = _config(mode, None)
@@ -280,10 +358,13 @@ def _fit_gpus(target: Target, gpus: Sequence[str], optimizer: str) -> int:
                 advance()
             rows.append((card.name, format_bytes(card.total_bytes), as_it_is, *row))
             fitting += [card.name] * any(row)
-    columns = ["GPU", "memory", "plain", *(each.value for each in Mode)]
+    columns = [
+        Column("GPU"),
+        *(Column(name, "right") for name in ("memory", "plain", *(each.value for each in Mode))),
+    ]
     caption = (
         "Peaks simulated, step times estimated, as multiples of the plain step's. –: does not fit; needs: what torch's "
-        "allocator would have to reserve."
+        f"allocator would have to reserve. {STEPS_AFTER_BACKWARD}"
     )
     print(table(f"{target.name}, {target.size}", columns, rows, caption=caption))
     if not fitting:
@@ -298,7 +379,7 @@ def _fit_gpus(target: Target, gpus: Sequence[str], optimizer: str) -> int:
 def _cell(made: Plan) -> str:
     from memscale.units import format_bytes
 
-    return f"{format_bytes(made.predicted_peak_bytes)}, {made.predicted_time_ratio:.2f} ×"
+    return f"{format_bytes(made.predicted_peak_bytes)}\n{made.predicted_time_ratio:.2f} ×"
 
 
 def _fit_batches(target: Target, on: str, optimizer: str) -> int:
@@ -329,9 +410,9 @@ def _fit_batches(target: Target, on: str, optimizer: str) -> int:
     return 0
 
 
-@app.command(epilog="Example: `memscale gpus 4090`")
+@app.command(epilog="Example: memscale gpus 4090", short_help="the GPUs that are known by name")
 def gpus(
-    name: Annotated[str, typer.Argument(metavar="[WORD]", help="only those with this word")] = "",
+    name: Annotated[str, typer.Argument(metavar="WORD", help="only those with this word")] = "",
 ) -> int:
     """List the GPUs that can be planned for by name."""
     from memscale.hardware import list_gpus
@@ -353,12 +434,17 @@ def _gpu_row(gpu: GpuSpec) -> tuple[str, ...]:
     return (gpu.name, format_bytes(gpu.memory_bytes), *(f"{number:g}" for number in numbers))
 
 
-@app.command(epilog="Example: `memscale doctor --selftest --json report.json`")
+@app.command(
+    epilog="Example: memscale doctor --selftest --json report.json",
+    short_help="what is usable on this machine",
+)
 def doctor(
     selftest: Annotated[
         bool, typer.Option("--selftest", help="train a small model with every technique; about a minute")
     ] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1", show_default="the best one")] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1", show_default="the best one")
+    ] = None,
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write what --selftest found, for a bug report")
     ] = None,
@@ -386,12 +472,14 @@ def doctor(
     return FAILED if failed else 0
 
 
-@app.command(epilog="Example: `memscale calibrate`")
+@app.command(epilog="Example: memscale calibrate", short_help="measure the rates of this machine")
 def calibrate(
     path: Annotated[
         Path | None, typer.Option(metavar="FILE", help="where to write", show_default="the user's cache")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1", show_default="the best one")] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1", show_default="the best one")
+    ] = None,
 ) -> int:
     """Measure this machine's rates, from which later plans take their times."""
     import memscale
@@ -424,8 +512,10 @@ def calibrate(
 
 
 @app.command(
+    cls=_Bench,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    epilog='Example: `memscale bench --on "RTX 3090"`',
+    epilog='Example: memscale bench --on "RTX 3090"',
+    short_help="the benchmark suite",
 )
 def bench(context: typer.Context) -> int:
     """Run the benchmark suite; `memscale bench --help` lists its options."""
@@ -462,6 +552,8 @@ def _hardware(on: str | None) -> Hardware:
 
     if on is None:
         return detect()
+    if re.fullmatch(r"cuda(:\d+)?|gpu|mps|xpu", on.lower()):
+        raise _wrong(f"--on {on}: --on names a GPU that is not here; leave it out to plan for this machine.")
     return detect("cpu") if on.lower() == "cpu" else virtual_hardware(on)
 
 
@@ -526,7 +618,7 @@ def _wrong(message: str) -> Exception:
 @contextlib.contextmanager
 def _working(what: str) -> Iterator[None]:
     """Show on a terminal that something is under way, and for how long; nothing where stderr is none."""
-    with _bars() as bars:
+    with terminal.bars() as bars:
         bars.add_task(what, total=None)
         yield
 
@@ -536,7 +628,7 @@ def _planning(target: Target, total: int) -> Iterator[Any]:
     """Show a bar with the time left; yields the function that advances it by one."""
     from memscale.errors import ProfileError
 
-    with _bars() as bars:
+    with terminal.bars() as bars:
         task = bars.add_task(f"planning {target.name}", total=total)
         try:
             yield lambda: bars.advance(task)
@@ -552,15 +644,6 @@ def _planning(target: Target, total: int) -> Iterator[Any]:
 @contextlib.contextmanager
 def _parts(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar with the time left; yields what is called with how many parts are done, and of how many."""
-    with _bars() as bars:
+    with terminal.bars() as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
-
-
-def _bars() -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -95,7 +95,7 @@ def _from_config(path: Path) -> tuple[str, nn.Module, Sample, str]:
         import transformers
     except ModuleNotFoundError:
         raise MissingPackageError(
-            "A Hugging Face config needs transformers, which is not installed: pip install open-memscale[hf].",
+            "A Hugging Face config needs transformers, which is not installed: pip install transformers.",
             name="transformers",
         ) from None
     try:
@@ -154,7 +154,9 @@ def _from_factory(text: str) -> tuple[str, nn.Module, Sample, bool]:
 def _in_a_line(error: Exception) -> str:
     """Return what happened in the user's code, and where in it, in one line."""
     frames = [
-        each for each in traceback.extract_tb(error.__traceback__)[1:] if not each.filename.startswith("<")
+        each
+        for each in traceback.extract_tb(error.__traceback__)[1:]
+        if not each.filename.startswith("<") and each.filename != importlib.__file__
     ]
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {_first_line(error)}{where}"

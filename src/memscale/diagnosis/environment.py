@@ -95,24 +95,23 @@ def torch_device(hardware: Hardware) -> torch.device:
 class _Library:
     module: str
     distribution: str
-    extra: str | None  # of this package; None if it has none
     oldest: tuple[int, ...]  # as in pyproject.toml
     use: str
 
 
 LIBRARIES = (
-    _Library("transformers", "transformers", "hf", (5, 0), "the Hugging Face Trainer"),
-    _Library("accelerate", "accelerate", "hf", (1, 10), "Accelerate"),
-    _Library("lightning", "lightning", "lightning", (2, 6), "Lightning"),
-    _Library("trl", "trl", "trl", (1, 16), "TRL's trainers"),
-    _Library("peft", "peft", "peft", (0, 21), "adapters such as LoRA"),
-    _Library("bitsandbytes", "bitsandbytes", "bnb", (0, 49), "8-bit optimizer state"),
-    _Library("safetensors", "safetensors", "safetensors", (0, 5), "weights read from files"),
-    _Library("prometheus_client", "prometheus-client", "metrics", (0, 20), "metrics for Prometheus"),
-    _Library("rich", "rich", "rich", (13,), "tables that are drawn by rich"),
-    _Library("typer", "typer", "cli", (0, 16), "the command memscale"),
-    _Library("torchao", "torchao", "compare", (0, 15), "memscale bench --compare"),
-    _Library("deepspeed", "deepspeed", None, (0,), "memscale bench --compare"),
+    _Library("transformers", "transformers", (5, 0), "the Hugging Face Trainer"),
+    _Library("accelerate", "accelerate", (1, 10), "Accelerate"),
+    _Library("lightning", "lightning", (2, 6), "Lightning"),
+    _Library("trl", "trl", (1, 16), "TRL's trainers"),
+    _Library("peft", "peft", (0, 21), "adapters such as LoRA"),
+    _Library("bitsandbytes", "bitsandbytes", (0, 49), "8-bit optimizer state"),
+    _Library("safetensors", "safetensors", (0, 5), "weights read from files"),
+    _Library("prometheus_client", "prometheus-client", (0, 20), "metrics for Prometheus"),
+    _Library("rich", "rich", (13,), "tables that are drawn by rich"),
+    _Library("typer", "typer", (0, 16), "the command memscale"),
+    _Library("torchao", "torchao", (0, 15), "memscale bench --compare"),
+    _Library("deepspeed", "deepspeed", (0,), "memscale bench --compare"),
 )
 
 
@@ -151,7 +150,7 @@ def doctor(
 
 
 def _library(library: _Library, device: torch.device) -> str:
-    package = f"'open-memscale[{library.extra}]'" if library.extra else library.distribution
+    package = library.distribution
     try:
         version = importlib.metadata.version(library.distribution)
     except importlib.metadata.PackageNotFoundError:

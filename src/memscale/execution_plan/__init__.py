@@ -242,6 +242,10 @@ class StepMemory:
     peak: int
     largest: tuple[MemoryHolder, ...]
 
+    def phase_of(self, sample: int) -> str:
+        """Return the phase that a sample is in."""
+        return [phase.name for phase in self.phases if phase.begin <= sample][-1]
+
     @property
     def at_peak(self) -> dict[str, int]:
         """Return the bytes of each category at the peak."""

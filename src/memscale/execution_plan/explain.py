@@ -26,6 +26,10 @@ from memscale.units import format_bytes, parse_bytes
 RESERVED_SHARE = 0.05  # of a peak: what torch reserves beside it is said from here on
 MOST_TRADES = 12  # points of the frontier that a table shows; a plan may have hundreds
 MOST_OF_NAMES = 60  # characters for the names of layers in a row of the log
+STEPS_AFTER_BACKWARD = (
+    "Optimizer steps are counted after backward, as in the first steps of a run. In a loop that leaves gradients alone "
+    "they then overlap with backward and take less time; memscale bench counts that, unless --no-overlap is given."
+)
 HEIGHT = 12  # lines of a chart
 WIDEST = 72  # its columns
 _SIZE = re.compile(r"[1-9][\d.]* (?:[KMGTPE]i)?B\b")  # as `format_bytes` writes it
@@ -69,7 +73,7 @@ def explain_plan(plan: Plan, *, trades: bool = True, terminal: Terminal | None =
     columns = ["totals", "plain", "with this plan", "change"]
     parts.append(table("", columns, _total_rows(plan), terminal=screen))
     if plan.step_time.total:
-        parts += wrap(_step_time(plan.step_time), screen.width)
+        parts += wrap(f"{_step_time(plan.step_time)} {overlap_remark(plan)}".rstrip(), screen.width)
     if plan.frontier and trades:
         count = len(plan.frontier)
         most = min(count, MOST_TRADES)  # evenly spread, with both ends
@@ -247,6 +251,13 @@ def _step_time(time: StepTime) -> str:
     return f"A step takes {format_seconds(time.total)} (estimated): {', '.join(parts)}."
 
 
+def overlap_remark(plan: Plan) -> str:
+    """Return that optimizer steps with state on the host are counted after backward; empty if there are none."""
+    if plan.optimizer is None or plan.optimizer.state != "host" or plan.optimizer.overlapped:
+        return ""
+    return STEPS_AFTER_BACKWARD
+
+
 def _peak_at(plan: Plan) -> str:
     return f" (in {clean(plan.peak_at)})" if plan.peak_at else ""
 
@@ -323,8 +334,8 @@ def memory_table(plan: Plan, *, terminal: Terminal | None = None) -> str:
         if any(step.at_peak.get(category) for step in known.values())
     ]
     rows.append(("largest tensor", *(_largest(step) for step in known.values())))
-    where = f", which is in {plan.peak_at} with this plan" if plan.peak_at else ""
-    return table(f"At the peak{where} (simulated)", ["used for", *known], rows, terminal=terminal)
+    rows.append(("when", *(step.phase_of(step.peak) for step in known.values())))
+    return table("At the peak (simulated)", ["used for", *known], rows, terminal=terminal)
 
 
 def _largest(step: StepMemory) -> str | None:

@@ -20,6 +20,7 @@ from memscale.execution_plan import LayerPlan, Plan, StepMemory
 from memscale.execution_plan.explain import (
     format_seconds,
     names_in_short,
+    overlap_remark,
     source_of_plain,
     technique_in_words,
     whole_rows,
@@ -216,7 +217,7 @@ def _memory(plan: Plan) -> str:
             f'role="slider" aria-orientation="horizontal" aria-label="{label}"></div></figure>'
         )
         rows = [
-            (f"{index + 1}", _phase(memory, index), *map(format_bytes, sample), format_bytes(sum(sample)))
+            (f"{index + 1}", memory.phase_of(index), *map(format_bytes, sample), format_bytes(sum(sample)))
             for index, sample in enumerate(memory.samples)
         ]
         columns = ["part", "phase", *memory.categories, "total"]
@@ -243,10 +244,6 @@ def _memory(plan: Plan) -> str:
     hint = f'<p class="hint">Point at a chart, or focus it and use {keys}.</p>'
     charts = f'<div class="charts">{"".join(figures)}</div>'
     return section("memory", "Memory over a step", lead, tools, charts, hint, _at_peak(steps), *tables)
-
-
-def _phase(memory: StepMemory, sample: int) -> str:
-    return [phase.name for phase in memory.phases if phase.begin <= sample][-1]
 
 
 def _categories(steps: Iterable[ShownStep]) -> list[str]:
@@ -375,6 +372,7 @@ def _time(plan: Plan) -> str:
     columns = ["part", labelled("time", "estimated"), "share"]
     table = html_table("", columns, rows, numbers=2, last_is_total=True)
     lead = "Where the time of a step goes, from the device’s rates. Transfers that computation hides do not count."
+    lead = f"{lead} {overlap_remark(plan)}".rstrip()
     return section("time", "Step time", f"{lead} {chip('estimated')}", bars, table)
 
 

@@ -140,8 +140,7 @@ def _opened(path: Path) -> Iterator[Any]:
         from safetensors import safe_open
     except ImportError as error:
         raise WeightsError(
-            "Weights are read by the safetensors package, which is not installed: "
-            "pip install 'open-memscale[safetensors]'."
+            "Weights are read by the safetensors package, which is not installed: pip install safetensors."
         ) from error
     try:
         with safe_open(path, framework="pt", device="cpu") as file:

@@ -229,7 +229,7 @@ def find_quantizer(parameters: Sequence[Tensor]) -> Bitsandbytes:
     return quantizer
 
 
-_INSTALL = "pip install 'open-memscale[bnb]'"
+_INSTALL = "pip install bitsandbytes"
 
 
 def _check_version() -> None:

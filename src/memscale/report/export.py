@@ -53,10 +53,6 @@ def _steps(plan: Plan) -> list[tuple[str, StepMemory]]:
     return known
 
 
-def _phase_of(step: StepMemory, sample: int) -> str:
-    return [phase.name for phase in step.phases if phase.begin <= sample][-1]
-
-
 def _allocations(
     device: int, name: str, step: StepMemory
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -68,7 +64,7 @@ def _allocations(
         at_end: list[dict[str, Any]] = []
         for low, high, begin, end in _blocks(levels):
             frames = [
-                {"name": category, "filename": _phase_of(step, begin), "line": begin},
+                {"name": category, "filename": step.phase_of(begin), "line": begin},
                 {"name": f"{name} (simulated)", "filename": "memscale", "line": 0},
             ]
             block = {"addr": address + low, "size": high - low, "stream": 0, "frames": frames}
