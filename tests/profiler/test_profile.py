@@ -376,3 +376,29 @@ def test_hooks_that_wait_for_stored_gradients_are_not_called_by_a_profile() -> N
     with pytest.raises(ProfileError, match=r"Reentrant can't be profiled by a real run.*use_reentrant=False"):
         profile_model(model, sample, CPU, static=False)
     assert not calls
+
+
+class Distilled(nn.Module):
+    """Has a teacher in inference mode, of which each layer is a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.student = (nn.ModuleList(Layer(64) for _ in range(3)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x
+        with torch.inference_mode():
+            for layer in self.teacher:
+                y = layer(y)
+        for layer in self.student:
+            x = layer(x)
+        return (x - y.clone()).square().mean()
+
+
+@pytest.mark.parametrize(("static", "place"), [(True, CPU), (True, GPU), (False, CPU)])
+def test_a_part_in_inference_mode_is_profiled(static: bool, place: Place) -> None:
+    profile = profile_model(Distilled(), Sample((torch.ones(8, 64),), {}), place, static=static)
+    assert profile.source == ("static" if static else "empirical")
+    assert {block.name for block in profile.blocks if block.backward_flops} == {
+        f"student.{number}" for number in range(3)
+    }

@@ -7,6 +7,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,6 +203,74 @@ def test_out_of_memory_in_a_second_pass_over_a_kept_graph() -> None:
     trouble = RunsOut(int(0.9 * counted(second_loss, backward=True)), backward=True)
     assert_same(run(wrapped(), second_loss, trouble), expected)
     assert trouble.raised == 1
+
+
+class Changing(nn.Module):
+    """Changes what it is called with: it takes its labels out of a batch, or scales numbers in place."""
+
+    def __init__(self, inner: Model) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, batch: Any) -> Any:
+        if isinstance(batch, dict):
+            return self.inner(batch["ids"], batch.pop("labels"))["loss"]
+        if isinstance(batch, torch.Tensor):
+            batch.mul_(2.0)
+            return self.inner(ids(), ids())["loss"] * batch.mean()
+        batch.ids = batch.ids.flip(0)
+        return self.inner(batch.ids, batch.labels)["loss"]
+
+
+def out_in(backward: bool) -> RunsOut:
+    """Run out of memory in the third block's forward or backward."""
+    op = aten.gelu_backward if backward else aten.gelu
+    return RunsOut(3, backward=backward, ops=(op.default,))
+
+
+def changing(make: Callable[[int], Any], *, wraps: bool) -> nn.Module:
+    model = Changing(build())
+    return memscale.wrap(model, QUIET, (make(0),)) if wraps else model
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("kind", [dict, SimpleNamespace])
+def test_a_model_that_changes_its_batch_is_called_again_with_the_batch_as_it_was(
+    kind: Any, backward: bool
+) -> None:
+    batches: list[Any] = []
+
+    def make(seed: int) -> Any:
+        return kind(ids=ids(seed), labels=ids(seed))
+
+    def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
+        batches.append(make(seed))
+        loss: torch.Tensor = model(batches[-1])
+        return loss
+
+    expected = run(changing(make, wraps=False), loss_of)
+    trouble = out_in(backward)
+    assert_same(run(changing(make, wraps=True), loss_of, trouble), expected)
+    assert trouble.raised == 1
+    for one, other in zip(batches[:3], batches[3:], strict=True):
+        ones, others = (each if kind is dict else vars(each) for each in (one, other))
+        assert ones.keys() == others.keys()
+        assert torch.equal(ones["ids"], others["ids"])
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_model_that_changes_its_batch_in_place_is_not_called_again(backward: bool) -> None:
+    batch = torch.ones(4, device=DEVICE)
+    model = changing(lambda _: torch.ones(4, device=DEVICE), wraps=True)
+    model(batch.clone()).backward()  # the plan for such a batch is made
+    with out_in(backward), pytest.raises(torch.OutOfMemoryError, match="injected") as caught:
+        model(batch).backward()
+    (note,) = caught.value.__notes__
+    assert (
+        "it was not repeated: a tensor of the batch (shape (4,), torch.float32) was changed in place" in note
+    )
+    assert ("the next step runs under a heavier plan" in note) == backward
+    assert torch.equal(batch, torch.full((4,), 2.0, device=DEVICE))
 
 
 def test_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -26,14 +26,15 @@ import pickle
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from memscale._torch import Generator, same_version, version_of
-from memscale._util.trees import is_lazy
+from memscale._torch import Generator, pytree, same_version, version_of
+from memscale._util.trees import Tree, is_lazy
 
 
 class TorchRngState:
@@ -139,7 +140,7 @@ class Attributes:
 
     __slots__ = ("_contents", "_copy_bytes", "_generators", "_tensors")
 
-    def __init__(self, modules: Sequence[nn.Module], *, copy_bytes: float = math.inf) -> None:
+    def __init__(self, modules: Sequence[object], *, copy_bytes: float = math.inf) -> None:
         self._copy_bytes = copy_bytes
         self._contents: dict[int, tuple[_State, Any]] = {}  # of modules and containers
         self._generators: list[tuple[_State, Any]] = []
@@ -187,12 +188,15 @@ class Attributes:
             return True
         return not all(_equal(each.read(), before) for each, before in self._generators)
 
-    def restore(self) -> None:
-        """Set everything as it was before a forward that has failed, or that has ended and is to leave no trace."""
+    def restore(self) -> Callable[[], None]:
+        """Set everything as it was before a forward that has failed, or that has ended and is to leave no trace.
+
+        Returns a function that sets all but the values of tensors as it was until now.
+        """
         with torch.no_grad():
             for each in self._tensors.values():
                 each.write_back()
-        self._exchange(lambda each: each.tensor)
+        return self._exchange(lambda each: each.tensor)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -230,6 +234,22 @@ class Attributes:
                 state.write(value)
 
         return put_back
+
+
+def inputs_before(
+    args: Sequence[Any], kwargs: Mapping[str, Any], *, copy_bytes: float = math.inf
+) -> Attributes:
+    """Return what the inputs of a call are before forward: tensors, containers, and objects that hold tensors."""
+    inputs = SimpleNamespace(values=(args, kwargs), tensors=tuple(Tree.of((args, kwargs)).tensors()))
+    batches = filter(is_batch_object, pytree.tree_leaves((args, kwargs)))
+    return Attributes([inputs, *batches], copy_bytes=copy_bytes)
+
+
+def is_batch_object(leaf: object) -> bool:
+    """Return whether a leaf of a call's inputs is an object that holds tensors, as attributes or as a mapping."""
+    if isinstance(leaf, torch.Tensor | nn.Module | type) or not hasattr(leaf, "__dict__"):
+        return False
+    return isinstance(leaf, Mapping) or any(isinstance(each, torch.Tensor) for each in vars(leaf).values())
 
 
 class _HeldTensor:

@@ -15,6 +15,7 @@ whoever wants to repeat it, for as long as the handle is alive.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,9 +25,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from memscale._torch import graph_nodes, graph_task_id
+from memscale._torch import graph_nodes, graph_task_id, pytree
+from memscale._util.snapshots import inputs_before, is_batch_object
 from memscale._util.trees import Tree, is_lazy
 from memscale.checkpointing.state import Buffers, Conditions, ModuleFlags, submodules
+from memscale.errors import RecomputeError
 from memscale.profiler.sample import Sample
 
 _OUTPUTS = "memscale_outputs"  # the key in a node's metadata
@@ -59,7 +62,9 @@ class ModelCall:
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device | None
     ) -> None:
         inside = submodules([model])
-        self.sample = Sample(tuple(args), dict(kwargs))
+        self.args, self.kwargs = tuple(args), dict(kwargs)
+        self.sample = Sample(*pytree.tree_map(_copied, (self.args, self.kwargs)))
+        self._inputs = inputs_before(self.args, self.kwargs, copy_bytes=0)
         self.captured: set[int] = set()  # outputs whose gradients are kept when a backward pass brings them
         self.gradients: dict[int, torch.Tensor | None] = {}  # those that have arrived
         self.awaits_backward = False  # it has a graph that no backward pass has come to
@@ -74,12 +79,27 @@ class ModelCall:
         """Put random state and buffers back after a forward that failed."""
         self.conditions.restore_random()
         self._buffers.restore()
+        self.check_inputs()
+        self._inputs.restore()
+
+    def check_inputs(self) -> None:
+        """Raise a `RecomputeError` if an input was changed in place: what it was before is not known."""
+        tensor = self._inputs.unknown_tensor()
+        if tensor is not None:
+            raise RecomputeError(
+                f"a tensor of the batch (shape {tuple(tensor.shape)}, {tensor.dtype}) was changed in place since the "
+                "model was called with it, so that another call would give other numbers"
+            )
 
     @contextlib.contextmanager
     def replay(self) -> Iterator[None]:
-        """Restore inside the block what forward found: random state, flags, autocast, buffers."""
-        with self.conditions.replay(), self._buffers.put_back():
-            yield
+        """Restore inside the block what forward found: inputs, random state, flags, autocast, buffers."""
+        put_back = self._inputs.restore()
+        try:
+            with self.conditions.replay(), self._buffers.put_back():
+                yield
+        finally:
+            put_back()
 
     def finish_forward(self, output: Any) -> GraphHandle:
         """Note the model's output, and let backward passes report when they come to it."""
@@ -112,7 +132,14 @@ class ModelCall:
         self.gradients = {}
         self.captured = set()
         self.sample = Sample((), {})
+        self.args, self.kwargs = (), {}
+        self._inputs = inputs_before((), {})
         self._buffers = Buffers(())
+
+
+def _copied(leaf: Any) -> Any:
+    """Return a leaf of the inputs for plans: what they change of it is not changed in the user's object."""
+    return copy.copy(leaf) if is_batch_object(leaf) else leaf
 
 
 class ReachedOutput(NamedTuple):

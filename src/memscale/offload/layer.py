@@ -52,6 +52,7 @@ from memscale._torch import (
     graph_task_id,
     hooks_are_allowed,
     surrounding_hooks,
+    tree_leaves,
     tree_map,
 )
 from memscale._util.interrupts import interrupts_deferred
@@ -255,13 +256,15 @@ class OffloadedLayer(ForwardStage):
 def bring_inputs(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> tuple[Any, Any]:
     """Return the arguments of a call with the tensors that are still on the host copied to the device."""
 
-    def copied(leaf: Any) -> Any:
+    def is_on_host(leaf: Any) -> bool:
         on_host = isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu"
-        if on_host and not isinstance(leaf, nn.Parameter):
-            return leaf.to(device, non_blocking=True)
-        return leaf
+        return on_host and not isinstance(leaf, nn.Parameter)
 
-    return tree_map(copied, (args, kwargs)) if device.type != "cpu" else (args, kwargs)
+    if device.type == "cpu" or not any(map(is_on_host, tree_leaves((args, kwargs)))):
+        return args, kwargs  # the same containers, which the model may change
+    return tree_map(
+        lambda leaf: leaf.to(device, non_blocking=True) if is_on_host(leaf) else leaf, (args, kwargs)
+    )
 
 
 # ---------------------------------------------------------------------- gradients

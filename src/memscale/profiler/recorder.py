@@ -25,6 +25,7 @@ from memscale._torch import (
     graph_nodes,
     in_backward,
     pytree,
+    version_of,
 )
 from memscale._util.trees import Tree, is_lazy
 from memscale.memory.tracker import ForwardSpans, MemoryTracker, parts_of
@@ -221,7 +222,7 @@ class Recorder(LightDispatchMode):
         record.forward.peak = max(record.forward.peak, self._between)
         self._between = 0
         self._inputs.append(
-            [(weakref.ref(each), each._version) for each in Tree.of((args, kwargs)).tensors()]
+            [(weakref.ref(each), version_of(each)) for each in Tree.of((args, kwargs)).tensors()]
         )
         self._running.append(name)
         self._counts.append(Counter())
@@ -235,7 +236,9 @@ class Recorder(LightDispatchMode):
         self._counts.pop()
         record = self.step.blocks[name]
         alive = ((reference(), version) for reference, version in self._inputs.pop())
-        record.changes_input |= any(each is not None and each._version != version for each, version in alive)
+        record.changes_input |= any(
+            each is not None and version_of(each) != version for each, version in alive
+        )
         outputs = _storages(output)
         entered = self._entered.pop()
         self._calls.append((name, entered, self._tracker.clock, frozenset(outputs)))

@@ -181,7 +181,7 @@ def _planned_forward(executor: Executor, call: ModelCall) -> Any:
     """Repeat a call with all techniques of the attached plan, inside of the stage that recovers."""
     override = override_of(executor.model)
     forward = executor.model.forward if override is None else override.inside_of(Stage.RECOVER)
-    return forward(*call.sample.args, **call.sample.kwargs)
+    return forward(*call.args, **call.kwargs)
 
 
 def _repeat_forward(executor: Executor, call: ModelCall, failure: Exception) -> Any:
@@ -330,6 +330,7 @@ class _Pass:
             return "it has gradients to bring around the model, which have not arrived"
         try:
             for call in self.calls:
+                call.check_inputs()
                 call.conditions.flags.check_parameters()
         except RecomputeError as error:
             return str(error)
