@@ -104,17 +104,18 @@ def detach(model: Any) -> None:
         detach_trainer(model, detach)
         return
     executor = executor_of(_uncovered(model)) if isinstance(model, nn.Module) else None
-    if executor is None:
+    if executor is not None:
+        executor.detach()
+    parts = model.named_modules() if isinstance(model, nn.Module) else ()
+    wrapped = [name for name, part in parts if executor_of(part) is not None]
+    for name in wrapped:
+        logger.warning(
+            "detach: %r is wrapped by itself and stays so: memscale.detach(model.get_submodule(%r)).",
+            name,
+            name,
+        )
+    if executor is None and not wrapped:
         logger.warning("detach: %s is not wrapped, so that there is nothing to take off.", _kind(model))
-        return
-    executor.detach()
-    for name, part in model.named_modules():
-        if executor_of(part) is not None:
-            logger.warning(
-                "detach: %r is wrapped by itself and stays so: memscale.detach(model.get_submodule(%r)).",
-                name,
-                name,
-            )
 
 
 @contextlib.contextmanager
