@@ -255,6 +255,18 @@ def test_optimize_around_code_that_raises_detaches_and_lets_it_through(error, ca
     assert warnings_of(caplog) == []
 
 
+def test_detach_of_a_whole_names_the_part_that_is_wrapped(caplog):
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    memscale.wrap(model[0], Config(enable_logging=False))
+    memscale.detach(model)
+    assert warnings_of(caplog) == [
+        "detach: '0' is wrapped by itself and stays so: memscale.detach(model.get_submodule('0'))."
+    ]
+    memscale.detach(model.get_submodule("0"))
+    memscale.detach(model)
+    assert "nothing to take off" in warnings_of(caplog)[-1]
+
+
 def test_optimize_around_a_forward_that_raises_half_way():
     model = trained()
     model.zero_grad()

@@ -15,7 +15,7 @@ from memscale._util.interrupts import interrupts_deferred, raise_pending_interru
 from memscale.config import AsyncOffloadConfig, Config
 from memscale.errors import DoesNotFitError, ProfileError, WrapError, WrapTypeError, shown
 from memscale.execution_plan import Plan
-from memscale.executor import EXECUTOR, Executor, executor_of, hardware_of, refuse_nested
+from memscale.executor import EXECUTOR, ONE_DEVICE, Executor, executor_of, hardware_of, refuse_nested
 from memscale.hardware import Hardware, virtual_hardware
 from memscale.observe.counters import Meter
 from memscale.observe.log import log_plan, logger, open_log
@@ -104,17 +104,18 @@ def detach(model: Any) -> None:
         detach_trainer(model, detach)
         return
     executor = executor_of(_uncovered(model)) if isinstance(model, nn.Module) else None
-    if executor is None:
+    if executor is not None:
+        executor.detach()
+    parts = model.named_modules() if isinstance(model, nn.Module) else ()
+    wrapped = [name for name, part in parts if executor_of(part) is not None]
+    for name in wrapped:
+        logger.warning(
+            "detach: %r is wrapped by itself and stays so: memscale.detach(model.get_submodule(%r)).",
+            name,
+            name,
+        )
+    if executor is None and not wrapped:
         logger.warning("detach: %s is not wrapped, so that there is nothing to take off.", _kind(model))
-        return
-    executor.detach()
-    for name, part in model.named_modules():
-        if executor_of(part) is not None:
-            logger.warning(
-                "detach: %r is wrapped by itself and stays so: memscale.detach(model.get_submodule(%r)).",
-                name,
-                name,
-            )
 
 
 @contextlib.contextmanager
@@ -256,7 +257,9 @@ def _check_scripted(model: nn.Module) -> None:
 
 
 def _check_devices(model: nn.Module) -> None:
-    """Raise a `WrapError` for a model that several devices share, each with some of its layers."""
+    """Raise a `WrapError` for a model that several devices share, each with some of its layers or samples."""
+    if any(isinstance(each, nn.DataParallel) and len(each.device_ids) > 1 for each in model.modules()):
+        raise WrapError(f"torch.nn.DataParallel copies the model to several devices. {ONE_DEVICE}")
     accelerators = {each.device for each in model.parameters() if each.device.type not in ("cpu", "meta")}
     spread: set[object] = {*getattr(model, "hf_device_map", {}).values()}  # of Hugging Face's `device_map`
     spread = {*accelerators} if len(accelerators) > 1 else spread

@@ -71,6 +71,13 @@ def test_a_rank_with_another_model_makes_its_own_plan(job: tuple[list[dict[str, 
     assert "rank 1 makes a plan of its own: rank 0 has another model or Config" in job[1]
 
 
+def test_a_rank_with_a_longer_first_batch_plans_for_it(job: tuple[list[dict[str, Any]], str]) -> None:
+    first, second = (rank["longer batch"] for rank in job[0])
+    assert first["batches"] == ["int64[4, 64]"] * 2
+    assert second["batches"] == ["int64[4, 256]"] * 2
+    assert second["regions"] > 0
+
+
 def test_rank_0_prints(job: tuple[list[dict[str, Any]], str]) -> None:
     assert job[1].count("memscale: hardware:") == 1
 

@@ -90,6 +90,18 @@ def other_model_on_rank_1(rank: int) -> dict[str, Any]:
     return {"plans": plans[0], "layers": layers}
 
 
+def longer_batch_on_rank_1(rank: int) -> dict[str, Any]:
+    """The first plan is that of rank 0, which is too small for what rank 1 has."""
+    wrapped = memscale.wrap(build(), AGGRESSIVE)
+    model = DistributedDataParallel(wrapped)
+    ids = torch.randint(0, 50, (4, 64 * (1 + 3 * rank)))
+    batches = []
+    for _ in range(2):
+        model(ids).sum().backward()
+        batches.append(wrapped._memscale_executor.plan.batch)
+    return {"batches": batches, "regions": wrapped._memscale_executor.report().recomputations}
+
+
 def resume(case: str, rank: int, folder: Path) -> None:
     """Train, save, and train on; or train on from what an earlier job has saved."""
     model = build(dropout=0.0)
@@ -138,6 +150,7 @@ def main(case: str, folder: Path) -> None:
             f"gathering, {order}": parallel(order, rank, Gathering) for order in ["parallel", *ORDERS]
         }
         results["other model"] = other_model_on_rank_1(rank)
+        results["longer batch"] = longer_batch_on_rank_1(rank)
         results |= {"whole batch": whole_batch(), "two halves": two_halves(rank, DistributedDataParallel)}
         torch.save(results, folder / f"{rank}.pt")
         model = memscale.wrap(build(), AGGRESSIVE.replace(enable_logging=True), ids_of(rank))

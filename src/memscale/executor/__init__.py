@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memscale.executor.executor import Executor, executor_of, hardware_of, refuse_nested
+from memscale.executor.executor import ONE_DEVICE, Executor, executor_of, hardware_of, refuse_nested
 from memscale.techniques.base import EXECUTOR
 
-__all__ = ["EXECUTOR", "Executor", "executor_of", "hardware_of", "refuse_nested"]
+__all__ = ["EXECUTOR", "ONE_DEVICE", "Executor", "executor_of", "hardware_of", "refuse_nested"]

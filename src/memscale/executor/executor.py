@@ -69,6 +69,12 @@ UNSEEN = (
     "from a batch. Wrap the module that training calls, and call it rather than one of its methods."
 )
 
+# A replica has the overrides of the original, which compute with the original's weights.
+ONE_DEVICE = (
+    "MemScale trains one device in each process: start the training with torchrun, one process for each GPU, or on one "
+    "GPU with CUDA_VISIBLE_DEVICES=0."
+)
+
 TrainingBatch = Callable[["Executor", tuple[Any, ...], dict[str, Any]], None]
 """What is called before each forward pass in training: the executor, and the arguments of the call."""
 
@@ -738,6 +744,10 @@ class _Placeholder(ForwardStage):
 @outside_compiler
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
     """Tell the executor of a forward pass in training, before which it may change the plan."""
+    if getattr(model, "_is_replica", False):
+        raise WrapError(
+            f"torch.nn.DataParallel called a copy of the wrapped {type(model).__name__}. {ONE_DEVICE}"
+        )
     executor = executor_of(model)
     if executor is None or kwargs is None or not torch.is_grad_enabled() or is_redirected(model):
         return None

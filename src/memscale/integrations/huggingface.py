@@ -13,9 +13,9 @@ from transformers import Trainer, TrainerCallback
 
 import memscale
 from memscale.config import Config
-from memscale.errors import WrapTypeError
+from memscale.errors import WrapError, WrapTypeError
 from memscale.execution_plan import Plan
-from memscale.executor import Executor, executor_of
+from memscale.executor import ONE_DEVICE, Executor, executor_of
 from memscale.hardware import detect
 from memscale.memory.process import peak_rss_bytes
 from memscale.observe.log import open_log
@@ -48,6 +48,7 @@ class MemScaleCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         config = with_accumulation(self.config, args.gradient_accumulation_steps)
         model = kwargs["model"]
+        _refuse_data_parallel(args, model)
         memscale.wrap(model, config, optimizer=_optimizer_of(model, kwargs["optimizer"], config))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -182,7 +183,9 @@ def _optimizer_of(model: torch.nn.Module, optimizer: object, config: Config) -> 
 
 def wrap_trainer(trainer: Trainer, wrap_model: Callable[[torch.nn.Module], None]) -> None:
     """Wrap the Trainer's model, and log its plan through the Trainer."""
-    wrap_model(_model_of(trainer))
+    model = _model_of(trainer)
+    _refuse_data_parallel(trainer.args, model)
+    wrap_model(model)
     trainer.remove_callback(PlanInLog)
     trainer.add_callback(PlanInLog(trainer, wrap_model))
 
@@ -191,6 +194,12 @@ def detach_trainer(trainer: Trainer, detach_model: Callable[[torch.nn.Module], N
     """Undo :func:`wrap_trainer`."""
     trainer.remove_callback(PlanInLog)
     detach_model(_model_of(trainer))
+
+
+def _refuse_data_parallel(args: Any, model: torch.nn.Module) -> None:
+    is_quantised = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
+    if args.n_gpu > 1 and not is_quantised:
+        raise WrapError(f"The Trainer uses torch.nn.DataParallel on {args.n_gpu} GPUs. {ONE_DEVICE}")
 
 
 def _model_of(trainer: Trainer) -> torch.nn.Module:

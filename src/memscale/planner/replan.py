@@ -78,6 +78,8 @@ def _follow(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         else:
             with executor.meter.planning():
                 _replan(executor, sample)
+                if not batches.covers(shapes):  # the first plan is rank 0's, whose batch may be smaller
+                    _replan(executor, sample)
     batches.note(key)
 
 
