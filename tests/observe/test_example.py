@@ -28,4 +28,4 @@ def test_the_example_prints_a_report_and_metrics(
     assert labels(said) == labels(page), "the output in docs/observability.md has other rows"
     written = 'direction="written",model="Model",tier="disk",what="optimizer state"'
     assert f"memscale_moved_bytes_total{{{written}}}" in said
-    assert 'memscale_lost_seconds_total{model="Model",technique="recomputing"}' in said
+    assert 'memscale_lost_seconds_total{model="Model",technique="offloading"}' in said

@@ -216,7 +216,7 @@ class CpuFeatures:
             return broken
         if "avx512_fp16" in self.flags and self.isa_limit not in _ISA_WITHOUT_FP16:
             return SixteenBitSupport(_VECTOR_FP16, "avx512_fp16")
-        return SixteenBitSupport(_SLOW_FP16, "no fp16 instructions: multiplied number by number")
+        return SixteenBitSupport(_SLOW_FP16, "no fp16 instructions: about 100 times slower than fp32")
 
     def _uses_amx(self, flag: str) -> bool:
         return {"amx_tile", flag} <= self.flags and self.isa_limit not in _ISA_WITHOUT_AMX
