@@ -8,13 +8,13 @@ from torch import nn
 
 import memscale
 from memscale.hardware import detect, virtual_hardware
-from memscale.planner.make_plan import DEEP
+from memscale.planner.make_plan import DEEP_MODEL_BLOCKS
 from memscale.planner.predict import _simulated
 from memscale.profiler import Place, sample_of
 from support.wrapping import Stack, lossless
 
 QUIET = lossless("aggressive", enable_offloading=False)
-LAYERS = DEEP + 4
+LAYERS = DEEP_MODEL_BLOCKS + 4
 
 
 def stack() -> tuple[nn.Module, object]:
@@ -47,5 +47,5 @@ def test_the_plain_step_of_a_deep_model_follows_from_a_few_blocks(make, kind: st
 
 
 def test_a_model_of_a_few_layers_is_simulated_as_a_whole() -> None:
-    plan = memscale.plan(Stack(DEEP), torch.ones(4, 8), QUIET)
+    plan = memscale.plan(Stack(DEEP_MODEL_BLOCKS), torch.ones(4, 8), QUIET)
     assert not plan.notes

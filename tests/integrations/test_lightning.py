@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -19,96 +17,17 @@ import memscale
 from memscale.executor import executor_of
 from support.surfaces import Run, assert_gains, trained
 from support.torchrun import torchrun
-from support.wrapping import Stack, lossless
+from support.wrapping import Stack
 
 lightning = pytest.importorskip("lightning")
 
 from memscale.integrations.lightning import MemScaleCallback  # noqa: E402
-
-QUIET = lossless("aggressive", force_optimize=True)
-CALLS = ["self", "self.net"]
+from support.lightning_runs import CALLS, QUIET, Module, build, data, fitted, silence  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def quiet() -> None:
     silence()
-
-
-def silence() -> None:
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
-class Module(lightning.LightningModule):
-    """Calls itself, its network, or its network's network."""
-
-    def __init__(self, calls: str = "self", *, manual: bool = False) -> None:
-        super().__init__()
-        self.net = Stack(layers=4, width=16)
-        self.calls = calls
-        self.automatic_optimization = not manual
-        self.losses: list[float] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
-
-    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        loss = (self(batch) if self.calls == "self" else self.net(batch)).pow(2).mean()
-        self.log("loss", loss)
-        self.losses.append(loss.item())
-        if not self.automatic_optimization:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-        return loss
-
-    def validation_step(self, batch: torch.Tensor, index: int) -> None:
-        self.log("val_loss", self.net(batch).pow(2).mean())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-def data(batch: int = 8) -> torch.utils.data.DataLoader:
-    inputs = torch.randn(8 * batch, 16, generator=torch.Generator().manual_seed(1))
-    return torch.utils.data.DataLoader(inputs, batch)
-
-
-def trainer_of(where: Path, **options: Any) -> Any:
-    fixed = {"max_steps": 6, "accelerator": "cpu", "logger": False, "default_root_dir": where}
-    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    return lightning.Trainer(**fixed | quiet | options)
-
-
-def fitted(module: Module, where: Path, *, checkpoint: Path | None = None, **options: Any) -> Run:
-    look = Look()
-
-    def fit() -> list[float]:
-        trainer = trainer_of(where, callbacks=[*options.pop("callbacks", ()), look], **options)
-        trainer.fit(module, data(), ckpt_path=checkpoint)
-        return module.losses
-
-    run = trained(module, fit)
-    return dataclasses.replace(run, techniques=look.seen[0], batch=look.seen[1])
-
-
-class Look(lightning.pytorch.Callback):
-    """Notes the plan at the end of the last batch."""
-
-    def __init__(self) -> None:
-        self.seen: tuple[tuple[str, ...], str] = ((), "")
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        executor = executor_of(pl_module)
-        if executor is not None:
-            used = {name for layer in executor.plan.layers for name in layer.techniques}
-            self.seen = tuple(sorted(used)), executor.plan.batch
-
-
-def build(*args: Any, **options: Any) -> Module:
-    torch.manual_seed(0)
-    return Module(*args, **options)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -234,7 +153,7 @@ def test_fabric(order: str, precision: str) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes has seen under Lightning's DDP strategy, by what `training_step` calls."""
     folder = tmp_path_factory.mktemp("ddp")
-    run = torchrun("support.lightning_processes", str(folder))
+    run = torchrun("support.lightning_runs", str(folder))
     assert run.returncode == 0, run.stdout
     for warning in ("was replaced after MemScale had set it", "makes a plan of its own"):
         assert warning not in run.stdout
@@ -259,9 +178,10 @@ def test_the_ddp_strategy(calls: str, ranks: list[dict[str, Any]]) -> None:
 RESUME = """
 import sys
 from pathlib import Path
-sys.path[:0] = ["tests", "tests/integrations"]
+sys.path[:0] = ["tests"]
 import conftest
-from test_lightning import *
+from support.lightning_runs import QUIET, MemScaleCallback, build, fitted, silence
+silence()
 
 module = build("self.net")
 run = fitted(module, Path(sys.argv[1]), checkpoint=Path(sys.argv[2]), callbacks=[MemScaleCallback(QUIET)])

@@ -13,7 +13,7 @@ from memscale.config import Config
 from memscale.execution_plan import LayerPlan, Offloading, OptimizerPlan, Plan
 from memscale.executor import Executor
 from memscale.optimizer.interceptor import leaves_gradients
-from memscale.optimizer.overlap import ACCUMULATED, CHANGED, RUN, SAMPLED, _sums_of
+from memscale.optimizer.overlap import ACCUMULATED, GRADIENTS_CHANGE, RUN_ELEMENTS, SAMPLING_PERIOD, _sums_of
 from memscale.testing import executing
 
 WIDTH = 64
@@ -178,7 +178,7 @@ def test_changes_between_backward_and_step(change, always, offloaded):
     overlap = both(train, offloaded=offloaded)
     if always and change is not decay_by_data:
         assert overlap.commits == 0
-        assert overlap.obstacle == CHANGED
+        assert overlap.obstacle == GRADIENTS_CHANGE
     else:
         assert overlap.rollbacks > 0
         assert always or overlap.commits > 0
@@ -243,7 +243,7 @@ def test_small_changes_through_data_after_the_warmup(change, offloaded):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_sums_of_bits_change_with_each_element(dtype):
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(2 * RUN + 7, generator=generator).to(dtype)
+    values = torch.randn(2 * RUN_ELEMENTS + 7, generator=generator).to(dtype)
     before = _sums_of(values)
     for index in range(0, values.numel(), 97):
         kept = values[index].clone()
@@ -256,11 +256,11 @@ def test_sums_of_bits_change_with_each_element(dtype):
 
 
 def test_samples_of_state_change_with_all_of_it():
-    state = torch.rand(40 * RUN, generator=torch.Generator().manual_seed(0))
-    sampled = _sums_of(state, SAMPLED)
+    state = torch.rand(40 * RUN_ELEMENTS, generator=torch.Generator().manual_seed(0))
+    sampled = _sums_of(state, SAMPLING_PERIOD)
     assert sampled.numel() == 3 + 2  # runs, the first word and the rest
     for changed in (state * 0.9, -state, torch.zeros_like(state), state.flip(0)):
-        assert not torch.equal(_sums_of(changed, SAMPLED), sampled)
+        assert not torch.equal(_sums_of(changed, SAMPLING_PERIOD), sampled)
 
 
 def test_clipping_and_accumulation_do_not_overlap():
@@ -282,7 +282,7 @@ def test_clipping_and_accumulation_do_not_overlap():
                 optimizer.zero_grad()
         return optimizer
 
-    for train, obstacle in ((clip, CHANGED), (accumulate, ACCUMULATED)):
+    for train, obstacle in ((clip, GRADIENTS_CHANGE), (accumulate, ACCUMULATED)):
         overlap = both(train)
         assert (overlap.commits, overlap.rollbacks, overlap.obstacle) == (0, 0, obstacle)
 

@@ -27,7 +27,7 @@ class Elsewhere(StateStore):
         self.most_loaded = 0  # bytes of the copies that were alive at once
         self._alive = {}
 
-    def takes(self, parameter):
+    def accepts(self, parameter):
         return True
 
     def allocate(self, like, parameter):

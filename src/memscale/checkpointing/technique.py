@@ -74,8 +74,6 @@ def worth_keeping(block: BlockProfile) -> tuple[OpProfile, ...]:
 
 
 class GradientCheckpointing:
-    """The technique `"checkpointing"`."""
-
     name = "checkpointing"
 
     def options(self, block: BlockProfile, terms: CostTerms) -> Iterator[BlockOption]:

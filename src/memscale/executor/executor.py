@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("memscale")
 
 UNSEEN_STEPS = 3  # without a call, after which that is warned of
-UNSEEN = (
+CALLS_UNSEEN = (
     "%d optimizer steps were made without a call of the %s, or of a part of it that has layers, so no plan was made "
     "from a batch. Wrap the module that training calls, and call it rather than one of its methods."
 )
@@ -450,7 +450,7 @@ class Executor:
         """Warn of a model that is trained without a call that could be planned for."""
         if not self.batches and self.on_training_batch is not None:
             with open_log(self.config) as log:
-                log.warning(UNSEEN, UNSEEN_STEPS, type(self.model).__name__)
+                log.warning(CALLS_UNSEEN, UNSEEN_STEPS, type(self.model).__name__)
 
     def _note_part(self, name: str, part: nn.Module) -> bool:
         """Note the call of a part; return whether the executor has moved to it."""

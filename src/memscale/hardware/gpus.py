@@ -55,7 +55,6 @@ class GpuSpec:
 
     @property
     def rates(self) -> Rates:
-        """The rates in FLOP/s."""
         bf16, tf32 = (each and each * 1e12 for each in (self.bf16_tflops, self.tf32_tflops))
         return Rates(self.fp32_tflops * 1e12, self.fp16_tflops * 1e12, bf16, tf32)
 

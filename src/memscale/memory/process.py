@@ -107,7 +107,6 @@ class ProcessMeasurement(Generic[T]):
 
     @property
     def peak_above_import_bytes(self) -> int:
-        """The peak above the imports."""
         return max(0, self.peak_bytes - self.baseline_bytes)
 
 

@@ -47,8 +47,6 @@ class _Text(str, enum.Enum):
 
 
 class Category(_Text):
-    """What memory is used for."""
-
     WEIGHTS = "weights"
     BUFFERS = "buffers"
     GRADIENTS = "gradients"
@@ -60,8 +58,6 @@ class Category(_Text):
 
 
 class Phase(_Text):
-    """The phase of a training step."""
-
     SETUP = "setup"
     FORWARD = "forward"
     EVALUATION = "evaluation"  # a forward without gradients: nothing is saved for backward
@@ -359,7 +355,6 @@ class Ledger:
         return tuple(memory.name for memory in self._devices.values())
 
     def live_bytes(self, device: str | torch.device = "cpu") -> int:
-        """Return the bytes in use now."""
         return self._find(device).allocator.allocated
 
     def workspace_bytes(self, device: str | torch.device = "cpu") -> int:
@@ -660,7 +655,6 @@ def mark_mapped(storage: torch.UntypedStorage) -> None:
 
 
 def is_mapped(storage: torch.UntypedStorage) -> bool:
-    """Return whether a storage is memory-mapped."""
     if _counting_as_mapped:
         mark_mapped(storage)
     return _mapped_storages.get(storage._cdata) is storage

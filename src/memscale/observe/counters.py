@@ -298,9 +298,9 @@ class Meter:
                 if task not in self._recent_passes:
                     self._recent_passes.append(task)
                     totals.backward_passes += 1
-            case ("moved", key, up, down) if up or down:
+            case ("moved", key, read, written) if read or written:
                 before = totals.moved.get(key, (0, 0))
-                totals.moved[key] = (before[0] + up, before[1] + down)
+                totals.moved[key] = (before[0] + read, before[1] + written)
             case ("recomputed", layer, times, flops):
                 so_far = totals.recomputed.get(layer, (0, 0))
                 totals.recomputed[layer] = (so_far[0] + times, so_far[1] + flops)

@@ -119,11 +119,11 @@ def log_plan(
 
 def figures_of(plan: Plan) -> str:
     """Return the figures of a plan in one line: peak before and after, step-time ratio, host memory and disk."""
-    below = ((plan.host_bytes, "host memory"), (plan.disk_bytes, "disk"))
+    tiers = ((plan.host_bytes, "host memory"), (plan.disk_bytes, "disk"))
     return (
         f"peak {format_bytes(plan.baseline_peak_bytes)} → {format_bytes(plan.predicted_peak_bytes)}{reserved(plan)} "
         f"({sources_in_words(plan)}), step time × {plan.predicted_time_ratio:.2f} (estimated)"
-        + "".join(f", {format_bytes(nbytes)} of {where}" for nbytes, where in below if nbytes)
+        + "".join(f", {format_bytes(nbytes)} of {where}" for nbytes, where in tiers if nbytes)
     )
 
 

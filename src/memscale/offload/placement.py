@@ -52,10 +52,8 @@ from memscale.optimizer.placement import PlacementSteps
 from memscale.optimizer.state_stores import tensors_in
 from memscale.simulator.simulate import PLAIN_KINDS
 from memscale.techniques.undo_log import GradientHook
-from memscale.tiers.disk import PAGE, DiskStore
+from memscale.tiers.disk import HOST, PAGE, DiskStore
 from memscale.tiers.engine import MASTERS_SHARE, PinnedMemory
-
-HOST = torch.device("cpu")
 
 
 def training_device(model: nn.Module) -> torch.device:
@@ -330,12 +328,8 @@ class ModelPlacement:
                 module._buffers[name] = buffer.to(device)
         for optimizer in list(self._steps.optimizers):
             self._steps.follow(optimizer, unlock=self.device is not None and self.device.type == "cuda")
-        self._steps.optimizers.clear()
-        self._placed.clear()
         self._buffers.clear()
-        self.store.close()
-        self.pinned.trim()
-        self.device = None
+        self.release()
 
     def release(self) -> None:
         """Let go of all parameters where they are, without moving any: others have replaced them."""

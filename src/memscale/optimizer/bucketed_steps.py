@@ -57,8 +57,8 @@ from memscale.optimizer.interceptor import (
     why_whole,
 )
 from memscale.optimizer.overlap import OverlappedSteps
-from memscale.optimizer.state_stores import PAGE, StateMover, StateStore, Stepped, tensors_in
-from memscale.tiers.disk import DiskStore
+from memscale.optimizer.state_stores import StateMover, StateStore, Stepped, tensors_in
+from memscale.tiers.disk import HOST, PAGE, DiskStore
 from memscale.tiers.engine import PinnedMemory
 
 LEAST_SLICE_BYTES = 16 * PAGE
@@ -70,7 +70,6 @@ _IN_32_BITS = "The state of this %s stays in 32 bits: %s."
 # What one call of the arithmetic steps: the parameters whose state is loaded, and all that the groups hold.
 _Bucket = tuple[list[Stepped], list[Member]]
 _GET_STATE = "__getstate__"
-_HOST = torch.device("cpu")
 
 logger = logging.getLogger("memscale")
 _SILENT = logging.getLogger("memscale.silent")
@@ -257,7 +256,7 @@ class BucketedSteps(StepSubscriber):
             if self._eight_bit is not None and has_moments_in_8_bits:
                 state[key] = dict(state[key])
                 with torch.no_grad():
-                    self._eight_bit.dequantize(state[key], member.parameter, _HOST)
+                    self._eight_bit.dequantize(state[key], member.parameter, HOST)
         return {**state_dict, "state": state}
 
     # ------------------------------------------------------------------ which steps
@@ -344,7 +343,7 @@ class BucketedSteps(StepSubscriber):
     def _stepped(self, optimizer: Optimizer, member: Member) -> Stepped:
         parameter = member.parameter
         is_kept = id(parameter) in self._parameters and id(parameter) not in self._beside
-        stored = is_kept and self.store.takes(parameter)
+        stored = is_kept and self.store.accepts(parameter)
         return Stepped(member, stored, self.quantizes(optimizer, parameter), {})
 
     def _reserve(self, optimizer: Optimizer, each: Stepped) -> Stepped:

@@ -34,7 +34,6 @@ class StepCosts:
 
     @property
     def temporaries(self) -> tuple[float, float]:
-        """Return as `OptimizerNeeds.temporaries`."""
         return self.profile.step_temporaries or adamw_temporaries(self.device_kind)
 
     def temporary_bytes(self, *, odd_offloaded: bool, loads_state: bool) -> int:

@@ -36,12 +36,9 @@ from memscale.optimizer.bucketed_steps import slice_length
 from memscale.optimizer.eight_bit import is_dense
 from memscale.optimizer.interceptor import STATE_NAMES, Member, NewState, SplitStep, arithmetic_of
 from memscale.optimizer.state_stores import lane_of
-from memscale.tiers.disk import round_up
-from memscale.tiers.engine import MASTERS_SHARE, Engine, PinnedMemory, Transfer
+from memscale.tiers.disk import HOST, round_up
+from memscale.tiers.engine import ALIGNMENT, MASTERS_SHARE, Engine, PinnedMemory, Transfer
 
-ALIGNMENT = 512  # bytes, of each tensor in a buffer: as CUDA's own allocations have it
-
-_HOST = torch.device("cpu")
 _ASGD_COUNTERS = {"step", "eta", "mu"}
 
 
@@ -59,7 +56,6 @@ class _Piece(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether the master is stepped with it."""
         return self.part is None or self.part.stop == self.member.parameter.numel()
 
 
@@ -70,26 +66,24 @@ _Copies = list[tuple[Tensor, Tensor]]  # to, from
 class DeviceSteps:
     """Steps host masters of one model on its device, `bucket_bytes` of them with gradients and state at a time."""
 
-    def __init__(
-        self, device: torch.device, bucket_bytes: int, pinned: PinnedMemory, meter: Meter | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, bucket_bytes: int, pinned: PinnedMemory, meter: Meter) -> None:
         self._device = device
         self._bucket_bytes = bucket_bytes
         self._pinned = pinned
-        self._meter = meter or Meter()
+        self._meter = meter
         self._engine = Engine(AsyncOffloadConfig())
         self._lane = lane_of(device)
         self._made: dict[str, Any] = {}  # the state after the step of a master that is stepped in slices
         self.buckets_run = 0
 
-    def takes(self, optimizer: Optimizer, member: Member) -> bool:
+    def can_step(self, optimizer: Optimizer, member: Member) -> bool:
         """Return whether a master on the host can be stepped on the device."""
         group, parameter = optimizer.param_groups[member.group], member.parameter
         state = optimizer.state.get(parameter, {})
         moved = [value for name, value in state.items() if name in STATE_NAMES and value is not None]
         return not (group.get("fused") or group.get("capturable")) and all(
             isinstance(each, Tensor)
-            and each.device == _HOST
+            and each.device == HOST
             and each.layout is torch.strided
             and is_dense(each)
             and not is_traceable_wrapper_subclass(each)
@@ -199,7 +193,7 @@ class DeviceSteps:
             self._meter.count_written("parameters", "host", twin.nbytes)
             had_state, state = twin in optimizer.state, optimizer.state.pop(twin, {})
             for name, value in state.items():
-                if isinstance(value, Tensor) and value.device != _HOST:
+                if isinstance(value, Tensor) and value.device != HOST:
                     if not value.dim() and not piece.is_last:
                         continue  # each slice begins with the counters that the master had
                     self._made[name] = self._host_memory(optimizer, name, value, piece)
@@ -229,7 +223,7 @@ class DeviceSteps:
             return kept
         memory = self._pinned.empty_like(like, self._device, MASTERS_SHARE)
         if memory is None:
-            memory = torch.empty_like(like, device=_HOST) if kept is None else kept
+            memory = torch.empty_like(like, device=HOST) if kept is None else kept
         return memory
 
 

@@ -42,8 +42,6 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class OptimizerNeeds:
-    """The memory of one optimizer."""
-
     kind: str  # the name of its class
     state: Mapping[str, tuple[StateTensor, ...]]  # by the names of the model's parameters that it steps
     # Bytes that its step makes in between, for each byte of all parameters that it steps at once, and of the largest.

@@ -62,17 +62,17 @@ from memscale.optimizer.interceptor import (
 )
 from memscale.optimizer.state_stores import StateMover, lane_of
 from memscale.techniques.undo_log import GradientHook
+from memscale.tiers.disk import HOST
 from memscale.tiers.engine import MASTERS_SHARE, Engine, Lane, PinnedMemory, Transfer
 
-LARGEST = 256 * 2**20  # bytes that the step of one parameter may need to be computed in backward
-RUN = 4095  # elements whose bits are summed, an odd number: see Note [Overlapped steps]
-SAMPLED = 16  # of so many runs of state one is compared
+MOST_STEP_BYTES = 256 * 2**20  # bytes that the step of one parameter may need to be computed in backward
+RUN_ELEMENTS = 4095  # elements whose bits are summed, an odd number: see Note [Overlapped steps]
+SAMPLING_PERIOD = 16  # of so many runs of state one is compared
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_HOST = torch.device("cpu")
 T = TypeVar("T")
 
 ACCUMULATED = "gradients come by several backward passes for each step"
-CHANGED = "gradients are changed between backward and step(), as clipping and loss scaling do"
+GRADIENTS_CHANGE = "gradients are changed between backward and step(), as clipping and loss scaling do"
 
 
 class _Arrival(NamedTuple):
@@ -143,7 +143,7 @@ class OverlappedSteps(StepSubscriber):
         self._engine = Engine(AsyncOffloadConfig())
         self._arithmetic = Engine(AsyncOffloadConfig())  # with a stream of its own
         self._lock = threading.RLock()  # backward runs in threads of its own
-        self._device = _HOST
+        self._device = HOST
         self._computes = False
         self._warmup_steps = 0
         self._bucket_bytes = 0
@@ -205,7 +205,7 @@ class OverlappedSteps(StepSubscriber):
         """Observe and compute no more."""
         self.unsubscribe()
         self.drop()
-        self.attach((), _HOST, 0, 0, computes=False)
+        self.attach((), HOST, 0, 0, computes=False)
         for each in (self._spare, self._owners, self._arrived, self._loops):
             each.clear()
 
@@ -272,7 +272,7 @@ class OverlappedSteps(StepSubscriber):
             return False
         state = optimizer.state.get(parameter) or {}
         copied = [value for value in state.values() if isinstance(value, Tensor) and self._is_copied(value)]
-        if parameter.device == _HOST:
+        if parameter.device == HOST:
             copied += [parameter, gradient]
         # Copies from memory that is not page-locked hold up the thread that starts them.
         is_fast = self._device.type != "cuda" or all(each.is_pinned() for each in copied)
@@ -282,18 +282,18 @@ class OverlappedSteps(StepSubscriber):
             and (bool(state) or not has_moments(optimizer))  # the first step makes it
             and is_fast
             and not any(value is None or isinstance(value, Moment) for value in state.values())
-            and all(value.device == _HOST for value in state.values() if isinstance(value, Tensor))
+            and all(value.device == HOST for value in state.values() if isinstance(value, Tensor))
             and not any(isinstance(value, Tensor) for value in _settings(group).values())
             and all(map(_is_plain, (gradient, parameter, *copied)))
             and not group.get("fused")
             and not group.get("capturable")  # counters would be on the device
-            and step_bytes(parameter) <= LARGEST
+            and step_bytes(parameter) <= MOST_STEP_BYTES
             and process_count() == 1  # several average gradients after this
         )
 
     def _is_copied(self, value: Tensor) -> bool:
         """Return whether a state tensor is on the host between steps, and on the device for one."""
-        return value.device == _HOST and value.dim() > 0
+        return value.device == HOST and value.dim() > 0
 
     def _end_backward(self) -> None:
         """Compute the last bucket; what is done from now on to parameters and gradients waits until they were read."""
@@ -342,7 +342,7 @@ class OverlappedSteps(StepSubscriber):
                 loaded.append({name: self._load("optimizer state", value) for name, value in state.items()})
                 in_flight.extend(loaded[-1].values())
             for parameter in parameters:
-                if parameter.device == _HOST:
+                if parameter.device == HOST:
                     copies.append(nn.Parameter(self._load("parameters", parameter.detach())))
                     copies[-1].grad = self._load("gradients", parameter.grad)
 
@@ -350,7 +350,7 @@ class OverlappedSteps(StepSubscriber):
             for event in ready:
                 torch.cuda.current_stream(device).wait_event(event)
             for index, parameter in enumerate(parameters):
-                if parameter.device != _HOST:
+                if parameter.device != HOST:
                     copies.insert(index, nn.Parameter(parameter.detach().clone()))
                     copies[index].grad = parameter.grad
                     if lane is Lane.STREAM and parameter.grad is not None:
@@ -373,7 +373,7 @@ class OverlappedSteps(StepSubscriber):
         arrived = engine.run(load, lane, device)
         self._computed = computed = self._arithmetic.run(compute, lane, device, after=arrived)
         written = engine.run(write, lane, device, outward=True, after=computed)
-        on_host = [index for index, each in enumerate(parameters) if each.device == _HOST]
+        on_host = [index for index, each in enumerate(parameters) if each.device == HOST]
         for index, (copy, new) in enumerate(zip(copies, loaded, strict=True)):
             in_flight += [*new.values(), *((copy.detach(), copy.grad) if index in on_host else ())]
             copy.grad = None
@@ -405,7 +405,7 @@ class OverlappedSteps(StepSubscriber):
 
     def _spares_for(self, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Tensor]:
         """Return memory on the host for what of a parameter and its state is there, by name; "" is the parameter."""
-        kept: dict[str, Any] = {"": parameter.detach(), **state} if parameter.device == _HOST else state
+        kept: dict[str, Any] = {"": parameter.detach(), **state} if parameter.device == HOST else state
         spares = {}
         for name, value in kept.items():
             if not isinstance(value, Tensor) or not self._is_copied(value):
@@ -473,7 +473,7 @@ class OverlappedSteps(StepSubscriber):
             self._finish_writing()
             for step in steps:
                 parameter, state = step.parameter, optimizer.state.get(step.parameter, {})
-                if parameter.device == _HOST:
+                if parameter.device == HOST:
                     self._exchange("parameters", parameter, "", parameter, step.values)
                 else:
                     if parameter.device.type == "cuda":
@@ -510,13 +510,13 @@ def _obstacle(arrivals: Iterable[tuple[Tensor, _Arrival | None]]) -> str | None:
         if gradient is None:
             continue
         if arrival is None or arrival.key != _key(gradient):
-            return CHANGED
+            return GRADIENTS_CHANGE
         if arrival.passes > 1:
             return ACCUMULATED
         if arrival.sums is not None:
             then.append([arrival.sums])
             now.append([_sums_of(gradient)])
-    return None if all(map(torch.equal, _on_host(then), _on_host(now))) else CHANGED
+    return None if all(map(torch.equal, _on_host(then), _on_host(now))) else GRADIENTS_CHANGE
 
 
 # ---------------------------------------------------------------------- sums of bits, see Note [Overlapped steps]
@@ -540,7 +540,7 @@ def _sums_of_step(parameter: Tensor, gradient: Tensor | None, state: Iterable[An
     if is_fake(parameter):
         return []
     state = [value for value in state if isinstance(value, Tensor) and value.dim() > 0]
-    return [_sums_of(parameter), _sums_of(gradient), *(_sums_of(each, SAMPLED) for each in state)]
+    return [_sums_of(parameter), _sums_of(gradient), *(_sums_of(each, SAMPLING_PERIOD) for each in state)]
 
 
 def _sums_of(tensor: Tensor, sampled: int = 1) -> Tensor:
@@ -548,8 +548,8 @@ def _sums_of(tensor: Tensor, sampled: int = 1) -> Tensor:
     if not _is_plain(tensor):  # it was exchanged for another
         return tensor.new_empty(0, dtype=torch.int64)
     words = tensor.detach().as_strided((tensor.numel(),), (1,)).view(_WORDS[tensor.element_size()])
-    whole = words.numel() // RUN * RUN
-    runs = words[:whole].view(-1, RUN)[:: sampled if whole > sampled * RUN else 1]
+    whole = words.numel() // RUN_ELEMENTS * RUN_ELEMENTS
+    runs = words[:whole].view(-1, RUN_ELEMENTS)[:: sampled if whole > sampled * RUN_ELEMENTS else 1]
     # In their own type, modulo its range: a sum of larger ones would first make such of all words.
     rest = words[whole:].sum(0, keepdim=True, dtype=words.dtype)
     return torch.cat([words[:1], runs.sum(1, dtype=words.dtype), rest]).long()
@@ -557,9 +557,9 @@ def _sums_of(tensor: Tensor, sampled: int = 1) -> Tensor:
 
 def _on_host(rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Return each row of tensors as one on the host; all that is on the device comes by one copy."""
-    there = [each for row in rows for each in row if each.device != _HOST]
+    there = [each for row in rows for each in row if each.device != HOST]
     copied = iter(torch.cat(there).cpu().split_with_sizes([each.numel() for each in there]) if there else ())
-    return [torch.cat([each if each.device == _HOST else next(copied) for each in row]) for row in rows]
+    return [torch.cat([each if each.device == HOST else next(copied) for each in row]) for row in rows]
 
 
 def _item_of(transfer: Transfer[list[T]], index: int) -> Callable[[], T]:
@@ -574,7 +574,7 @@ def _version(value: Any) -> tuple[int, float]:
     """Return the version of a tensor; with a counter on the host its value, which `.data` may change."""
     if not isinstance(value, Tensor):
         return 0, 0.0
-    is_known = value.dim() == 0 and value.device == _HOST and not is_fake(value)
+    is_known = value.dim() == 0 and value.device == HOST and not is_fake(value)
     return value._version, value.item() if is_known else 0.0
 
 

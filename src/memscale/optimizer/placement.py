@@ -64,6 +64,7 @@ from memscale.optimizer.interceptor import (
 )
 from memscale.optimizer.state_stores import DiskStateStore, HostStateStore, StateStore
 from memscale.techniques.base import ModelSite
+from memscale.tiers.disk import HOST
 from memscale.units import format_bytes
 
 if TYPE_CHECKING:
@@ -73,7 +74,6 @@ if TYPE_CHECKING:
 DEFAULT_BUCKET_BYTES = 64 * 2**20
 """What is loaded at once where the plan does not say: large enough to be read and written in long runs."""
 
-_HOST = torch.device("cpu")
 _SPARE_TIMES = 7  # a master with its gradient, two moments, and spare memory for all but the gradient
 _FUSED_CHECK = "_need_device_dtype_check_for_fused"  # an attribute that fused steps leave behind
 _SCALING = ("grad_scale", "found_inf")  # a `GradScaler` gives them to a fused optimizer, which does not wait
@@ -95,8 +95,6 @@ class OptimizerState:
         )
         eight_bit = parameters_in_eight_bits(site.model) if wanted is not None and wanted.eight_bit else []
         tier: Tier = "device" if wanted is None else wanted.state
-        if tier == "host" and site.device.type == "cpu":
-            tier = "device"  # which is the host
         # Not masters on the host: their state is with them, and the step needs no memory of the device.
         on_disk = {id(each) for each in site.placement.on_disk}
         every = site.model.parameters()
@@ -115,7 +113,7 @@ class OptimizerState:
             states.restore()  # of a plan before this one
             self._overlap(site, log, [], bucket_bytes)
             return
-        capacity = None if site.config is None else site.config.max_cpu_offload_bytes
+        capacity = site.config.max_cpu_offload_bytes
         if capacity is not None:
             capacity = max(0, capacity - site.placement.bytes_on_host)
         store = states.store
@@ -159,12 +157,12 @@ def ids_with_state_on_host(model: nn.Module, plan: Plan) -> set[int]:
     return {id(parameter) for module in modules for parameter in module.parameters()}
 
 
-def takes_all_state(tier: Tier, config: Config | None) -> bool:
+def takes_all_state(tier: Tier, config: Config) -> bool:
     """Return whether the state of all parameters is kept on a tier, or only of those that are there themselves.
 
     Under a cap on the disk, only what the planner counts goes there.
     """
-    return tier != "disk" or config is None or config.max_disk_offload_bytes is None
+    return tier != "disk" or config.max_disk_offload_bytes is None
 
 
 class PlacementSteps(StepSubscriber):
@@ -219,7 +217,7 @@ class PlacementSteps(StepSubscriber):
                 on_device is not None
                 and id(member.parameter) in masters
                 and not states.quantizes(optimizer, member.parameter)
-                and on_device.takes(optimizer, member)
+                and on_device.can_step(optimizer, member)
             ):
                 twins.append(member)
             else:
@@ -240,7 +238,7 @@ class PlacementSteps(StepSubscriber):
         """Return by what to step a parameter where it is, and what else must be equal of those in one call."""
         parameter = member.parameter
         is_placed = id(placement.states.whole_of(parameter)) in placement.parameter_ids()
-        if not is_placed or parameter.device != _HOST or placement.device == _HOST:
+        if not is_placed or parameter.device != HOST or placement.device == HOST:
             return "device", False
         group = optimizer.param_groups[member.group]
         if not (placement.fused_host_step and _takes_fused(optimizer, group, parameter)):
@@ -265,12 +263,12 @@ class PlacementSteps(StepSubscriber):
                 if not isinstance(value, Tensor):
                     continue
                 if value.device == parameter.device:
-                    if unlock and value.device == _HOST and value.is_pinned():
+                    if unlock and value.device == HOST and value.is_pinned():
                         state[name] = value.clone()
                     continue
                 counts_on_device = group.get("fused") or group.get("capturable")
                 is_counter = name in ("step", "mu_product")
-                stays = is_counter and parameter.device != _HOST and not counts_on_device
+                stays = is_counter and parameter.device != HOST and not counts_on_device
                 if not stays and not placement.states.is_stored(value):
                     state[name] = value.to(parameter.device)
 

@@ -18,10 +18,10 @@ from memscale.memory.tracker import MemoryTracker
 from memscale.optimizer.bucketed_steps import slice_bytes
 from memscale.optimizer.eight_bit import moment_bytes, parameters_in_eight_bits
 from memscale.optimizer.needs import OptimizerNeeds
-from memscale.optimizer.overlap import LARGEST, step_bytes
+from memscale.optimizer.overlap import MOST_STEP_BYTES, step_bytes
 from memscale.optimizer.placement import DEFAULT_BUCKET_BYTES, ids_with_state_on_host, takes_all_state
-from memscale.optimizer.state_stores import PAGE
 from memscale.simulator.shards import SimulatedShards
+from memscale.tiers.disk import PAGE
 
 STEP_COUNT_BYTES = 4  # of the step count that an optimizer keeps for each parameter
 
@@ -192,7 +192,7 @@ class _EarlySteps:
         for each in model.parameters():
             is_here = each.device.type == self._device.type
             is_stepped = (id(each) in with_state_on_host and each.nbytes >= PAGE) if is_here else with_masters
-            if is_stepped and each.requires_grad and step_bytes(each) <= LARGEST:
+            if is_stepped and each.requires_grad and step_bytes(each) <= MOST_STEP_BYTES:
                 # Before it is accumulated: where a real step is measured, nothing is.
                 hook = functools.partial(self._arrived, each)
                 self._hooks.append((each, each.register_hook(hook)))  # type: ignore[no-untyped-call]

@@ -34,12 +34,8 @@ from memscale.config import AsyncOffloadConfig
 from memscale.observe.counters import Meter, OffloadTier
 from memscale.optimizer.eight_bit import BLOCK, Moment, is_dense, is_moment, stored_layout
 from memscale.optimizer.interceptor import MOMENTS, STATE_NAMES, Member
-from memscale.tiers.disk import DiskStore
+from memscale.tiers.disk import HOST, PAGE, DiskStore
 from memscale.tiers.engine import Engine, HostMemory, Lane, PinnedMemory, Transfer
-
-PAGE = 4096
-
-_HOST = torch.device("cpu")
 
 # Where a tensor is in a parameter's state: ("exp_avg",), or ("exp_avg", "codes") of a moment in 8 bits.
 Path = tuple[str, ...]
@@ -60,7 +56,7 @@ class StateStore:
         self.disk = disk
         self.capacity = capacity
 
-    def takes(self, parameter: Tensor) -> bool:
+    def accepts(self, parameter: Tensor) -> bool:
         """Return whether state of a parameter is kept here rather than beside it."""
         return False
 
@@ -95,7 +91,7 @@ class DiskStateStore(StateStore):
 
     tier = "disk"
 
-    def takes(self, parameter: Tensor) -> bool:
+    def accepts(self, parameter: Tensor) -> bool:
         return True
 
     def allocate(self, like: Tensor, parameter: Tensor) -> Tensor:
@@ -123,8 +119,8 @@ class HostStateStore(StateStore):
         self.memory = HostMemory(capacity, pinned)
         self.engine = Engine(AsyncOffloadConfig())
 
-    def takes(self, parameter: Tensor) -> bool:
-        return parameter.device != _HOST
+    def accepts(self, parameter: Tensor) -> bool:
+        return parameter.device != HOST
 
     def allocate(self, like: Tensor, parameter: Tensor) -> Tensor:
         flat = torch.empty(like.numel(), dtype=like.dtype, device="meta")
@@ -181,7 +177,6 @@ class StateMover:
         self._stored: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
     def is_stored(self, tensor: Tensor) -> bool:
-        """Return whether this is a stored tensor."""
         return self._stored.get(id(tensor)) is tensor
 
     def reserve(self, state: Any, each: Stepped) -> int:
@@ -307,11 +302,9 @@ class StateMover:
         return view
 
     def count_read(self, stored: Tensor) -> None:
-        """Count a stored tensor that was loaded."""
         self._count(stored, self._meter.count_read)
 
     def count_written(self, stored: Tensor) -> None:
-        """Count a stored tensor that was written."""
         self._count(stored, self._meter.count_written)
 
     def _count(self, stored: Tensor, count: Callable[..., None]) -> None:

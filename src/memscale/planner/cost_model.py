@@ -24,9 +24,9 @@ from memscale.planner.frontier import ModelRow, Option, trade_of
 from memscale.planner.settings import NOTHING, Setting
 from memscale.profiler.profile import BlockProfile, ModelProfile
 from memscale.techniques.cost import BlockOption, CostTerms, ReachedRates
+from memscale.tiers.disk import PAGE
 from memscale.tiers.engine import MASTERS_SHARE
 
-PAGE_BYTES = 4096  # files on disk take whole pages
 SLAB_BYTES = 2**16  # the file that small tensors share
 SEGMENT_LENGTHS = (2, 3, 4, 6, 8)  # blocks recomputed as one
 ALWAYS_TRIED = 4  # blocks: segments up to this length are always considered
@@ -216,7 +216,6 @@ class CostModel:
         return options[choice.variant] if choice.variant < len(options) else None
 
     def parameter_option(self, index: int, choice: Choice) -> BlockOption | None:
-        """Return the option that a choice takes for a block's parameters."""
         options = self._options[index][""] if choice.offloaded else ()
         return next((each for each in options if each.reruns_forward == choice.recompute), None)
 
@@ -438,7 +437,7 @@ class CostModel:
         """Return the most that the last pages of a block's parameters, gradients and state on disk leave unused."""
         if not self._on_cpu or not block.parameter_bytes:
             return 0
-        return int(all_bytes(block) / block.parameter_bytes * PAGE_BYTES * block.parameter_count)
+        return int(all_bytes(block) / block.parameter_bytes * PAGE * block.parameter_count)
 
     def _row(
         self, odd_offloaded: bool, prefetch: int, loads_state: bool, in_flight: int, has_masters: bool

@@ -86,7 +86,6 @@ class ModelRow(Generic[What]):
 
     @functools.cached_property
     def phases(self) -> range:
-        """The phases that options have."""
         return range(1 + max((option.phase or 0 for here in self.options for option in here), default=0))
 
     @functools.cached_property

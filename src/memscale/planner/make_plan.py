@@ -68,7 +68,9 @@ FEWER_TECHNIQUES: tuple[tuple[str, ConfigFields], ...] = (
 # Of a limit: what a plan must need less than was estimated for a faster one to be looked for.
 OVERESTIMATE = 0.01
 NEAR_LIMIT = 0.95  # of a limit: where a plan's estimate is lower, the limit did not decide
-DEEP = 8  # equal blocks beyond the two that the profile runs, from which on a plain step is not simulated
+DEEP_MODEL_BLOCKS = (
+    8  # equal blocks that the profile leaves out: so deep a model's plain step is not simulated
+)
 
 
 @dataclass(frozen=True)
@@ -269,7 +271,7 @@ def _plan_that_fits(
                 break
             best = predicted
     notes = list(predicted.notes)
-    if profile.blocks_left_out >= DEEP:
+    if profile.blocks_left_out >= DEEP_MODEL_BLOCKS:
         notes.append(f"{PLAIN_NOT_SIMULATED}: its figures follow from {profile.reason}")
     if plan.predicted_peak_bytes <= limit < needed_bytes(predicted, hardware, config):
         size = format_bytes(needed_bytes(predicted, hardware, config))
@@ -406,7 +408,7 @@ def _plain_step(
 ) -> Step | None:
     """Return the plain step of a deep model, which follows from a few of its blocks; None where it is simulated."""
     profile, place = needs.profile, Place.of(hardware.device)
-    if profile.source != "static" or profile.blocks_left_out < DEEP:
+    if profile.source != "static" or profile.blocks_left_out < DEEP_MODEL_BLOCKS:
         return None
     if uses_cache(model):
         profile = profile_static(model, sample, place, with_cache=True)

@@ -153,7 +153,6 @@ def with_figures_of(plan: Plan, other: Plan) -> Plan:
 
 
 def plain_step_of(plan: Plan) -> Step:
-    """Return the plain step as a plan has it."""
     return Step(plan.baseline_peak_bytes, plan.baseline_saved_bytes, memory=plan.baseline_memory)
 
 

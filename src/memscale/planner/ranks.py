@@ -5,7 +5,7 @@ Note [Shared plans]
 The n-th plan that a rank shares is the n-th of rank 0, for the model as wrapped or for its first batch. It goes through
 the store of torch.distributed, as JSON, and not by a collective operation: that would hang, or be mistaken for one of
 the training loop's, where not every rank wraps the model. A rank makes its own plan if its model, settings or device
-differ from those of rank 0, if rank 0 could not make one, or if there is none within `WAIT`; and later, for a batch
+differ from those of rank 0, if rank 0 could not make one, or if there is none within `TIMEOUT`; and later, for a batch
 that is larger than what rank 0 planned for, as any process does.
 
 A real run of a model that communicates in forward waits for the other processes. So if the model can't be profiled on
@@ -35,7 +35,7 @@ from memscale.profiler.sample import Shapes
 
 logger = logging.getLogger("memscale")
 
-WAIT = datetime.timedelta(minutes=5)
+TIMEOUT = datetime.timedelta(minutes=5)
 _numbers = itertools.count()
 
 Planned = tuple[Plan, Shapes]
@@ -68,11 +68,9 @@ def shared_plan(
             store.set(key, json.dumps(message))
         return found or make(config)
     try:
-        store.wait([key], WAIT)
+        store.wait([key], TIMEOUT)
     except Exception as error:
-        reason = (
-            f"rank 0 has shared none within {WAIT} ({type(error).__name__}): wrap the model in every process"
-        )
+        reason = f"rank 0 has shared none within {TIMEOUT} ({type(error).__name__}): wrap the model in every process"
     else:
         message = json.loads(store.get(key))
         if message.get("together"):

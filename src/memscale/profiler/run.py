@@ -37,9 +37,9 @@ from memscale.profiler.profile import ModelProfile, build_profile
 from memscale.profiler.recorder import Recorder
 from memscale.profiler.sample import Sample
 from memscale.simulator import Simulation, simulate
+from memscale.simulator.simulate import DEFAULT_CAPABILITY
 
 UNLIMITED = 1 << 50  # bytes: the peak of a step that does not fit is wanted, too
-DEFAULT_CAPABILITY = (8, 6)
 
 
 @dataclass(frozen=True)

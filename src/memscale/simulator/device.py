@@ -93,8 +93,6 @@ class VirtualStream(torch.Stream):
 
 
 class VirtualEvent(torch.Event):
-    """An event that has completed."""
-
     def __new__(cls, *args: Any, **options: Any) -> VirtualEvent:
         return super().__new__(cls, device=_device())
 

@@ -24,9 +24,9 @@ aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 
 LSTM = 2  # oneDNN's number for it
-PAGE = 4096
+SCRATCH_PAGE_BYTES = 4096
 
-MANY = ("_foreach_", "_fused_")  # operations on many tensors at once
+FOREACH_PREFIXES = ("_foreach_", "_fused_")  # operations on many tensors at once
 
 
 def _group_norm_backward(gradient: Tensor, values: Tensor, *args: Any) -> tuple[Any, ...]:
@@ -41,7 +41,7 @@ def lstm_workspace_bytes(steps: int, samples: int, inputs: int, hidden: int) -> 
     states = 2 * (steps + 1) * samples
     parts = [steps * samples * _padded(4 * hidden), steps * samples * _padded(hidden)]
     parts += [states * _padded(max(inputs, hidden))] * 3 + [states * hidden] * 2
-    return sum(-(-4 * part // PAGE) * PAGE for part in parts)
+    return sum(-(-4 * part // SCRATCH_PAGE_BYTES) * SCRATCH_PAGE_BYTES for part in parts)
 
 
 def _padded(width: int) -> int:
@@ -174,7 +174,9 @@ class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__ini
             if dtype.is_floating_point:
                 return float(UNKNOWN_FLOAT if value is None else value)
             return int(UNKNOWN_INT if value is None else value)
-        if name == "record_stream" or (name.startswith(MANY) and _changes_values_only(name, args)):
+        if name == "record_stream" or (
+            name.startswith(FOREACH_PREFIXES) and _changes_values_only(name, args)
+        ):
             return None
         if name in ("_pin_memory", "pin_memory"):
             func, args, kwargs = aten.clone.default, args[:1], {}

@@ -37,7 +37,6 @@ class ModelSite:
 
     @property
     def logs(self) -> bool:
-        """Whether to log."""
         return self.config.enable_logging
 
 

@@ -156,7 +156,7 @@ class CostTerms:
         return max(launched, max(h2d, d2h) if self.page_locked else h2d + d2h)
 
     def steps_early(self, block: BlockProfile, *, offloaded: bool) -> bool:
-        """Return whether the step of a block is computed while backward goes on, if its state is below the device."""
+        """Return whether the step of a block is computed while backward goes on, if its state is off the device."""
         return self.overlapped and block.role == "repeated" and (self.step_bucket > 0 or not offloaded)
 
     def early_copies(self, block: BlockProfile, *, offloaded: bool) -> float:
@@ -165,13 +165,9 @@ class CostTerms:
         State goes both ways, parameters too where they are offloaded, and their gradients to the device. Of two buckets
         one is copied while the other is computed or copied back.
         """
-        up = block.optimizer_bytes + (2 * block.gradient_bytes if offloaded else 0)
-        down = up - (block.gradient_bytes if offloaded else 0)
-        h2d, d2h, arithmetic = (
-            up / self.link[0],
-            down / self.link[1],
-            self.rates.optimizer(block.gradient_bytes),
-        )
+        copied = block.optimizer_bytes + (block.gradient_bytes if offloaded else 0)  # back to the host
+        h2d = (copied + (block.gradient_bytes if offloaded else 0)) / self.link[0]
+        d2h, arithmetic = copied / self.link[1], self.rates.optimizer(block.gradient_bytes)
         return max(0.0, max(h2d, d2h, (h2d + arithmetic + d2h) / 2) - arithmetic)
 
     def exposed_early(self, block: BlockProfile, cover: float, *, offloaded: bool = True) -> float:

@@ -182,7 +182,6 @@ class ForwardOverride:
 
     @property
     def module(self) -> nn.Module:
-        """The module that this is on."""
         module = self._module()
         if module is None:
             raise WrapError(

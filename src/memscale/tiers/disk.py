@@ -49,7 +49,7 @@ from memscale.units import format_bytes
 
 PAGE = mmap.PAGESIZE
 
-_CPU = torch.device("cpu")
+HOST = torch.device("cpu")
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 # Bytes of one write. The page cache takes memory in blocks as large as the write, and large ones are hard to come by:
@@ -94,14 +94,14 @@ class DiskStore:
         """
         dtype = dtype or torch.get_default_dtype()
         nbytes = math.prod(shape) * dtype.itemsize
-        plain = torch.empty(0, dtype=dtype, device=_CPU)
+        plain = torch.empty(0, dtype=dtype, device=HOST)
         if not nbytes:
             return plain.view(tuple(shape))
         file = self.file
         extent = file.allocate(nbytes, counted_only=is_fake(plain))
         if is_fake(plain):
             with new_storages_are_mapped():
-                simulated = torch.empty(tuple(shape), dtype=dtype, device=_CPU)
+                simulated = torch.empty(tuple(shape), dtype=dtype, device=HOST)
             mark_mapped(simulated.untyped_storage())
             weakref.finalize(simulated.untyped_storage(), file.free, extent).atexit = False
             return simulated
@@ -133,7 +133,7 @@ class DiskStore:
             if extent is None or self.file.is_forked or tensor.storage_offset():
                 tensor.copy_(values)
                 return
-            dense = values.detach().resolve_conj().resolve_neg().to(_CPU, tensor.dtype).contiguous()
+            dense = values.detach().resolve_conj().resolve_neg().to(HOST, tensor.dtype).contiguous()
             write_from(self.file.fd, dense, extent.offset)
             # Not of a part of a storage, whose words may be elsewhere.
             extent.checksum = None if dense.storage_offset() else (dense.nbytes, checksum(dense))
@@ -190,7 +190,7 @@ class DiskStore:
 
     def _extent_of(self, tensor: torch.Tensor) -> Extent | None:
         # By address, and never a guess: to release the pages of ordinary memory would erase it.
-        if self._file is None or type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device != _CPU:
+        if self._file is None or type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device != HOST:
             return None
         strided = tensor.layout is torch.strided
         return self._file.mapped.get(tensor.untyped_storage().data_ptr()) if strided else None

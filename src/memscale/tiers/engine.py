@@ -50,7 +50,7 @@ from memscale.units import format_bytes
 
 T = TypeVar("T")
 
-_ALIGNMENT = 512  # as CUDA's own allocations have it
+ALIGNMENT = 512  # bytes, as CUDA's own allocations have it
 _BLOCK_BYTES = 64 * 2**20  # of page-locked memory that masters and gradients are cut from
 
 MASTERS_SHARE = 7 / 8  # of page-locked memory, for masters: the rest is for gradients and activations
@@ -276,7 +276,7 @@ class PinnedMemory:
         """
         if device.type != "cuda" or is_fake(tensor) or not tensor.numel():
             return None
-        size = round_up(tensor.nbytes, _ALIGNMENT)
+        size = round_up(tensor.nbytes, ALIGNMENT)
         with self._lock:
             found = self._allocate_in_blocks(size) or (
                 self._allocate_in_blocks(size) if self._add_block(size, share) else None

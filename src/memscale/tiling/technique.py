@@ -66,8 +66,6 @@ def tiled_loss(tokens: int, vocabulary: int, memory_budget: int | None) -> LossT
 
 
 class ActivationTiling:
-    """The technique `"tiling"` of a layer."""
-
     name = "tiling"
 
     def options(self, block: BlockProfile, terms: CostTerms) -> Iterable[BlockOption]:
@@ -160,8 +158,6 @@ class _EagerOnRequest:
 
 
 class TiledLoss:
-    """Tiles head and loss as `Plan.loss` says."""
-
     def attach(self, site: ModelSite, log: UndoLog) -> None:
         settings = site.plan.loss
         if settings is None:
