@@ -432,8 +432,7 @@ class OverlappedSteps(StepSubscriber):
         others = [each for each in members_of(optimizer) if id(each.parameter) not in done]
         with SplitStep(optimizer) as split:
             split.show(others)
-            if others:
-                call()
+            call()  # also if there are none: subscribers see the step
         self._commit(early, optimizer)
 
     def _observe(self, optimizer: Optimizer) -> list[_EarlyStep]:
