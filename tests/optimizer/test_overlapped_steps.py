@@ -179,6 +179,20 @@ def test_a_plan_for_a_model_without_biases_needs_what_it_predicts(budget, early,
         memscale.detach(model)
 
 
+@pytest.mark.parametrize("offloaded", [0, 4])
+def test_a_backward_that_raises_leaves_nothing_for_the_next(offloaded):
+    """Its bucket was not full yet; the next batch does not reach the layers in it."""
+
+    def train(model, device):
+        optimizers = [optim.AdamW(model.parameters(), lr=1e-2)]
+        for number, batch in enumerate(batches(device, 8)):
+            (interrupted_in_backward if number == 3 else usual)(model, optimizers, batch)
+            model.used = 2 if number == 3 else 4
+        return optimizers[0]
+
+    assert both(train, offloaded=offloaded, bucket=8).commits > 0
+
+
 def test_steps_wait_for_the_warmup():
     def train(model, device):
         optimizer = optim.AdamW(model.parameters())
@@ -496,6 +510,12 @@ def interrupted_before_the_step(model, optimizers, batch):
         model(batch)
 
 
+def fewer_layers(model, optimizers, batch):
+    model.used = 1
+    usual(model, optimizers, batch)
+    model.used = 4
+
+
 def zeroed_state(model, optimizers, batch):
     model(batch).backward()
     for each in optimizers:
@@ -571,6 +591,7 @@ ACTIONS = [
     left_over,
     interrupted_in_backward,
     interrupted_before_the_step,
+    fewer_layers,
     zeroed_state,
     one_gradient_less,
     other_gradients,
