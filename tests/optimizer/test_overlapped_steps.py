@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn, optim
 
+import memscale
 from memscale.config import Config
 from memscale.execution_plan import LayerPlan, Offloading, OptimizerPlan, Plan
 from memscale.executor import Executor
@@ -30,21 +31,22 @@ OPTIMIZERS = {
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, bias: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(4))
+        self.used = 4  # of the layers, the first
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
+        for layer in self.layers[: self.used]:
             inputs = torch.tanh(layer(inputs))
         return inputs.square().mean()
 
 
-def overlapped(model: nn.Module, warmup_steps: int = 1, offloaded: int = 0) -> Executor:
+def overlapped(model: nn.Module, warmup_steps: int = 1, offloaded: int = 0, bucket: int = 2) -> Executor:
     """Attach a plan with the state of all layers on the host, and so many of them there themselves."""
-    # The matrices of two layers, with gradients and two moments, are a bucket.
-    step = OptimizerPlan("host", bucket_bytes=2 * 4 * 4 * WIDTH**2, host_step="device", overlapped=True)
+    # The matrices of so many layers, with gradients and two moments, are a bucket.
+    step = OptimizerPlan("host", bucket_bytes=bucket * 4 * 4 * WIDTH**2, host_step="device", overlapped=True)
     names = [f"layers.{index}" for index in range(offloaded)]
     layers = [
         LayerPlan(name, (name,), ("offloading",), "", "", offloading=Offloading("host")) for name in names
@@ -72,12 +74,12 @@ def assert_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
     assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
-def both(train, **settings):
-    """Train plainly and with overlapped steps; return the executor of the latter, detached."""
+def both(train, *, bias=True, **settings):
+    """Train plainly and with overlapped steps; return what made the latter, detached."""
     with executing("64MiB") as gpu:
-        plain = Model().to(gpu.device)
+        plain = Model(bias=bias).to(gpu.device)
         expected = numbers(plain, train(plain, gpu.device))
-        model = Model().to(gpu.device)
+        model = Model(bias=bias).to(gpu.device)
         executor = overlapped(model, **settings)
         optimizer = train(model, gpu.device)
         assert_equal(numbers(model, optimizer), expected)
@@ -106,6 +108,89 @@ def test_every_step_after_the_warmup_is_committed(kind, offloaded):
     assert overlap.commits == 4 * early
     assert overlap.rollbacks == 0
     assert overlap.obstacle is None
+
+
+@pytest.mark.parametrize("offloaded", [0, 2, 4])
+def test_state_stays_on_the_host_if_every_parameter_is_stepped_early(offloaded, caplog):
+    """Without biases nothing is left for `step()`."""
+
+    def train(model, device):
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        for batch in batches(device, 5):
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if hasattr(model, "_memscale_executor"):
+                states = [state["exp_avg"] for state in optimizer.state.values()]
+                assert {each.device.type for each in states} == {"cpu"}
+        return optimizer
+
+    overlap = both(train, bias=False, offloaded=offloaded)
+    assert (overlap.commits, overlap.rollbacks) == (4 * 4, 0)
+    assert not caplog.records
+
+
+class WithoutBiases(nn.Module):
+    """A stack without biases over words that are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(512, 512)
+        self.words.weight.requires_grad_(False)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(512, 2048, bias=False), nn.ReLU(), nn.Linear(2048, 512, bias=False))
+            for _ in range(8)
+        )
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        inputs = self.words(words)
+        for layer in self.layers:
+            inputs = inputs + layer(inputs)
+        return inputs.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("budget", "early", "peak_at"), [("195MiB", 16, "backward"), ("240MiB", 14, "optimizer step")]
+)
+def test_a_plan_for_a_model_without_biases_needs_what_it_predicts(budget, early, peak_at):
+    """In the step itself two buckets are still there, on their way back, while other parameters are stepped."""
+    with executing("1GiB") as gpu:
+        model, words = WithoutBiases().to(gpu.device), torch.zeros(4, 16, dtype=torch.long, device=gpu.device)
+        config = Config(
+            overlap_optimizer=True,
+            force_optimize=True,
+            memory_budget=budget,
+            enable_logging=False,
+            warmup_steps=1,
+        )
+        model = memscale.wrap(model, config, sample_input=(words,))
+        plan, placement = model._memscale_executor.plan, model._memscale_executor.placement
+        optimizer = optim.AdamW([each for each in model.parameters() if each.requires_grad])
+        gpu.tracker.reset_peak()
+        for _ in range(4):
+            model(words).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            states = [state["exp_avg"] for state in optimizer.state.values()]
+            assert sum(each.device.type == "cpu" for each in states) == early
+        assert placement.states.overlap.commits == 3 * early
+        assert plan.peak_at == peak_at
+        assert plan.predicted_peak_bytes == pytest.approx(gpu.peak_bytes, rel=0.002)
+        memscale.detach(model)
+
+
+@pytest.mark.parametrize("offloaded", [0, 4])
+def test_a_backward_that_raises_leaves_nothing_for_the_next(offloaded):
+    """Its bucket was not full yet; the next batch does not reach the layers in it."""
+
+    def train(model, device):
+        optimizers = [optim.AdamW(model.parameters(), lr=1e-2)]
+        for number, batch in enumerate(batches(device, 8)):
+            (interrupted_in_backward if number == 3 else usual)(model, optimizers, batch)
+            model.used = 2 if number == 3 else 4
+        return optimizers[0]
+
+    assert both(train, offloaded=offloaded, bucket=8).commits > 0
 
 
 def test_steps_wait_for_the_warmup():
@@ -425,6 +510,12 @@ def interrupted_before_the_step(model, optimizers, batch):
         model(batch)
 
 
+def fewer_layers(model, optimizers, batch):
+    model.used = 1
+    usual(model, optimizers, batch)
+    model.used = 4
+
+
 def zeroed_state(model, optimizers, batch):
     model(batch).backward()
     for each in optimizers:
@@ -500,6 +591,7 @@ ACTIONS = [
     left_over,
     interrupted_in_backward,
     interrupted_before_the_step,
+    fewer_layers,
     zeroed_state,
     one_gradient_less,
     other_gradients,
@@ -514,7 +606,12 @@ ACTIONS = [
 def test_random_loops(seeds):
     commits = rollbacks = 0
     for seed in seeds:
-        overlap = both(lambda model, device, seed=seed: Loop(seed)(model, device), offloaded=seed % 5)
+        overlap = both(
+            lambda model, device, seed=seed: Loop(seed)(model, device),
+            bias=seed % 2 == 0,
+            offloaded=seed % 5,
+            bucket=(2, 8)[seed % 3 == 0],
+        )
         commits += overlap.commits
         rollbacks += overlap.rollbacks
     assert commits > 0

@@ -212,14 +212,14 @@ class OverlappedSteps(StepSubscriber):
     def drop(self) -> None:
         """Drop what was computed and not committed."""
         with self._lock:
+            self._finish_writing()  # first: memory that is freed may be reused at once, and copies read gradients
             self._waiting.clear()
             self._meter.steps_dropped += len(self._early)
             self._early.clear()
-            self._finish_writing()
 
     def before_forward(self, *_: object) -> None:
-        """Drop what a skipped step has left: a hook before the model's forward."""
-        if self._early and torch.is_grad_enabled():
+        """Drop what a skipped step, or a backward that raised, has left: a hook before the model's forward."""
+        if (self._early or self._waiting) and torch.is_grad_enabled():
             self.drop()
 
     @property
@@ -305,7 +305,9 @@ class OverlappedSteps(StepSubscriber):
     def _flush(self) -> None:
         """Compute the step of the next bucket."""
         with self._lock, torch.no_grad(), self._meter.timing("optimizer state"):
-            waiting, self._waiting = self._waiting, []
+            # Without a gradient: it waited since a backward that raised.
+            waiting = [each for each in self._waiting if each.grad is not None]
+            self._waiting.clear()
             owners = [self._owner(each) for each in waiting]
             if not waiting or any(optimizer is None for optimizer, _ in owners):
                 return
@@ -440,8 +442,7 @@ class OverlappedSteps(StepSubscriber):
         others = [each for each in members_of(optimizer) if id(each.parameter) not in done]
         with SplitStep(optimizer) as split:
             split.show(others)
-            if others:
-                call()
+            call()  # also if there are none: subscribers see the step
         self._commit(early, optimizer)
 
     def _observe(self, optimizer: Optimizer) -> list[_EarlyStep]:

@@ -213,7 +213,7 @@ class _EarlySteps:
     def flush(self) -> None:
         """Allocate what the next bucket takes."""
         waiting, self._waiting = self._waiting, []
-        if len(self._in_flight) > 1:
+        if waiting and len(self._in_flight) > 1:
             self._in_flight.popleft()
 
         def allocate(each: nn.Parameter) -> torch.Tensor:
