@@ -19,7 +19,7 @@ from memscale.execution_plan import StepTime
 from memscale.executor.registry import LAYER_TECHNIQUES
 from memscale.hardware import Hardware
 from memscale.offload.technique import activation_time
-from memscale.optimizer.cost import StepCosts, bucket_bytes_for
+from memscale.optimizer.needs import StepCosts, bucket_bytes_for
 from memscale.planner.frontier import ModelRow, Option, trade_of
 from memscale.planner.settings import NOTHING, Setting
 from memscale.profiler.profile import BlockProfile, ModelProfile

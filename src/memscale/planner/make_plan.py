@@ -17,8 +17,7 @@ from memscale.execution_plan import ALLOWANCES, DecisionSource, Plan, Tier
 from memscale.executor import Executor
 from memscale.hardware import Hardware
 from memscale.observe.log import open_log
-from memscale.optimizer.cost import StepCosts
-from memscale.optimizer.needs import OptimizerNeeds, needs_of, with_optimizer
+from memscale.optimizer.needs import OptimizerNeeds, StepCosts, needs_of, with_optimizer
 from memscale.planner.assembly import plain_point, plan_by_structure, unseen_bytes
 from memscale.planner.cache import keep_plan, plan_key, plans_made, values_of
 from memscale.planner.cost_model import CostModel

@@ -39,7 +39,7 @@ from memscale.profiler.sample import Sample
 from memscale.simulator import Simulation, simulate
 from memscale.simulator.simulate import DEFAULT_CAPABILITY
 
-UNLIMITED = 1 << 50  # bytes: the peak of a step that does not fit is wanted, too
+UNLIMITED_BYTES = 1 << 50  # bytes: the peak of a step that does not fit is wanted, too
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Place:
         return self.kind == "cpu"
 
     def simulate(self) -> AbstractContextManager[Simulation]:
-        gpu = replace(find_gpu("RTX 3090"), memory_bytes=UNLIMITED, compute_capability=self.capability)
+        gpu = replace(find_gpu("RTX 3090"), memory_bytes=UNLIMITED_BYTES, compute_capability=self.capability)
         return simulate(gpu, device=self.kind, index=self.index)
 
 
