@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import math
+import random
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -374,6 +375,144 @@ def test_other_layers_than_the_plain_model_calls_are_found(monkeypatch: pytest.M
         model(BATCH)
 
 
+class Unrestorable(nn.Module):
+    """Draws from the operating system."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = gated()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layers(x * (0.5 + random.SystemRandom().random()))
+        return output
+
+
+def test_a_model_that_differs_from_itself_by_much_is_not_called_verified(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "memscale")
+    model = memscale.wrap(Unrestorable(), RECOMPUTED, BATCH)
+    model(BATCH).sum().backward()
+    assert re.search(r"not verified: the plain step differs from itself by \d\.\de", caplog.text)
+    assert "verified by" not in caplog.text
+
+
+class ChangesInputs(nn.Module):
+    """Takes its numbers out of a batch, and changes them in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = gated()
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        output: torch.Tensor = self.layers(batch.pop("x").sub_(1.0))
+        return output
+
+
+@pytest.mark.parametrize("has_room", [True, False], ids=["one step", "layer by layer"])
+def test_a_batch_that_the_model_changes_is_changed_once(
+    has_room: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "memscale")
+    monkeypatch.setattr(verify, "_has_room_for_plain_step", lambda executor: has_room)
+    model = memscale.wrap(ChangesInputs(), RECOMPUTED, ({"x": BATCH.clone()},))
+    x = BATCH.clone()
+    batch = {"x": x}
+    model(batch).sum().backward()
+    assert torch.equal(x, BATCH - 1)
+    assert not batch
+    assert "equal to the bit" in caplog.text
+
+
+class Positions(Gated):
+    """A layer with a table whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 64, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.table(torch.arange(64)))
+
+
+@pytest.mark.parametrize("has_room", [True, False], ids=["one step", "layer by layer"])
+@pytest.mark.parametrize(
+    ("layer", "config"),
+    [(lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(64, 64)), EXACT), (Positions, RECOMPUTED)],
+    ids=["in place", "sparse"],
+)
+def test_layers_that_begin_in_place_and_sparse_gradients_are_compared(
+    layer: Any, config: Config, has_room: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    caplog.set_level(logging.INFO, "memscale")
+    monkeypatch.setattr(verify, "_has_room_for_plain_step", lambda executor: has_room)
+    model = nn.Sequential(nn.Linear(64, 64), *(layer() for _ in range(3)))
+    memscale.wrap(model, config, BATCH)
+    model(BATCH).sum().backward()
+    assert re.search("verified .* equal to the bit", caplog.text)
+
+
+def changes_buffers(module: nn.Module) -> None:
+    module.seen += 1
+
+
+def draws(module: nn.Module) -> None:
+    torch.rand(1)
+
+
+class Counting(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+
+@pytest.mark.parametrize("has_room", [True, False], ids=["one step", "layer by layer"])
+@pytest.mark.parametrize(
+    ("trouble", "where"), [(changes_buffers, r"the buffer .*seen"), (draws, "the random state")]
+)
+def test_buffers_and_the_random_state_are_compared(
+    trouble: Any, where: str, has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "_has_room_for_plain_step", lambda executor: has_room)
+    model = memscale.wrap(nn.Sequential(*(Counting() for _ in range(4))), RECOMPUTED, BATCH)
+    run = ForwardOverride.__call__
+
+    def off(self: ForwardOverride, /, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.module, Counting) and any(each.order is Stage.RECOMPUTE for each in self.stages):
+            trouble(self.module)
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(ForwardOverride, "__call__", off)
+    with pytest.raises(VerificationError, match=where):
+        model(BATCH)
+
+
+def test_a_module_that_offloaded_layers_share_may_be_added_up_in_another_type(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Autocast casts its weight once for all layers of a plain model, and so adds up their gradients in 16 bits."""
+    caplog.set_level(logging.INFO, "memscale")
+
+    class Sharing(nn.Module):
+        def __init__(self, shared: nn.Module) -> None:
+            super().__init__()
+            self.shared, self.own = shared, nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.tanh(self.own(torch.tanh(self.shared(x))))
+
+    torch.manual_seed(0)
+    shared = nn.Linear(64, 64)
+    with executing("1GiB") as gpu:
+        model = nn.Sequential(*(Sharing(shared) for _ in range(4)), nn.Linear(64, 8)).to(gpu.device)
+        x = torch.randn(64, 64, device=gpu.device)
+        memscale.wrap(model, EXACT, x)
+        assert model._memscale_executor.plan.host_bytes > 0
+        with torch.autocast(gpu.device.type, dtype=torch.bfloat16):
+            model(x).float().square().mean().backward()
+    assert "verified by one step" in caplog.text
+
+
 class TestLayerByLayer:
     """Where the plain step does not fit."""
 
@@ -428,6 +567,7 @@ def test_a_difference_is_relative_to_the_norm_of_all_that_differs() -> None:
     others = [torch.tensor([0.0]), torch.tensor([5.0]), torch.tensor([9.0])]
     assert verify._apart(some, others) == pytest.approx(10**0.5 / 5)
     assert verify._apart(some, some) == 0
+    assert verify._apart([torch.tensor([3 + 4j])], [torch.tensor([3 + 9j])]) == 1
 
 
 LARGEST = torch.finfo(torch.float32).max

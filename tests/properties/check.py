@@ -294,7 +294,7 @@ def _smaller(case: Case) -> Iterator[Case]:
         for less in _smaller_stacks(stack):
             stacks = (*model.stacks[:number], less, *model.stacks[number + 1 :])
             yield replace(case, model=replace(model, stacks=stacks))
-    for name in ("skip", "head", "result", "call", "frozen_embedding"):
+    for name in ("skip", "head", "result", "call", "frozen_embedding", "changes"):
         yield from _with_default(case, "model", model, name)
     for name in ("fields", "sample", "optimizer_first"):
         yield from _with_default(case, "plan", plan, name)

@@ -81,6 +81,8 @@ class ModelSpec:
         result: What the model returns: "tensor", "tuple", "dict" or "loss" (which it computes itself).
         call: How it is called: by "position", by "name" or with a "dict" of tensors as one argument.
         frozen_embedding: The first layer is not trained.
+        changes: What forward changes of its inputs: the "values" of a tensor of numbers, the "keys" of a dict, or
+            "both".
     """
 
     width: int
@@ -91,6 +93,7 @@ class ModelSpec:
     result: str = "tensor"
     call: str = "position"
     frozen_embedding: bool = False
+    changes: str = "nothing"
 
 
 @dataclass(frozen=True)
@@ -217,7 +220,9 @@ def make_case(seed: int, device: str | None = None) -> Case:
     draw = random.Random(seed - seed % LOOPS)
     drawn = draw.choice(["cpu", "cpu", "vgpu"])  # which takes five times as long
     case = Case(seed, device or drawn, _model(draw), _plan(draw), _loop(random.Random(f"loop {seed}")))
-    return _with_more_settings(_with_inexact_techniques(_sensible(_with_memory(case))))
+    return _with_more_settings(
+        _with_inexact_techniques(_sensible(_with_inference(_with_changed_inputs(_with_memory(case)))))
+    )
 
 
 SETTINGS: dict[str, tuple[float, Callable[[random.Random], Any]]] = {
@@ -279,6 +284,28 @@ def _with_memory(case: Case) -> Case:
     piece = Piece("memory", {"how": draw.choice(MEMORY)})
     first = replace(first, pieces=(*first.pieces[:place], piece, *first.pieces[place:]))
     return replace(case, model=replace(case.model, stacks=(first, *others)))
+
+
+def _with_inference(case: Case) -> Case:
+    """The case, sometimes with a part in inference mode: drawn apart, too."""
+    if not _maybe(case.draw("inference"), 0.08):
+        return case
+    *others, last = case.model.stacks
+    last = replace(last, pieces=(Piece("no_grad", {"how": "inference"}), *last.pieces))
+    return replace(case, model=replace(case.model, stacks=(*others, last)))
+
+
+def _with_changed_inputs(case: Case) -> Case:
+    """The case, sometimes with a model that changes what it is called with: drawn apart, too."""
+    draw = case.draw("inputs")
+    if not _maybe(draw, 0.15):
+        return case
+    model = replace(case.model, changes=draw.choice(["values", "keys", "both"]))
+    # Leaves that require gradients cannot be changed in place.
+    steps = tuple(
+        replace(step, losses="one") if step.losses == "adversarial" else step for step in case.loop.steps
+    )
+    return replace(case, model=model, loop=replace(case.loop, steps=steps))
 
 
 def _maybe(draw: random.Random, share: float) -> bool:
@@ -744,7 +771,12 @@ class RandomModel(nn.Module):
     ) -> Any:
         if batch is not None:
             x, labels = batch["x"], batch.get("labels")
+            if self.spec.changes in ("keys", "both"):
+                batch["x"] = batch.pop("x") * 1
+                batch.pop("labels", None)
         assert x is not None
+        if self.spec.changes in ("values", "both") and x.is_floating_point():
+            x.mul_(1.5).add_(0.25)
         self.board.clear()
         h = self.embed(x)
         beside: list[torch.Tensor] = []

@@ -118,6 +118,7 @@ class Training:
                 out = torch.func.functional_call(self.model, weights, args, kwargs)
             else:
                 out = self.model(*args, **kwargs)
+        self._see_output("inputs", (args, kwargs))
         labels = self._batch(number, micro, step)[1]
         if isinstance(out, torch.Tensor):
             return [loss_of(out, labels), widened(out).square().mean()]

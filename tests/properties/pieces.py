@@ -415,6 +415,10 @@ class NoGrad(nn.Module):
         if self.how == "no_grad":
             with torch.no_grad():
                 target = self.teacher(x)
+        elif self.how == "inference":
+            with torch.inference_mode():
+                target = self.teacher(x)
+            target = target.clone()  # an inference tensor cannot be saved for backward
         else:
             target = self.teacher(x).detach()
         return self.student(x) - 0.5 * target

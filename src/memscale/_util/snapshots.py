@@ -60,6 +60,13 @@ class TorchRngState:
         for device_type, index, state in self._devices:
             _module_with_rng(device_type).set_rng_state(state, index)
 
+    def is_same(self, other: TorchRngState) -> bool:
+        """Return whether it is the same state of the same devices."""
+        if not torch.equal(self._cpu, other._cpu) or len(self._devices) != len(other._devices):
+            return False
+        pairs = zip(self._devices, other._devices, strict=True)
+        return all(one[:2] == two[:2] and torch.equal(one[2], two[2]) for one, two in pairs)
+
 
 class HostRngState:
     """A snapshot of the global generators of Python and, if it was imported, of NumPy; not of generator objects."""
@@ -82,6 +89,10 @@ class HostRngState:
         if self._numpy is not None:
             sys.modules["numpy.random"].set_state(self._numpy)
 
+    def is_same(self, other: HostRngState) -> bool:
+        """Return whether it is the same state."""
+        return self._python == other._python and _equal(self._numpy, other._numpy)
+
 
 class RngState:
     """All global random state: torch's and the host's."""
@@ -95,6 +106,10 @@ class RngState:
     def restore(self) -> None:
         self._torch.restore()
         self._host.restore()
+
+    def is_same(self, other: RngState) -> bool:
+        """Return whether all of it is the same."""
+        return self._torch.is_same(other._torch) and self._host.is_same(other._host)
 
 
 def _numpy_state() -> dict[str, Any] | None:

@@ -2,10 +2,12 @@
 
 Note [Verified plans]
 ~~~~~~~~~~~~~~~~~~~~~
-Both steps run on the batch that is about to be trained on, from the same random state; gradients, buffers, attributes
-and random states are restored afterwards, and the optimizer is not stepped. The plain step has the parameters back on
-the device; its gradients wait on the host. Plans of exact techniques must give the same bits. If they do not, the plain
-step is run once more: a device whose kernels add up in no fixed order differs from itself, and as much is allowed.
+Both steps run on the batch that is about to be trained on, from the same random state; the batch, gradients, buffers,
+attributes and random states are restored afterwards, and the optimizer is not stepped. The plain step has the
+parameters back on the device; its gradients wait on the host. Plans of exact techniques must give the same bits, in
+buffers and in the random state after the step, too. If they do not, the plain step is run once more: a device whose
+kernels add up in no fixed order differs from itself, and as much is allowed. If it differs from itself by more than
+`LARGEST_NOISE` (random numbers from a source that cannot be restored), nothing is verified, and the log says so.
 Tiles and 16-bit products have a bound instead (`BOUNDS`), and so have gradients of offloaded layers that are called
 several times, which are added up in another order (Note [Master and working copy]).
 
@@ -33,7 +35,7 @@ import torch
 from torch import nn
 
 from memscale._torch import pytree
-from memscale._util.snapshots import RngState
+from memscale._util.snapshots import RngState, inputs_before
 from memscale.errors import VerificationError, is_out_of_memory
 from memscale.execution_plan import Plan
 from memscale.executor.executor import Executor
@@ -49,6 +51,7 @@ from memscale.units import format_bytes
 BOUNDS = {"tiling": 1e-4, "float16": 0.02, "bfloat16": 0.1, "several calls": 1e-5}
 """Largest relative difference of a loss or gradient, by what may cause it; 0 for all else."""
 NOISE = 4  # times how far two plain steps are apart, where they differ
+LARGEST_NOISE = 1e-3  # that is allowed for; with more, a wrong plan could not be told from a right one
 NEGLIGIBLE = 0.01  # of the norm of all gradients: the bound of a gradient is a share of that at least
 
 
@@ -60,12 +63,16 @@ class _Numbers:
         loss: None if there was nothing to differentiate.
         gradients: by the names of parameters.
         outputs: of layers, in the order of the calls in forward: sum and norm of their elements.
+        buffers: by name, after the step.
+        random: the state of the random generators after it.
         host_bytes: what the gradients take on the host.
     """
 
     loss: torch.Tensor | None
     gradients: dict[str, torch.Tensor | None]
     outputs: list[tuple[str, float, float]] = field(default_factory=list)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    random: RngState | None = None
     host_bytes: int = 0
 
     @property
@@ -129,6 +136,13 @@ def verify_plan(executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any
                 "verify_correctness: nothing was compared: the plain step does not fit, and no layer has a technique."
             )
             return True
+        if bound > max(bound_of(plan), LARGEST_NOISE):
+            log.warning(
+                "verify_correctness: not verified: the plain step differs from itself by %.1e of a loss or gradient; "
+                "does the model draw random numbers from a source of its own?",
+                bound / NOISE,
+            )
+            return True
         log.info(
             "verified %s %s; it took %.1f s and %s of host memory for gradients",
             what,
@@ -149,13 +163,17 @@ def _check(
 ) -> float:
     """Return the bound within which two steps are equal, with what the plain one differs from itself by.
 
+    One above `LARGEST_NOISE` means that this cannot be told.
+
     Raises:
         VerificationError: `what`; they are not.
     """
     wrong = _difference(plain, planned, bound, bounds or {})
-    if wrong is not None and bound == 0:
+    if wrong is not None:
         noise = NOISE * _distance(plain, run_plain())
-        if 0 < noise < math.inf:
+        if max(bound, LARGEST_NOISE) < noise < math.inf:
+            return noise
+        if bound < noise < math.inf:
             bound, wrong = noise, _difference(plain, planned, noise, bounds or {})
     if wrong is None:
         return bound
@@ -181,13 +199,14 @@ def _bounds_of_sums(executor: Executor, plain: _Numbers) -> dict[str, float]:
     bound = BOUNDS["several calls"]
     if torch.is_autocast_enabled(device):
         bound = BOUNDS.get(str(torch.get_autocast_dtype(device)).removeprefix("torch."), bound)
-    return {
-        f"{member}.{name}" if member else name: bound
-        for layer in executor.plan.layers
-        if layer.offloading is not None and calls[layer.name] > len(layer.members)
-        for member in layer.members
-        for name, _ in executor.model.get_submodule(member).named_parameters()
-    }
+    uses: Counter[int] = Counter()  # calls that have a copy of a parameter of their own
+    names: dict[str, int] = {}
+    for layer in executor.plan.layers:
+        for member in layer.members if layer.offloading is not None else ():
+            for name, parameter in executor.model.get_submodule(member).named_parameters(member):
+                uses[id(parameter)] += calls[layer.name] - len(layer.members) + 1
+                names[name] = id(parameter)
+    return {name: bound for name, parameter in names.items() if uses[parameter] > 1}
 
 
 @contextlib.contextmanager
@@ -226,6 +245,11 @@ def _step(executor: Executor, sample: Sample, restart: Callable[[], None]) -> _N
 
     names = {member: layer.name for layer in executor.plan.layers for member in layer.members}
     with contextlib.ExitStack() as stack:
+        stack.callback(inputs_before(sample.args, sample.kwargs).restore)
+        for leaf in sample.tensors():
+            if leaf.is_leaf and leaf.requires_grad:  # whose gradient reentrant checkpoints would add to
+                stack.callback(setattr, leaf, "grad", leaf.grad)
+                leaf.grad = None
         stack.enter_context(untouched(model))
         hooks = stack.enter_context(contextlib.ExitStack())  # not in backward, where layers are recomputed
         for member, name in names.items():
@@ -237,7 +261,7 @@ def _step(executor: Executor, sample: Sample, restart: Callable[[], None]) -> _N
         targets = backward_targets(output)
         del output
         if not targets:
-            return _Numbers(None, {}, outputs)
+            return _Numbers(None, {}, outputs, _buffers(model), RngState([executor.device]))
         loss = loss_of(targets)
         kept = loss.detach().cpu().clone()
         backward_without_hooks(model, executor)(loss)
@@ -251,13 +275,25 @@ def _step(executor: Executor, sample: Sample, restart: Callable[[], None]) -> _N
             if parameter.requires_grad:
                 gradient = None if parameter.grad is None else parameter.grad.detach()
                 if gradient is not None:
+                    gradient = _dense(gradient)
                     copied = not is_shared or id(parameter) in on_disk
                     held += gradient.nbytes * (
                         1 + (copied and not is_shared and gradient.device.type == "cpu")
                     )
                     gradient = gradient.to("cpu", copy=copied)
                 gradients[name] = gradient
-    return _Numbers(kept, gradients, outputs, held)
+        buffers, random = _buffers(model), RngState([executor.device])
+    return _Numbers(kept, gradients, outputs, buffers, random, held)
+
+
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers on the host; on a CPU those that `untouched` takes off the model."""
+    return {name: _dense(each.detach()).cpu() for name, each in model.named_buffers() if not each.is_meta}
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with all its elements, on the host if it is sparse."""
+    return tensor if tensor.layout is torch.strided else tensor.cpu().to_dense()
 
 
 def backward_without_hooks(model: nn.Module, executor: Executor) -> Callable[[torch.Tensor], object]:
@@ -318,6 +354,18 @@ def _difference(
                 return f"the gradient of {name}", f"there is {'none' if two is None else 'one'}"
         elif (apart := _apart([one], [two], least)) > max(bound, bounds.get(name, 0.0)):
             return f"the gradient of {name}", f"they are {apart:.1e} of its norm apart"
+    return _difference_of_states(plain, planned, bound)
+
+
+def _difference_of_states(plain: _Numbers, planned: _Numbers, bound: float) -> tuple[str, str] | None:
+    if plain.buffers.keys() != planned.buffers.keys():
+        return "the buffers", f"there are {sorted(planned.buffers)} instead of {sorted(plain.buffers)}"
+    for name, buffer in plain.buffers.items():
+        if (apart := _apart([buffer], [planned.buffers[name]])) > bound:
+            return f"the buffer {name}", f"they are {apart:.1e} of its norm apart"
+    # Within a bound, a technique may draw other numbers: of another type, or in tiles.
+    if bound == 0 and plain.random and planned.random and not plain.random.is_same(planned.random):
+        return "the random state after the step", "it is another"
     return None
 
 
@@ -326,7 +374,11 @@ def _distance(one: _Numbers, two: _Numbers) -> float:
     known = [each for each in one.gradients.values() if each is not None]
     pairs = [(one.loss, two.loss), *zip(one.gradients.values(), two.gradients.values(), strict=True)]
     least = NEGLIGIBLE * _norm(known)
-    return max((_apart([a], [b], least) for a, b in pairs if a is not None and b is not None), default=0.0)
+    distances = [_apart([a], [b], least) for a, b in pairs if a is not None and b is not None]
+    if any((a is None) != (b is None) for a, b in pairs) or one.buffers.keys() != two.buffers.keys():
+        return 1.0
+    distances += [_apart([each], [two.buffers[name]]) for name, each in one.buffers.items()]
+    return max(distances, default=0.0)
 
 
 def _is_near(own: float, other: float, bound: float) -> bool:
@@ -347,7 +399,7 @@ def _apart(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor], least: 
     for a, b in differing:
         if a.shape != b.shape:
             return math.inf
-        gaps.append(torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a.double() - b.double()))
+        gaps.append(torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, _wide(a) - _wide(b)))
     apart = _norm(gaps)
     if apart == 0 or not math.isfinite(apart):
         return apart if apart == 0 else math.inf
@@ -356,7 +408,11 @@ def _apart(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor], least: 
 
 
 def _norm(tensors: Sequence[torch.Tensor]) -> float:
-    return float(sum(float(each.double().norm()) ** 2 for each in tensors) ** 0.5)
+    return float(sum(float(_wide(each).norm()) ** 2 for each in tensors) ** 0.5)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 # Layer by layer --------------------------------------------------------------------------------------
@@ -385,6 +441,7 @@ class _Layers:
         """Run forward without gradients, and compare each layer before its call."""
         model = self._executor.model
         with contextlib.ExitStack() as stack:
+            stack.callback(inputs_before(sample.args, sample.kwargs).restore)
             stack.enter_context(untouched(model))
 
             def watch(module: nn.Module, compare: Callable[..., None], name: str) -> None:
@@ -426,7 +483,7 @@ class _Layers:
 
         def run(forward: Callable[..., Any]) -> _Numbers:
             state.restore()
-            return _layer_step(module, forward, args, kwargs)
+            return _layer_step(module, forward, args, kwargs, self._executor.device)
 
         try:
             without = override.only(Stage.FETCH_PARAMETERS)
@@ -443,7 +500,11 @@ class _Layers:
 
 
 def _layer_step(
-    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
 ) -> _Numbers:
     """Return the loss of a layer's outputs, and its gradients for inputs and parameters."""
     wanted: dict[str, torch.Tensor] = {}
@@ -453,18 +514,20 @@ def _layer_step(
             return value
         inputs = f"its input {len(wanted)}"
         wanted[inputs] = value.detach().clone().requires_grad_()
-        return wanted[inputs]
+        return wanted[inputs].clone()  # no leaf: the layer may change it in place
 
     with torch.enable_grad(), untouched(module):
         args, kwargs = pytree.tree_map(leaf, (args, kwargs))
         targets = backward_targets(forward(*args, **kwargs))
         if not targets:
-            return _Numbers(None, {})
+            return _Numbers(None, {}, [], _buffers(module), RngState([device]))
         loss = loss_of(targets)
         wanted |= {name: each for name, each in module.named_parameters() if each.requires_grad}
         found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
         gradients: dict[str, torch.Tensor | None] = {
-            name: None if each is None else each.cpu() for name, each in zip(wanted, found, strict=True)
+            name: None if each is None else _dense(each).cpu()
+            for name, each in zip(wanted, found, strict=True)
         }
         held = sum(each.nbytes for each in gradients.values() if each is not None)
-        return _Numbers(loss.detach().cpu(), gradients, host_bytes=held)
+        buffers, random = _buffers(module), RngState([device])
+        return _Numbers(loss.detach().cpu(), gradients, [], buffers, random, held)

@@ -262,9 +262,10 @@ def bring_inputs(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.d
 
     if device.type == "cpu" or not any(map(is_on_host, tree_leaves((args, kwargs)))):
         return args, kwargs  # the same containers, which the model may change
-    return tree_map(
+    brought: tuple[Any, Any] = tree_map(
         lambda leaf: leaf.to(device, non_blocking=True) if is_on_host(leaf) else leaf, (args, kwargs)
     )
+    return brought
 
 
 # ---------------------------------------------------------------------- gradients
