@@ -135,15 +135,23 @@ OPTIMIZERS = [
     "adamw_bnb_8bit",
     "lion_8bit",
     "rmsprop",
+    "schedule_free_adamw",
+    "adagrad",
+    "ademamix",
+    "paged_adamw_8bit",
 ]
 
 
 @pytest.mark.matrix(3)
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_optimizers(optim: str, tmp_path: Path) -> None:
-    if "bit" in optim:
+    if "bit" in optim or optim == "ademamix":
         pytest.importorskip("bitsandbytes")
-    plain, wrapped = plain_and_wrapped(tmp_path, optim=optim)
+    options: dict[str, Any] = {"optim": optim}
+    if optim == "schedule_free_adamw":  # it has other weights in evaluation
+        pytest.importorskip("schedulefree")
+        options |= {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
+    plain, wrapped = plain_and_wrapped(tmp_path, **options)
     assert_gains("Trainer", f'optim="{optim}"', plain, wrapped)
 
 

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
+import memscale
 from memscale import Config, Plan
 from memscale.execution_plan import LayerPlan, Offloading, OptimizerPlan
 from memscale.executor import Executor
 from memscale.testing import executing
 from support.optimizers import Lion
+from support.wrapping import Stack, lossless
 
 WIDTH = 64
 
@@ -131,3 +133,38 @@ def test_training_is_bit_equal_and_state_moves_or_the_log_says_why_not(
     else:
         assert (moved, buckets) == (0, 0)
         assert reason in said[0]
+
+
+def test_muon_for_matrices_and_adamw_for_the_rest() -> None:
+    """As Muon is used: each of the two steps a part of what `wrap` has moved."""
+
+    def run(wrap: bool) -> tuple[list[Tensor], Plan | None, int]:
+        torch.manual_seed(0)
+        model = Stack(layers=4, width=16)
+        if wrap:
+            memscale.wrap(model, lossless("aggressive", force_optimize=True))
+        matrices = [each for each in model.layers.parameters() if each.dim() == 2]
+        rest = [each for each in model.parameters() if not any(each is one for one in matrices)]
+        optimizers = [optim.Muon(matrices, lr=0.01), optim.AdamW(rest, lr=0.01)]
+        losses = []
+        for step in range(4):
+            torch.manual_seed(step)
+            loss = model(torch.randn(8, 16)).square().mean()
+            loss.backward()
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+            losses.append(loss.detach())
+        if not wrap:
+            return [*losses, *model.parameters()], None, 0
+        executor = model._memscale_executor
+        memscale.detach(model)
+        return [*losses, *model.parameters()], executor.plan, executor.placement.states.bytes_moved
+
+    plain, _, _ = run(wrap=False)
+    ours, plan, moved = run(wrap=True)
+    assert plan is not None
+    assert plan.optimizer is not None
+    assert plan.optimizer.state == "disk"
+    assert moved > 0
+    assert all(map(torch.equal, ours, plain))

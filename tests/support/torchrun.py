@@ -1,4 +1,4 @@
-"""Start two processes of a module under `tests/` with torchrun, over gloo on the loopback device."""
+"""Start processes of a module under `tests/` with torchrun, over gloo on the loopback device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 
-def torchrun(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def torchrun(module: str, *arguments: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
     paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
@@ -16,7 +16,7 @@ def torchrun(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": os.pathsep.join(paths),
     }
-    options = ["--standalone", "--nproc-per-node", "2", "--module", module]
+    options = ["--standalone", "--nproc-per-node", str(processes), "--module", module]
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *options, *arguments],
         env=environment,
