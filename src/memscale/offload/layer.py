@@ -32,6 +32,12 @@ Note [Masters must not change]
 A copy from page-locked memory reads it after the call has returned, and the host may change a master, by
 ``optimizer.step()`` say, when a pass is over. So no such copy outlasts a pass: at its end the prefetcher waits for the
 copies to the device; without one, and outside of a pass of the whole model, a layer waits for its own.
+
+Note [Inputs on the host]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+A loop may leave the batch on the host: if no tensor of a call is on an accelerator, all are copied there. If one is,
+those on the host are meant to be: the lengths that `pack_padded_sequence` takes, or indices that the model reads. The
+same holds of a sample that is profiled or simulated, so that it is planned for as it is called.
 """
 
 from __future__ import annotations
@@ -52,10 +58,11 @@ from memscale._torch import (
     graph_task_id,
     hooks_are_allowed,
     surrounding_hooks,
+    tree_leaves,
     tree_map,
 )
 from memscale._util.interrupts import interrupts_deferred
-from memscale._util.trees import Tree
+from memscale._util.trees import Tree, any_on_accelerator
 from memscale.checkpointing.state import KeptTensor, mark_as_copy
 from memscale.observe.counters import Meter
 from memscale.offload.activations import Refetch
@@ -253,15 +260,19 @@ class OffloadedLayer(ForwardStage):
 
 
 def bring_inputs(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> tuple[Any, Any]:
-    """Return the arguments of a call with the tensors that are still on the host copied to the device."""
+    """Return the arguments of a call, copied to the device if all of them are on the host.
+
+    See Note [Inputs on the host].
+    """
 
     def copied(leaf: Any) -> Any:
         on_host = isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu"
         if on_host and not isinstance(leaf, nn.Parameter):
-            return leaf.to(device, non_blocking=True)
+            return leaf.to(device)  # which waits: the caller may fill a page-locked batch anew
         return leaf
 
-    return tree_map(copied, (args, kwargs)) if device.type != "cpu" else (args, kwargs)
+    stay = device.type == "cpu" or any_on_accelerator(tree_leaves((args, kwargs)))
+    return (args, kwargs) if stay else tree_map(copied, (args, kwargs))
 
 
 # ---------------------------------------------------------------------- gradients

@@ -30,6 +30,7 @@ from memscale._torch import (
     sharded_groups,
     without_sharding,
 )
+from memscale._util.trees import any_on_accelerator
 from memscale.errors import SimulationError
 from memscale.hardware import GpuSpec, find_gpu
 from memscale.memory.allocator import CachingAllocator, ExactAllocator
@@ -81,11 +82,13 @@ class Simulation(backend.VirtualDevice):
     def batch_of(self, batch: Any) -> Any:
         """Return a copy of a real batch (nested containers of tensors) on this device, without data."""
         storages: dict[int, Tensor] = {}
+        keeps_host = any_on_accelerator(pytree.tree_leaves(batch))  # see Note [Inputs on the host]
 
         def twin(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            fake = _fake_twin(leaf, self.device, storages)
+            device = leaf.device if keeps_host and leaf.device.type == "cpu" else self.device
+            fake = _fake_twin(leaf, device, storages)
             remember_values(fake, leaf)
             return fake
 

@@ -214,7 +214,7 @@ class TileHeadStage(ForwardStage):
                 )
             return None
         if self._device is not None and hidden.device.type == "cpu":
-            hidden = hidden.to(self._device, non_blocking=True)
+            hidden = hidden.to(self._device)
         # Inside an offloaded block the module has copies on the device, which must not be held on to.
         weight, bias = (
             None if each is None else parameter_behind(each)
