@@ -206,8 +206,8 @@ class OverlappedSteps(StepSubscriber):
         with self._lock:
             self._waiting.clear()
             self._meter.steps_dropped += len(self._early)
+            self._finish_writing()  # first: an early step may be the last that holds memory which is written
             self._early.clear()
-            self._finish_writing()
 
     def before_forward(self, *_: object) -> None:
         """Drop what a skipped step has left: a hook before the model's forward."""
