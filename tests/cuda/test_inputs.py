@@ -119,9 +119,10 @@ def test_a_page_locked_batch_may_be_filled_anew_after_forward(to: Any, runtime: 
 
 
 def test_a_simulated_batch_is_where_the_real_one_is() -> None:
-    ids = torch.zeros(4, 12, dtype=torch.long)
+    on_host = torch.zeros(4, 12, dtype=torch.long)
+    on_card = on_host.cuda()
     with simulate("RTX 3090") as simulation:
-        beside = simulation.batch_of((ids.cuda(), {"lengths": LENGTHS}))
-        alone = simulation.batch_of((ids, {"lengths": LENGTHS}))
-    assert [beside[0].device.type, beside[1]["lengths"].device.type] == ["vgpu", "cpu"]
-    assert [alone[0].device.type, alone[1]["lengths"].device.type] == ["vgpu", "vgpu"]
+        beside = simulation.batch_of((on_card, {"lengths": LENGTHS}))
+        alone = simulation.batch_of((on_host, {"lengths": LENGTHS}))
+    assert [beside[0].device.type, beside[1]["lengths"].device.type] == ["cuda", "cpu"]
+    assert [alone[0].device.type, alone[1]["lengths"].device.type] == ["cuda", "cuda"]
