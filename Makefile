@@ -27,7 +27,7 @@ python := $(VENV)/bin/python
 marker := -m "not slow"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo tables test test-all setup-cuda test-cuda setup-oldest test-oldest coverage search soak mutants docs check format clean distclean
+.PHONY: help setup demo tables test test-slow test-all setup-cuda test-cuda setup-oldest test-oldest coverage search soak mutants docs check format clean distclean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20

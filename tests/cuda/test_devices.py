@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import memscale
-from memscale import Config
+from memscale import AsyncOffloadConfig, Config
 from memscale.errors import WrapError
 from support.families import FAMILIES
 
@@ -56,12 +56,12 @@ def test_cuda_as_the_default_device(computing: Computing) -> None:
             torch.set_default_device(None)
 
 
-def run_on_two_cards(function: Callable[[], None]) -> None:
+def run_on_two_cards(function: Callable[..., None], *arguments: object) -> None:
     """Run a function of this module in a process with two cards, of the stand-in if there are no others."""
     if not IS_STAND_IN and torch.cuda.device_count() < 2:
         pytest.skip("needs two cards")
     # A process that ends just after backward may be aborted by torch's own thread: pytorch#38228.
-    code = f"import test_devices, time; test_devices.{function.__name__}(); time.sleep(0.2)"
+    code = f"import test_devices, time; test_devices.{function.__name__}(*{arguments!r}); time.sleep(0.2)"
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -73,11 +73,15 @@ def run_on_two_cards(function: Callable[[], None]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def train_on_the_second() -> None:
+def train_on_the_second(by_workers: bool) -> None:
     torch.cuda.set_device(1)
+    # Worker threads copy what is not page-locked.
+    settings = AsyncOffloadConfig(pinned_pool_gb=1e-9 if by_workers else None)
     model: Any = FAMILIES["gpt2"].build().cuda()
-    memscale.wrap(model, CONFIG, batch())
-    assert model._memscale_executor.device == torch.device("cuda", 1)
+    memscale.wrap(model, CONFIG.replace(async_config=settings), batch())
+    executor = model._memscale_executor
+    assert executor.device == torch.device("cuda", 1)
+    assert by_workers != any(each.is_pinned() for each in model.parameters())
     train(model, batch())
     memscale.detach(model)
     assert {each.device for each in model.parameters()} == {torch.device("cuda", 1)}
@@ -88,8 +92,9 @@ def train_on_the_second() -> None:
     assert torch.cuda.memory_reserved(0) == 0
 
 
-def test_a_process_of_the_second_card_has_no_context_on_the_first() -> None:
-    run_on_two_cards(train_on_the_second)
+@pytest.mark.parametrize("by_workers", [False, True])
+def test_a_process_of_the_second_card_has_no_context_on_the_first(by_workers: bool) -> None:
+    run_on_two_cards(train_on_the_second, by_workers)
 
 
 def wrap_over_both() -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import memscale
-from memscale import Config
+from memscale import AsyncOffloadConfig, Config
 from memscale.executor import Executor
 from memscale.offload.activations import OffloadedStorage
 from memscale.offload.prefetch import Prefetcher
@@ -126,6 +126,11 @@ def activation_given_back_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OffloadedStorage, "finish_storing", finish_storing)
 
 
+def awaited_by_the_current_stream_alone(patch: pytest.MonkeyPatch) -> None:
+    """The stream that is current waits for a copy to the host, and not the one that has the memory next."""
+    patch.setattr(StreamTransfer, "abandon", lambda self: None)
+
+
 def _forget(transfer: Any) -> None:
     if isinstance(transfer, StreamTransfer):
         transfer._is_awaited = True
@@ -153,6 +158,75 @@ def test_a_mutant_is_found_by_its_numbers(
     mutate(monkeypatch)
     with computing():
         assert not (is_as_plain(recomputed=False) and is_as_plain(recomputed=True))
+
+
+class Shift(nn.Module):
+    """What it saves, it computes last, so that its stream does nothing more until its next layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(inputs + self.bias)
+
+
+class OnStreams(nn.Module):
+    """Three stacks of layers, in turns, each on a stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stacks = nn.ModuleList(nn.ModuleList(Shift() for _ in range(5)) for _ in range(3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        here = torch.cuda.current_stream()
+        streams = [torch.cuda.Stream() for _ in self.stacks]
+        values = [inputs for _ in streams]
+        for stream in streams:
+            stream.wait_stream(here)
+        for layers in zip(*self.stacks, strict=True):
+            for index, (layer, stream) in enumerate(zip(layers, streams, strict=True)):
+                with torch.cuda.stream(stream):
+                    values[index] = layer(values[index])
+        for stream in streams:
+            here.wait_stream(stream)
+        return sum(values[1:], values[0])
+
+
+@pytest.mark.parametrize("mutate", [None, awaited_by_the_current_stream_alone])
+@pytest.mark.parametrize("to", ["device", "host"])  # activations, or gradients
+def test_layers_on_several_streams(
+    to: Any,
+    mutate: Mutant | None,
+    computing: Computing,
+    runtime: ctypes.CDLL,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime.fakecuda_set_copies(b"poisoned")
+    found = []
+    with computing():
+        for wrapped in (False, True):
+            torch.manual_seed(0)
+            model: Any = OnStreams().cuda()
+            if wrapped:
+                plan = plan_of(model, to=to, activations=to == "device")
+                # The sources of five layers stay: when the sixth saves, it is on another stream than the first.
+                settings = AsyncOffloadConfig(prefetch_depth=4)
+                config = Config(enable_logging=False, async_offload=True, async_config=settings)
+                executor = Executor(model, plan, config.replace(fused_host_step=False))
+                executor.attach()
+                # The host's thread waits for no gradient until the device is at the second layers.
+                if to == "host":
+                    reached = threading.Event()
+                    second, last = model.stacks[0][1], model.stacks[-1][-1]
+                    second.register_forward_pre_hook(lambda _, args, at=reached: Tell.apply(args[0], at))
+                    last.bias.register_hook(lambda _, at=reached: at.wait(60) and None)
+                if mutate is not None:
+                    mutate(monkeypatch)
+            found.append(train(model))
+            if wrapped:
+                executor.detach()
+    assert all(map(torch.equal, *found)) == (mutate is None)
 
 
 # ---------------------------------------------------------------------- torch's own sanitizer, which is for a process

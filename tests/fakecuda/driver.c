@@ -2,6 +2,7 @@
 #include <cuda.h>
 
 extern int fakecuda_has_context(int device) __attribute__((weak));
+extern int fakecuda_device_count(void) __attribute__((weak));
 
 CUresult cuInit(unsigned int flags) { return CUDA_SUCCESS; }
 
@@ -41,7 +42,7 @@ CUresult cuDeviceGet(CUdevice *device, int ordinal) {
 }
 
 CUresult cuDeviceGetCount(int *count) {
-    *count = 1;
+    *count = fakecuda_device_count ? fakecuda_device_count() : 1;
     return CUDA_SUCCESS;
 }
 

@@ -188,6 +188,7 @@ static void open_context(int device, const char *call) {
 
 /* For tests. */
 int fakecuda_has_context(int device) { return has_context[device]; }
+int fakecuda_device_count(void) { return device_count; }
 long fakecuda_kernels(void) { return kernels_launched; }
 size_t fakecuda_used(int device) { return used_memory[device]; }
 

@@ -109,6 +109,7 @@ def cuda(monkeypatch):
     Stream.current[:] = [compute]
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: LOG.append(f"set {device}"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream.current[-1])
     monkeypatch.setattr(
         engine_module, "_allocate_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)

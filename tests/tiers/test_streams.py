@@ -9,10 +9,11 @@ from memscale.config import AsyncOffloadConfig
 from memscale.errors import TierFullError, TransferError
 from memscale.hardware import HostSpec
 from memscale.offload.activations import Activations, OffloadedStorage
+from memscale.offload.prefetch import GRADIENTS_IN_FLIGHT, Prefetcher
 from memscale.tiers import engine as engine_module
 from memscale.tiers.disk import DiskStore
 from memscale.tiers.engine import Engine, Lane, PinnedMemory
-from support.pretend_cuda import CUDA, LOG, Pretend, Stream, cuda, on_cuda  # noqa: F401
+from support.pretend_cuda import CUDA, LOG, Pretend, Stream, cuda, on_cuda, on_stream  # noqa: F401
 
 
 @pytest.fixture
@@ -69,6 +70,25 @@ def test_what_is_still_on_the_device_is_not_copied(cuda, engine):  # noqa: F811
     assert LOG == []
     del storage
     assert LOG == ["compute: wait for event 2"]  # freed with the graph: its memory is reused after the copy
+
+
+def test_memory_is_reused_after_the_copy_whichever_stream_is_current(cuda, engine):  # noqa: F811
+    storage = stored(on_host(engine), on_cuda(1000))
+    prefetcher = Prefetcher(engine, CUDA, [], [])
+    gradients = [on_cuda(8) for _ in range(GRADIENTS_IN_FLIGHT + 1)]
+    transfers = [engine.run(lambda: None, Lane.STREAM, CUDA, outward=True) for _ in gradients]
+    LOG.clear()
+    with on_stream(Stream(name="another")):
+        storage.finish_storing()
+        for each in zip(transfers, gradients, strict=True):
+            prefetcher.hold_gradient(*each)
+    # Their memory is of the stream that they were computed on.
+    assert LOG == [
+        "another: wait for event 2",
+        "compute: wait for event 2",
+        "another: wait for event 4",
+        "compute: wait for event 4",
+    ]
 
 
 def test_a_tensor_that_is_changed_before_the_copy_is_over_is_an_error(cuda, engine):  # noqa: F811
@@ -162,6 +182,7 @@ def test_from_cuda_to_disk_a_worker_copies_on_a_stream_of_its_own(cuda, engine, 
     work.wait()
     assert LOG == [
         "compute: record event 1",  # here, in the training thread
+        "set cuda:0",  # of a new thread it is the first card
         "copy stream 1: wait for event 1",
         "copy stream 1: work",
         "synchronize copy stream 1",

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from memscale._torch import pytree
+
+
+def any_on_accelerator(tensors: Iterable[object]) -> bool:
+    """Return whether a tensor of a call is on an accelerator. See Note [Inputs on the host]."""
+    return any(isinstance(each, torch.Tensor) and each.device.type not in ("cpu", "meta") for each in tensors)
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:

@@ -769,7 +769,9 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     if called is not None:
         called.redirect_next_call(override_of(model))
     # Planning may have replaced the model's other hooks, and torch goes on with the old ones in this call.
-    return next((hook(model, args, kwargs) for hook in _no_cache_of(model)), None)
+    brought = _inputs_to_device(model, args, kwargs)
+    args, kwargs = brought or (args, kwargs)
+    return next((hook(model, args, kwargs) for hook in _no_cache_of(model)), None) or brought
 
 
 def _is_trained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -812,7 +814,7 @@ def _inputs_to_device(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Copy the inputs of a call to where the model computes."""
-    # torch calls it without kwargs if a hook before it has changed the plan, and so removed it: the new plan's own hook
-    # does not run in this call, and offloaded layers copy their arguments themselves.
+    # torch calls it without kwargs if a hook before it has changed the plan, and so removed it; that hook has copied
+    # the inputs itself.
     executor = executor_of(model)
     return None if executor is None or kwargs is None else bring_inputs(args, kwargs, executor.device)

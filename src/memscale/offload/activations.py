@@ -277,6 +277,7 @@ class OffloadedStorage:
         """Free the source on the device once it is copied, or raise a TransferError."""
         if self._source is not None:
             self._storing.wait()
+            self._storing.abandon()  # another stream may be current than that of the source
             self._was_changed = version_of(self._source) != self.version
             self._source = None
 

@@ -32,6 +32,12 @@ Note [Masters must not change]
 A copy from page-locked memory reads it after the call has returned, and the host may change a master, by
 ``optimizer.step()`` say, when a pass is over. So no such copy outlasts a pass: at its end the prefetcher waits for the
 copies to the device; without one, and outside of a pass of the whole model, a layer waits for its own.
+
+Note [Inputs on the host]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+A loop may leave the batch on the host: if no tensor of a call is on an accelerator, all are copied there. If one is,
+those on the host are meant to be: the lengths that `pack_padded_sequence` takes, or indices that the model reads. The
+same holds of a sample that is profiled or simulated, so that it is planned for as it is called.
 """
 
 from __future__ import annotations
@@ -56,7 +62,7 @@ from memscale._torch import (
     tree_map,
 )
 from memscale._util.interrupts import interrupts_deferred
-from memscale._util.trees import Tree
+from memscale._util.trees import Tree, any_on_accelerator
 from memscale.checkpointing.state import KeptTensor, mark_as_copy
 from memscale.observe.counters import Meter
 from memscale.offload.activations import Refetch
@@ -254,16 +260,21 @@ class OffloadedLayer(ForwardStage):
 
 
 def bring_inputs(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> tuple[Any, Any]:
-    """Return the arguments of a call with the tensors that are still on the host copied to the device."""
+    """Return the arguments of a call, copied to the device if all of them are on the host.
+
+    See Note [Inputs on the host].
+    """
 
     def is_on_host(leaf: Any) -> bool:
         on_host = isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu"
         return on_host and not isinstance(leaf, nn.Parameter)
 
-    if device.type == "cpu" or not any(map(is_on_host, tree_leaves((args, kwargs)))):
+    leaves = tree_leaves((args, kwargs))
+    if device.type == "cpu" or any_on_accelerator(leaves) or not any(map(is_on_host, leaves)):
         return args, kwargs  # the same containers, which the model may change
+    # The copies wait: the caller may fill a page-locked batch anew.
     brought: tuple[Any, Any] = tree_map(
-        lambda leaf: leaf.to(device, non_blocking=True) if is_on_host(leaf) else leaf, (args, kwargs)
+        lambda leaf: leaf.to(device) if is_on_host(leaf) else leaf, (args, kwargs)
     )
     return brought
 

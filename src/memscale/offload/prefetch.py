@@ -161,7 +161,9 @@ class Prefetcher:
 
     def _finish_gradients(self, limit: int) -> None:
         while len(self._in_flight) > limit:
-            self._in_flight.popleft()[0].wait()  # on the device: its memory is used again after the copy
+            transfer, _ = self._in_flight.popleft()
+            transfer.wait()  # on the device: its memory is used again after the copy
+            transfer.abandon()  # another stream may be current than that of the gradient
 
     def _fetch(
         self, expected: Iterable[OffloadedLayer], *, in_backward: bool, besides: OffloadedLayer | None = None

@@ -215,6 +215,7 @@ class OverlappedSteps(StepSubscriber):
             self._finish_writing()  # first: memory that is freed may be reused at once, and copies read gradients
             self._waiting.clear()
             self._meter.steps_dropped += len(self._early)
+            self._finish_writing()  # first: an early step may be the last that holds memory which is written
             self._early.clear()
 
     def before_forward(self, *_: object) -> None:

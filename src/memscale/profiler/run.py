@@ -115,7 +115,7 @@ def profile_static(
             _shorten(twin, short)
             if prepare is not None:
                 prepare(twin)
-            batch = Sample(simulation.batch_of(sample.args), simulation.batch_of(sample.kwargs))
+            batch = Sample(*simulation.batch_of((sample.args, sample.kwargs)))
             with contextlib.nullcontext() if with_cache else without_cache(twin):
                 recorder = Recorder(simulation.tracker, simulation.device)
                 step = recorder.run_step(twin, batch, modules, torch.autograd.backward)

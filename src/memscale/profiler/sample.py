@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from memscale._torch import pytree
-from memscale._util.trees import copied
+from memscale._util.trees import any_on_accelerator, copied
 from memscale.errors import ProfileError
 
 HINT_LENGTH = 512
@@ -52,8 +52,13 @@ class Sample:
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def on(self, device: torch.device) -> Sample:
+        """Return the call with its tensors on a device. See Note [Inputs on the host]."""
+        keeps_host = device.type != "cpu" and any_on_accelerator(self.tensors())
+
         def moved(leaf: object) -> object:
-            return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+            if not isinstance(leaf, torch.Tensor) or (keeps_host and leaf.device.type == "cpu"):
+                return leaf
+            return leaf.to(device)
 
         return self.mapped(lambda tree: pytree.tree_map(moved, tree))
 
@@ -71,7 +76,7 @@ class Sample:
 
     def mapped(self, change: Callable[[Any], Any]) -> Sample:
         """Return the call with all parts changed by a function of a tree."""
-        return Sample(change(self.args), change(self.kwargs), change(self.beside))
+        return Sample(*change((self.args, self.kwargs, self.beside)))
 
     def positions_and_tokens(self) -> tuple[int, int]:
         """Return the positions of one sequence and those of all, by token ids or labels, else by features.

@@ -204,7 +204,7 @@ def _simulated_peak(executor: Executor, sample: Sample) -> Snapshot | None:
             twin = simulation.copy_of(model).train(model.training)
             Executor(twin, executor.plan, config).attach()
             simulation.tracker.reset_peak()
-            batch = Sample(simulation.batch_of(sample.args), simulation.batch_of(sample.kwargs))
+            batch = Sample(*simulation.batch_of((sample.args, sample.kwargs)))
             targets = backward_targets(twin(*batch.args, **batch.kwargs))
             if targets:
                 torch.autograd.backward(loss_of(targets))

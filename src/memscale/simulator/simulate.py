@@ -30,7 +30,7 @@ from memscale._torch import (
     sharded_groups,
     without_sharding,
 )
-from memscale._util.trees import copied
+from memscale._util.trees import any_on_accelerator, copied
 from memscale.errors import SimulationError
 from memscale.hardware import GpuSpec, find_gpu
 from memscale.memory.allocator import CachingAllocator, ExactAllocator
@@ -82,9 +82,11 @@ class Simulation(backend.VirtualDevice):
     def batch_of(self, batch: Any) -> Any:
         """Return a copy of a real batch (tensors in containers and objects) on this device, without data."""
         storages: dict[int, Tensor] = {}
+        keeps_host = any_on_accelerator(pytree.tree_leaves(batch))  # see Note [Inputs on the host]
 
         def twin(tensor: Tensor) -> Tensor:
-            fake = _fake_twin(tensor, self.device, storages)
+            device = tensor.device if keeps_host and tensor.device.type == "cpu" else self.device
+            fake = _fake_twin(tensor, device, storages)
             remember_values(fake, tensor)
             return fake
 

@@ -79,7 +79,7 @@ class Transfer(Generic[T]):
         return self.wait()
 
     def abandon(self) -> None:
-        """Have the memory that it reads or writes reused only after it, though nobody waits for the transfer."""
+        """Have the memory that it reads or writes reused only after it, whoever has waited for the transfer."""
 
 
 class StreamTransfer(Transfer[T]):
@@ -192,6 +192,8 @@ class Engine:
             return StreamTransfer(on_stream(), stream, compute, allocated=outward or allocated)
 
         def in_worker() -> T:
+            # A new thread's device is the first one, to which torch would go back after the block of the stream.
+            torch.cuda.set_device(compute.device)
             value = on_stream()
             stream.synchronize()
             if not allocated:

@@ -45,7 +45,9 @@ LONG_SEQUENCE = 4096  # positions from which on wide layers are computed in tile
 LOGITS_TILE_BYTES = 32 * 2**20  # 128 tokens of GPT-2. Smaller tiles are slower, larger ones hardly faster
 LOGITS_BUDGET_SHARE = 1 / 32  # of a memory budget, for one tile of logits
 FEWEST_LOGITS_ROWS = 16
-FEWEST_LOGITS_TILES = 4  # in a tile four copies of its logits exist at once, in a plain backward three of all logits
+FEWEST_LOGITS_TILES = (
+    4  # in a tile four copies of its logits exist at once, in a plain backward three of all logits
+)
 
 
 def rows_of_layers(positions: int) -> int | None:
@@ -209,7 +211,7 @@ class TileHeadStage(ForwardStage):
                 )
             return None
         if self._device is not None and hidden.device.type == "cpu":
-            hidden = hidden.to(self._device, non_blocking=True)
+            hidden = hidden.to(self._device)
         # Inside an offloaded block the module has copies on the device, which must not be held on to.
         weight, bias = (
             None if each is None else parameter_behind(each)
