@@ -8,7 +8,6 @@ process, so that whatever else the machine does falls on both alike).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -22,6 +21,7 @@ from torch import nn
 
 from memscale.api import wrap
 from memscale.benchmarks.models import find_model, quiet_transformers
+from memscale.benchmarks.results import write_document
 from memscale.config import Config
 from memscale.memory.process import measure_in_fresh_process
 from memscale.units import format_bytes
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "time_ratios": [round(ratio, 4) for ratio in ratios],
     }
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8", newline="")
+        write_document(options.json, result)
     return 0
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 import time
@@ -26,6 +25,7 @@ from statistics import median, quantiles
 import torch
 from torch import nn
 
+from memscale.benchmarks.results import write_document
 from memscale.config import AsyncOffloadConfig, Config
 from memscale.execution_plan import LayerPlan, Offloading, Plan
 from memscale.executor import Executor
@@ -225,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "speedup_quartiles": [round(low, 4), round(high, 4)],
             "speedups": [round(ratio, 4) for ratio in ratios],
         }
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8", newline="")
+        write_document(options.json, result)
     return 0 if all(run.equal for run in runs) else 1
 
 

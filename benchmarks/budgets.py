@@ -14,7 +14,6 @@ operations that full checkpointing does.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -28,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.tables import check_into, write_into
 from memscale.api import plan as make_plan
 from memscale.benchmarks.models import find_model, quiet_transformers
-from memscale.benchmarks.results import check_writable, command_line
+from memscale.benchmarks.results import check_writable, command_line, write_document
 from memscale.config import Config
 from memscale.errors import MemScaleError
 from memscale.execution_plan import Plan
@@ -280,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "selective": {**asdict(kept), "fewer": round(kept.fewer, 4)},
         }
         if options.json is not None:
-            options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8", newline="")
+            write_document(options.json, document)
         if options.into is not None:
             write_into(options.into, tables(document))
         else:

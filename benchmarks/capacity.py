@@ -36,7 +36,7 @@ from benchmarks.tables import check_into, write_into
 from memscale import Config
 from memscale._torch import attribute
 from memscale.benchmarks.models import quiet_transformers
-from memscale.benchmarks.results import check_writable, command_line
+from memscale.benchmarks.results import check_writable, command_line, write_document
 from memscale.errors import MemScaleError
 from memscale.execution_plan import Plan
 from memscale.executor import executor_of
@@ -296,7 +296,7 @@ class _Results:
     def write(self, path: Path | None) -> None:
         if path is not None:
             document = {"schema": 1, **asdict(self)}
-            path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8", newline="")
+            write_document(path, document)
 
 
 def tables(document: dict[str, Any]) -> dict[str, str]:

@@ -14,7 +14,6 @@ the optimizer's step begins, which is worse than any training.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from statistics import median
 import torch
 from torch import nn
 
+from memscale.benchmarks.results import write_document
 from memscale.config import Config
 from memscale.execution_plan import LayerPlan, Offloading, OptimizerPlan, Plan
 from memscale.executor import Executor
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             },
         }
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_document(options.json, result)
     return 0
 
 

@@ -8,7 +8,6 @@ training thread.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from torch import nn
 
 from memscale.api import plan, wrap
 from memscale.benchmarks.models import find_model, quiet_transformers
+from memscale.benchmarks.results import write_document
 from memscale.config import Config
 
 __all__ = ["main"]
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "time_ratio_median": round(middle, 5),
             "time_ratio_quartiles": [round(low, 5), round(high, 5)],
         }
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8", newline="")
+        write_document(options.json, result)
     return 0
 
 

@@ -9,7 +9,6 @@ of them alike.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -19,6 +18,7 @@ from statistics import median
 import torch
 from torch import nn
 
+from memscale.benchmarks.results import write_document
 from memscale.config import Config
 from memscale.execution_plan import LayerPlan, Offloading, Plan
 from memscale.executor import Executor
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for name, each in ratios.items()
             },
         }
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8", newline="")
+        write_document(options.json, result)
     return 0
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import check_into, write_into
-from memscale.benchmarks.results import check_writable
+from memscale.benchmarks.results import check_writable, write_document
 from memscale.errors import MemScaleError
 from memscale.units import format_bytes
 
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "rows": sorted(rows, key=lambda row: [row["surface"], row["setting"]]),
     }
     if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_document(options.json, results)
     if options.into is not None:
         write_into(options.into, tables(results))
     print(*tables(results).values())

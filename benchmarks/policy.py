@@ -38,7 +38,7 @@ from torch import nn
 
 from benchmarks.tables import check_into, write_into
 from memscale.benchmarks.models import find_model, quiet_transformers
-from memscale.benchmarks.results import check_writable, command_line
+from memscale.benchmarks.results import check_writable, command_line, write_document
 from memscale.config import Config
 from memscale.errors import MemScaleError
 from memscale.hardware import Hardware, virtual_hardware
@@ -665,7 +665,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = tables(document)[_TABLE]
         print(text)
         if options.json is not None:
-            options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8", newline="")
+            write_document(options.json, document)
         if options.into is not None:
             write_into(options.into, {_TABLE: text})
     except MemScaleError as error:

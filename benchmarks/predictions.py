@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import os
 import sys
 import time
@@ -30,7 +29,7 @@ from benchmarks.prediction_cases import (
 )
 from benchmarks.tables import check_into, write_into
 from memscale.benchmarks.models import unknown_name
-from memscale.benchmarks.results import check_writable, command_line
+from memscale.benchmarks.results import check_writable, command_line, write_document
 from memscale.benchmarks.run import MODES
 from memscale.errors import MemScaleError
 from tests.support.families import SMALL_FAMILIES
@@ -62,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = _run(_cases(options))
         document = _document(rows, command_line(_PROGRAM, arguments))
         if options.json is not None:
-            options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8", newline="")
+            write_document(options.json, document)
         if options.into is not None:
             write_into(options.into, tables(document))
     except MemScaleError as error:

@@ -8,7 +8,6 @@ which choices were made with the rows in view. Misses are shown as well.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from torch import nn
 
 from benchmarks.tables import check_into, write_into
 from memscale.benchmarks.models import quiet_transformers
-from memscale.benchmarks.results import check_writable, command_line
+from memscale.benchmarks.results import check_writable, command_line, write_document
 from memscale.config import Config
 from memscale.errors import MemScaleError
 from memscale.hardware import virtual_hardware
@@ -217,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "rows": [{**asdict(row), "error": round(row.error, 4)} for row in found],
         }
         if options.json is not None:
-            options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8", newline="")
+            write_document(options.json, document)
         if options.into is not None:
             write_into(options.into, tables(document))
         else:

@@ -24,7 +24,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from memscale.benchmarks.compare import Comparison, is_comparison
 from memscale.benchmarks.compare import tables as comparison_tables
 from memscale.benchmarks.models import assumed_host, device_name, unknown_name
 from memscale.benchmarks.results import Results, cells, missing, mode_text
@@ -56,7 +55,7 @@ def markdown(results: Results) -> str:
     """The table of these results, and below it what the figures are and the command that makes them.
 
     Example:
-        >>> print(markdown(Results("python -m memscale.benchmarks", "2.13.0", "5.22.0", ())).splitlines()[0])
+        >>> print(markdown(Results("python -m memscale.benchmarks", {"torch": "2.13.0"}, ())).splitlines()[0])
         | model | params | batch × seq | mode | peak (GiB) |
     """
     text = cells(results.rows)
@@ -72,7 +71,8 @@ def markdown(results: Results) -> str:
 
 
 def _made_by(results: Results) -> str:
-    return f"Made by {_code(results.command)} (torch {results.torch}, transformers {results.transformers})."
+    packages = ", ".join(f"{name} {version}" for name, version in results.versions.items())
+    return f"Made by {_code(results.command)} ({packages})."
 
 
 _PARTS = {
@@ -136,7 +136,7 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB"
 
 
-def comparison_markdown(comparison: Comparison) -> str:
+def comparison_markdown(comparison: Results) -> str:
     """The tables of a comparison, what the figures are, the machine and the command that makes them."""
     lines = []
     for title, text in comparison_tables(comparison.rows, mark="**"):
@@ -151,15 +151,12 @@ def comparison_markdown(comparison: Comparison) -> str:
             "",
         ]
     found = comparison.machine
-    packages = ", ".join(f"{name} {version}" for name, version in comparison.versions.items())
-    return "\n".join(
-        [
-            *lines,
-            f"Machine: {found['processor']}, {found['cores']} cores, {format_bytes(int(found['ram_bytes']))} RAM, "
-            f"{found['threads']} threads.  ",
-            f"Made by {_code(comparison.command)} ({packages}).",
-        ]
-    )
+    if found:
+        ram = format_bytes(int(found["ram_bytes"]))
+        lines.append(
+            f"Machine: {found['processor']}, {found['cores']} cores, {ram} RAM, {found['threads']} threads.  "
+        )
+    return "\n".join([*lines, _made_by(comparison)])
 
 
 def _line(texts: Sequence[str]) -> str:
@@ -303,10 +300,11 @@ def _committed() -> dict[str, str]:
 
 
 def _has_tables(file: Path) -> bool:
-    if file.stem in _MODULES or is_comparison(file):
+    if file.stem in _MODULES:
         return True
     document = json.loads(file.read_text(encoding="utf-8"))
-    return isinstance(document, dict) and document.keys() >= {"transformers", "rows"}
+    is_suite = isinstance(document, dict) and "rows" in document
+    return is_suite and ("transformers" in document or "versions" in document)
 
 
 def _tables(files: Sequence[Path]) -> dict[str, str]:
@@ -322,10 +320,9 @@ def _tables_of(file: Path) -> Iterator[tuple[str, str]]:
     if file.stem in _MODULES:
         module = importlib.import_module(f"benchmarks.{file.stem}")
         yield from module.tables(json.loads(file.read_text(encoding="utf-8"))).items()
-    elif is_comparison(file):
-        yield file.stem, comparison_markdown(Comparison.read(file))
+    elif (results := Results.read(file)).is_comparison:
+        yield file.stem, comparison_markdown(results)
     else:
-        results = Results.read(file)
         yield file.stem, markdown(results)
         if any(row.step_time for row in results.rows):
             yield f"{file.stem}_step_time", step_time_markdown(results)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from benchmarks.truth_models import (
     operator,
     vision_transformer,
 )
-from memscale.benchmarks.results import check_writable, command_line
+from memscale.benchmarks.results import check_writable, command_line, write_document
 from memscale.errors import ConfigError, MemScaleError
 from memscale.simulator import simulate
 
@@ -326,9 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "rows": [*map(asdict, rows)],
         }
         if options.json is not None:
-            options.json.write_text(
-                json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
+            write_document(options.json, document)
         if options.into is not None:
             write_into(options.into, tables(document))
     except MemScaleError as error:

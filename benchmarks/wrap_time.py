@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import sys
 import tempfile
@@ -25,7 +24,7 @@ import torch
 from benchmarks.tables import check_into, write_into
 from memscale.api import find_batch_size, plan, wrap
 from memscale.benchmarks.models import find_model, quiet_transformers
-from memscale.benchmarks.results import check_writable, command_line
+from memscale.benchmarks.results import check_writable, command_line, write_document
 from memscale.config import Config
 from memscale.errors import ConfigError, MemScaleError
 from memscale.executor import executor_of
@@ -176,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         print(*tables(document).values())
         if options.json is not None:
-            options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8", newline="")
+            write_document(options.json, document)
         if options.into is not None:
             write_into(options.into, tables(document))
     except MemScaleError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import re
 import shlex
@@ -39,7 +38,7 @@ def test_simulated(tmp_path, monkeypatch, capsys):
     import torch
     import transformers
 
-    assert (results.torch, results.transformers) == (torch.__version__, transformers.__version__)
+    assert results.versions == {"torch": torch.__version__, "transformers": transformers.__version__}
     shown = capsys.readouterr()
     assert "Peak memory of training on a GPU of 1.0 GiB (simulated)" in shown.out
     for row in results.rows:
@@ -221,10 +220,10 @@ def test_a_run_that_was_interrupted_goes_on(tmp_path, monkeypatch, capsys):
     assert len(Results.read(file).rows) == 4
 
 
-@pytest.mark.parametrize("other", [{"torch": "1.0"}, {"machine": {"processor": "8086"}}])
+@pytest.mark.parametrize("other", [{"versions": {"torch": "1.0"}}, {"machine": {"processor": "8086"}}])
 def test_rows_of_other_versions_or_machines_are_not_gone_on_with(other, tmp_path, capsys):
     file = tmp_path / "out.json"
-    now = Results("it", torch.__version__, importlib.metadata.version("transformers"), ())
+    now = Results("it", {"torch": torch.__version__}, ())
     dataclasses.replace(now, **other).write(file)
     before = file.read_text()
     assert main(["--on", "cpu", "--models", "gpt2-tiny", "--json", str(file)]) == 2

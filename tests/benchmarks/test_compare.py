@@ -10,21 +10,23 @@ import pytest
 
 from benchmarks.tables import main as tables_main
 from memscale._util.terminal import progress
-from memscale.benchmarks import Case, compare, peers
+from memscale.benchmarks import Case, Results, Row, compare, peers
 from memscale.benchmarks import __main__ as cli
+from memscale.benchmarks import run as run_module
 from memscale.benchmarks.__main__ import main
-from memscale.benchmarks.compare import Compared, Comparison, measured_case, tables, write_weights
+from memscale.benchmarks.compare import tables
+from memscale.benchmarks.run import measured_case, write_weights
 from memscale.errors import ConfigError, ProfileError
 from memscale.memory.process import ProcessMeasurement
 
-ROW = Compared(
+ROW = Row(
     model="gpt2-tiny",
     params=172_288,
     batch=2,
     seq=64,
     steps=3,
     on="cpu",
-    way="plain",
+    mode="plain",
     source="measured",
     peak_bytes=2 * 2**30,
     later_peak_bytes=2 * 2**30,
@@ -36,11 +38,16 @@ ROW = Compared(
     losses=(7.0, 6.5, 6.0),
 )
 SMALLER = dataclasses.replace(
-    ROW, way="bnb-adamw8bit", peak_bytes=2**30, step_seconds=3.0, losses=(7.0, 6.5, 6.25)
+    ROW, mode="bnb-adamw8bit", peak_bytes=2**30, step_seconds=3.0, losses=(7.0, 6.5, 6.25)
 )
-MODE = dataclasses.replace(ROW, way="memscale-balanced", peak_bytes=3 * 2**29, later_peak_bytes=2**30)
+MODE = dataclasses.replace(ROW, mode="memscale-balanced", peak_bytes=3 * 2**29, later_peak_bytes=2**30)
 FAILED = dataclasses.replace(
-    ROW, way="torchao-adamw8bit", peak_bytes=None, step_seconds=None, losses=(), note="failed: ValueError: no"
+    ROW,
+    mode="torchao-adamw8bit",
+    peak_bytes=None,
+    step_seconds=None,
+    losses=(),
+    note="failed: ValueError: no",
 )
 
 
@@ -74,8 +81,8 @@ def test_a_way_that_fails_or_is_missing_is_a_row_and_a_second_run_runs_nothing(t
     def broken(model):
         raise RuntimeError("no such device in /usr/lib/python/driver.py")
 
-    monkeypatch.setattr(compare, "measure_in_fresh_process", in_this_process)
-    monkeypatch.setattr(compare, "reset_peak_rss", lambda: False)
+    monkeypatch.setattr(run_module, "measure_in_fresh_process", in_this_process)
+    monkeypatch.setattr(run_module, "reset_peak_rss", lambda: False)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setitem(peers.PEERS, "broken", peers.Peer("broken", "a broken one", broken))
     monkeypatch.setitem(
@@ -85,27 +92,27 @@ def test_a_way_that_fails_or_is_missing_is_a_row_and_a_second_run_runs_nothing(t
     arguments = ["--on", "cpu", "--models", "gpt2-tiny", "--compare", "--json", str(file), "--steps", "2"]
     arguments += ["--peers", "broken,absent", "--modes", "conservative"]
     assert main(arguments) == 0
-    plain, failed, missing, ours = Comparison.read(file).rows
-    assert (plain.way, plain.source, plain.note) == ("plain", "measured", None)
+    plain, failed, missing, ours = Results.read(file).rows
+    assert (plain.mode, plain.source, plain.note) == ("plain", "measured", None)
     assert len(plain.losses) == 2
     assert plain.step_seconds > 0
     assert failed.peak_bytes is None
     assert failed.note == "failed: RuntimeError: no such device in driver.py"
     assert missing.note == "not installed: pip install no_such_package"
-    assert (ours.way, ours.losses) == ("memscale-conservative", plain.losses)
+    assert (ours.mode, ours.losses) == ("memscale-conservative", plain.losses)
     shown = capsys.readouterr()
     assert "MemScale, conservative" in shown.out
     assert "gpt2-tiny, broken: failed: " in shown.err
     assert "left)" in shown.err
 
-    monkeypatch.setattr(compare, "measure_in_fresh_process", None)
+    monkeypatch.setattr(run_module, "measure_in_fresh_process", None)
     before = file.read_text()
     assert main(arguments) == 0
     assert file.read_text() == before
     assert capsys.readouterr().err.count("already there") == 4
     # Rows that a later run does not ask for stay in the file.
     assert main([*arguments[:-4], "--peers", "plain", "--modes", "none"]) == 0
-    assert len(Comparison.read(file).rows) == 4
+    assert len(Results.read(file).rows) == 4
 
 
 @pytest.mark.parametrize(
@@ -122,12 +129,8 @@ def test_the_exit_code_is_that_of_plain_and_own_rows(notes, code, monkeypatch):
     def rows(cases, ways, on, known):
         for way in ways:
             note = notes.get(way)
-            yield (
-                dataclasses.replace(
-                    ROW, way=way, note=note, peak_bytes=ROW.peak_bytes if note is None else None
-                ),
-                True,
-            )
+            peak = ROW.peak_bytes if note is None else None
+            yield dataclasses.replace(ROW, mode=way, note=note, peak_bytes=peak)
 
     monkeypatch.setattr(cli, "compare", rows)
     arguments = ["--compare", "--on", "cpu", "--models", "gpt2-tiny", "--peers", "save-on-cpu"]
@@ -136,21 +139,24 @@ def test_the_exit_code_is_that_of_plain_and_own_rows(notes, code, monkeypatch):
 
 def test_rows_of_other_versions_are_not_gone_on_with(tmp_path, capsys):
     file = tmp_path / "out.json"
-    Comparison("it", {"torch": "1.0"}, {}, (ROW,)).write(file)
+    Results("it", {"torch": "1.0"}, (ROW,), is_comparison=True).write(file)
     assert main(["--on", "cpu", "--models", "gpt2-tiny", "--compare", "--json", str(file)]) == 2
     assert "has results of torch 1.0" in capsys.readouterr().err
-    Comparison("it", {}, {"processor": "8086"}, (ROW,)).write(file)
+    Results("it", {}, (ROW,), {"processor": "8086"}, is_comparison=True).write(file)
     assert main(["--on", "cpu", "--models", "gpt2-tiny", "--compare", "--json", str(file)]) == 2
     assert "has results of processor 8086" in capsys.readouterr().err
     file.write_text("{}")
     assert main(["--on", "cpu", "--models", "gpt2-tiny", "--compare", "--json", str(file)]) == 2
-    assert "is no comparison" in capsys.readouterr().err
+    assert "Not results of python -m memscale.benchmarks" in capsys.readouterr().err
+    Results("it", {}, ()).write(file)
+    assert main(["--on", "cpu", "--models", "gpt2-tiny", "--compare", "--json", str(file)]) == 2
+    assert "is of another kind" in capsys.readouterr().err
 
 
 def test_simulated_ways():
     case = Case.of("gpt2-tiny", batch=16, seq=128)
     names = ["plain", "hf-checkpointing", "save-on-cpu", "compile-budget-0.5", "memscale-aggressive"]
-    rows = {row.way: row for row, _ in compare.compare([case], names, "1GiB")}
+    rows = {row.mode: row for row in compare.compare([case], names, "1GiB")}
     plain = rows["plain"]
     assert {row.source for row in rows.values()} == {"simulated"}
     for way in ("hf-checkpointing", "save-on-cpu", "memscale-aggressive"):
@@ -158,7 +164,7 @@ def test_simulated_ways():
     assert rows["save-on-cpu"].host_bytes > rows["hf-checkpointing"].host_bytes
     assert rows["compile-budget-0.5"].note == "not simulated: it compiles code for the device"
     assert rows["memscale-aggressive"].time_ratio > 1
-    ((small, _),) = compare.compare([case], ["save-on-cpu"], "8MiB")
+    (small,) = compare.compare([case], ["save-on-cpu"], "8MiB")
     assert small.peak_bytes is None
     assert small.note.startswith("does not fit: needs ")
 
@@ -184,7 +190,7 @@ def test_the_least_of_a_column_is_marked_whoever_has_it():
 def test_a_comparison_is_a_table_in_markdown(tmp_path):
     results, page = tmp_path / "comparison.json", tmp_path / "page.md"
     described = {"processor": "A CPU", "cores": 2, "ram_bytes": 2**34, "threads": 2}
-    Comparison("it", {"torch": "2.13.0"}, described, (ROW, SMALLER)).write(results)
+    Results("it", {"torch": "2.13.0"}, (ROW, SMALLER), described, is_comparison=True).write(results)
     page.write_text("<!-- table: comparison -->\n<!-- /table -->\n")
     assert tables_main([str(results), "--into", str(page)]) == 0
     text = page.read_text()
@@ -221,8 +227,8 @@ def test_progress_says_what_is_left():
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_each_case_in_a_process_of_its_own():
     rows = {
-        row.way: row
-        for row, _ in compare.compare([Case.of("gpt2-tiny")], ["plain", "fsdp2-cpu-offload"], "cpu")
+        row.mode: row
+        for row in compare.compare([Case.of("gpt2-tiny")], ["plain", "fsdp2-cpu-offload"], "cpu")
     }
     for row in rows.values():
         assert row.peak_bytes >= row.later_peak_bytes > 4 * 4 * row.params
@@ -232,9 +238,9 @@ def test_each_case_in_a_process_of_its_own():
 
 def test_a_comparison_that_was_cut_off_can_be_read(tmp_path):
     file = tmp_path / "out.json"
-    comparison = Comparison("it", {"torch": "2.13.0"}, {"cores": 2}, (ROW, FAILED))
+    comparison = Results("it", {"torch": "2.13.0"}, (ROW, FAILED), {"cores": 2}, is_comparison=True)
     comparison.write(file)
-    assert Comparison.read(file) == comparison
+    assert Results.read(file) == comparison
     assert [each.name for each in tmp_path.iterdir()] == ["out.json"]
-    with pytest.raises(ConfigError, match=r"absent\.json is no comparison"):
-        Comparison.read(tmp_path / "absent.json")
+    with pytest.raises(ConfigError, match=r"absent\.json"):
+        Results.read(tmp_path / "absent.json")

@@ -119,7 +119,7 @@ def test_a_mode_that_fits_where_the_plain_model_does_not():
 def tensor_bytes(case: Case, mode: str) -> int:
     """The peak of the bytes of all tensors, to the byte, of what is measured otherwise."""
     with MemoryTracker() as tracker:
-        run_module.measured_steps(case, mode)
+        run_module.measured_case(case, "plain" if mode == "none" else f"memscale-{mode}")
     return tracker.peak_bytes("cpu")
 
 
@@ -151,8 +151,8 @@ def test_what_the_host_has_no_room_for_is_not_tried(monkeypatch):
     monkeypatch.setattr(run_module, "measure_in_fresh_process", None)
     row = run_case("gpt2-tiny", on="cpu")
     assert row.peak_bytes is None
-    assert row.note.startswith("does not fit: needs ")
-    assert row.note.endswith("8.0 MiB free; not run")
+    assert row.note.startswith("not run: the plain step needs ")
+    assert row.note.endswith("8.0 MiB free")
 
 
 def test_devices_as_people_write_them():
@@ -202,7 +202,7 @@ def test_published_baselines():
             assert row.peak_bytes / GIB == pytest.approx(published.baseline_gib, rel=0.01), row.model
 
     kept = Results.read(RESULTS / "rtx3090_plain.json")
-    if kept.torch.partition("+")[0] == torch.__version__.partition("+")[0]:
+    if kept.versions["torch"].partition("+")[0] == torch.__version__.partition("+")[0]:
         figures = [(row.model, row.params, row.batch, row.seq, row.peak_bytes, row.note) for row in rows]
         assert figures == [
             (row.model, row.params, row.batch, row.seq, row.peak_bytes, row.note) for row in kept.rows

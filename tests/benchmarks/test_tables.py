@@ -40,7 +40,8 @@ XL = dataclasses.replace(
 BALANCED = dataclasses.replace(
     MEDIUM, mode="balanced", peak_bytes=2 * GIB, host_bytes=6 * GIB, reduction=0.816, time_ratio=1.25
 )
-RESULTS = Results("python -m memscale.benchmarks --on 'RTX 3090'", "2.13.0", "5.22.0", (MEDIUM, XL))
+VERSIONS = {"torch": "2.13.0", "transformers": "5.22.0"}
+RESULTS = Results("python -m memscale.benchmarks --on 'RTX 3090'", VERSIONS, (MEDIUM, XL))
 
 
 def headers(rows: list[Row]) -> list[str]:

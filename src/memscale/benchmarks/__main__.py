@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
 from memscale._util.terminal import progress, table
-from memscale.benchmarks.compare import (
-    Compared,
-    Comparison,
-    compare,
-    is_own,
-    versions,
-    ways_of,
-)
-from memscale.benchmarks.compare import tables as comparison_tables
+from memscale.benchmarks.compare import compare, is_own, tables, versions, ways_of
 from memscale.benchmarks.models import DEFAULT_MODELS, MODELS, device_name, find_device
 from memscale.benchmarks.peers import PEERS
 from memscale.benchmarks.results import (
@@ -54,21 +43,19 @@ def main(argv: Sequence[str] | None = None, *, program: str = _PROGRAM) -> int:
     options = _parser(program).parse_args(arguments)
     try:
         check_writable(options.json)
-        if options.compare:
-            return _compare(options, command_line(_PROGRAM, arguments))
-        if options.peers is not None:
+        if options.peers is not None and not options.compare:
             raise ConfigError("--peers names what to compare with: give --compare as well.")
         rows = _run(options, command_line(_PROGRAM, arguments))
     except MemScaleError as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, ConfigTypeError, HardwareError)) else 1
-    print(_table(rows, options.on))
+    print(_comparison(rows) if options.compare else _table(rows, options.on))
     if options.json is not None:
         print(f"Written to {options.json}.")
-    return _exit_code(rows)
+    return _exit_code([row for row in rows if is_own(row)] if options.compare else rows)
 
 
-def _exit_code(rows: Sequence[Row | Compared]) -> int:
+def _exit_code(rows: Sequence[Row]) -> int:
     """Return 1 if a row failed, 3 if none of them fits, else 0."""
     without = [row for row in rows if row.peak_bytes is None]
     if any(missing(row) in ("failed", "killed") for row in without):
@@ -148,17 +135,27 @@ def _names(text: str) -> list[str]:
 
 
 def _run(options: argparse.Namespace, command: str) -> list[Row]:
-    """Run the suite, writing its file after each case, and return the rows."""
-    found: list[Row] = []
-    modes = options.modes or ["none", "balanced"]
-    versions = {"torch": torch.__version__, "transformers": importlib.metadata.version("transformers")}
-    document = Results(command, **versions, rows=(), machine=_machine(options.on))
+    """Run the suite or the comparison, writing its file after each case, and return the rows."""
+    if options.compare:
+        names = ways_of(options.peers or list(PEERS), options.modes or list(MODES))
+    else:
+        names = options.modes or ["none", "balanced"]
+    where = {} if find_device(options.on) is not None else machine()  # simulated: the same on every machine
+    document = Results(command, versions(names), (), where, is_comparison=options.compare)
     kept: tuple[Row, ...] = ()
     if options.json is not None and options.json.exists():
         old = Results.read(options.json)
-        before = {"torch": old.torch, "transformers": old.transformers, **old.machine}
-        check_resumable(before, {**versions, **document.machine}, options.json)
+        if old.is_comparison != options.compare:
+            raise ConfigError(f"{options.json} is of another kind: give another file, or remove this one.")
+        check_resumable({**old.versions, **old.machine}, {**document.versions, **where}, options.json)
         kept = old.rows
+    steps = (3 if options.compare else 2) if options.steps is None else options.steps
+    sizes = {"batch": options.batch, "seq": options.seq, "steps": steps, "overlap": options.overlap}
+    if options.compare:
+        rows = compare([Case.of(model, **sizes) for model in options.models], names, options.on, kept)
+    else:
+        rows = run_suite(options.models, names, on=options.on, known=kept, **sizes)
+    found: list[Row] = []
 
     def write() -> None:
         if options.json is not None:
@@ -166,18 +163,8 @@ def _run(options: argparse.Namespace, command: str) -> list[Row]:
             others = tuple(each for each in kept if each.key not in done)
             replace(document, rows=(*found, *others)).write(options.json)
 
-    rows = run_suite(
-        options.models,
-        modes,
-        on=options.on,
-        batch=options.batch,
-        seq=options.seq,
-        steps=2 if options.steps is None else options.steps,
-        overlap=options.overlap,
-        known=kept,
-    )
     write()
-    with progress([f"{model}, {mode}" for model in options.models for mode in modes]) as advance:
+    with progress([f"{model}, {name}" for model in options.models for name in names]) as advance:
         for row in rows:
             peak = row.note if row.peak_bytes is None else format_bytes(row.peak_bytes)
             found.append(row)
@@ -186,43 +173,11 @@ def _run(options: argparse.Namespace, command: str) -> list[Row]:
     return found
 
 
-def _machine(on: str) -> dict[str, str | int]:
-    """Return this machine, if results are of it; those of a simulated GPU are the same on every machine."""
-    return machine() if find_device(on) is None else {}
-
-
-def _compare(options: argparse.Namespace, command: str) -> int:
-    """Run the comparison, writing its file after each case, print its tables and return the exit code."""
-    ways = ways_of(options.peers or list(PEERS), options.modes or list(MODES))
-    steps = 3 if options.steps is None else options.steps
-    cases = [
-        replace(Case.of(name, options.batch, options.seq, steps), overlap=options.overlap)
-        for name in options.models
-    ]
-    document = Comparison(command, versions(ways), machine(), ())
-    kept: tuple[Compared, ...] = ()
-    if options.json is not None and options.json.exists():
-        old = Comparison.read(options.json)
-        check_resumable(
-            {**old.versions, **old.machine}, {**document.versions, **_machine(options.on)}, options.json
-        )
-        kept = old.rows
-    rows: list[Compared] = []
-    with progress([f"{case.model.name}, {way}" for case in cases for way in ways]) as advance:
-        for row, is_new in compare(cases, ways, options.on, kept):
-            rows.append(row)
-            found = row.note if row.peak_bytes is None else format_bytes(row.peak_bytes)
-            advance(f"{row.model}, {row.way}: {found if is_new else 'already there'}")
-            if options.json is not None:
-                done = {each.key for each in rows}
-                others = tuple(each for each in kept if each.key not in done)
-                replace(document, rows=(*rows, *others)).write(options.json)
+def _comparison(rows: Sequence[Row]) -> str:
     shown = [
-        table(title, text.columns, text.rows, caption="\n".join(text.remarks))
-        for title, text in comparison_tables(rows)
+        table(title, text.columns, text.rows, caption="\n".join(text.remarks)) for title, text in tables(rows)
     ]
-    print("\n\n".join(shown))
-    return _exit_code([row for row in rows if is_own(row)])
+    return "\n\n".join(shown)
 
 
 def _table(rows: Sequence[Row], on: str) -> str:

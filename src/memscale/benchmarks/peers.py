@@ -203,3 +203,5 @@ _ALL = (
 
 PEERS: dict[str, Peer] = {peer.name: peer for peer in _ALL}
 """Every way to train that is compared with MemScale's modes, by name; the first is the plain one."""
+
+PLAIN = "plain"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import shlex
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -20,6 +22,7 @@ from memscale.execution_plan import StepTime
 from memscale.hardware import GpuSpec, read_host
 
 SCHEMA = 1
+KIND = "comparison"
 _NOTHING = "–"
 _GIB = 2**30
 _MIB = 2**20
@@ -34,25 +37,35 @@ Source: TypeAlias = Literal["simulated", "measured"]
 
 @dataclass(frozen=True)
 class Row:
+    """What a model needed in one mode, or trained in another way."""
+
     model: str
     params: int  # tied ones once
     batch: int  # samples
     seq: int | None  # tokens in a sample; None if samples have one size, as images
-    mode: str  # "none" is the plain model, "budget" one with the published peak as its memory_budget
+    # "none" is the plain model, "budget" one with the published peak as its memory_budget; of a comparison the name of
+    # a peer, or memscale- and a mode.
+    mode: str
     on: str  # the device as it was asked for
     source: Source
-    baseline_bytes: int | None  # the peak in mode "none"; None if that does not fit
-    peak_bytes: int | None  # of device memory, or of the process above its imports; None: too large
-    host_bytes: int  # the most that tensors had while the model trained; 0 where the host is the device
-    disk_bytes: int
-    reduction: float | None  # 1 - peak / baseline
-    time_ratio: float | None  # of a step, relative to mode "none"
+    peak_bytes: int | None = (
+        None  # of device memory, or of the process above its imports; None: `note` says why
+    )
+    host_bytes: int = 0  # the most that tensors had while the model trained; 0 where the host is the device
+    disk_bytes: int = 0
     # In JSON only where it is not the default:
+    baseline_bytes: int | None = None  # the peak in mode "none"; None if that does not fit
+    reduction: float | None = None  # 1 - peak / baseline
+    time_ratio: float | None = None  # of a step, relative to the plain one
     step_time: StepTime | None = None  # estimated, where the row is simulated
-    note: str | None = None  # why there is no peak
+    note: str | None = None
     steps: int = 2
     overlap: bool = True  # whether the loop lets optimizer steps overlap with backward
-    step_seconds: float | None = None  # where the row is measured
+    # Where the row is measured, of the fastest step after the first:
+    step_seconds: float | None = None
+    cpu_seconds: float | None = None  # of all threads: less is noise of other processes
+    later_peak_bytes: int | None = None  # from the second step on, without setting up and compiling
+    losses: tuple[float, ...] = ()  # of each step
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -60,13 +73,17 @@ class Row:
         return (self.model, self.batch, self.seq, self.steps, self.on, self.overlap, self.mode)
 
     def to_dict(self) -> dict[str, object]:
-        defaults = {field.name: field.default for field in fields(self)}
-        return {name: value for name, value in asdict(self).items() if value != defaults[name]}
+        always = ("peak_bytes", "host_bytes", "disk_bytes")
+        defaults = {field.name: field.default for field in fields(self) if field.name not in always}
+        return {name: value for name, value in asdict(self).items() if value != defaults.get(name, MISSING)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Row:
         """Return the row that `to_dict` wrote; raise a ConfigError if a field is missing or unknown."""
         try:
+            values = {**values, "losses": tuple(values.get("losses", ()))}
+            if "way" in values:  # as comparisons were written at first
+                values["mode"] = values.pop("way")
             row = cls(**values)
             return replace(row, step_time=row.step_time and StepTime(**values["step_time"]))
         except TypeError as error:
@@ -77,27 +94,27 @@ class Row:
 
 @dataclass(frozen=True)
 class Results:
-    """The rows of one run of the suite in their order, and how to make them again."""
+    """The rows of one run of the suite, or of a comparison, in their order, and how to make them again."""
 
     command: str
-    torch: str  # the version of torch
-    transformers: str  # the version of transformers
+    versions: Mapping[str, str]  # of torch, transformers, and each package that was compared
     rows: tuple[Row, ...]
     machine: Mapping[str, str | int] = field(default_factory=dict)  # where rows are measured
+    is_comparison: bool = False
 
-    def to_json(self) -> str:
-        document = {"schema": SCHEMA, **asdict(self), "rows": [row.to_dict() for row in self.rows]}
-        if not self.machine:
-            del document["machine"]
-        return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    def to_dict(self) -> dict[str, object]:
+        kind = {"kind": KIND} if self.is_comparison else {}
+        where = {"machine": dict(self.machine)} if self.machine else {}
+        head = {"command": self.command, "versions": dict(self.versions)}
+        return {"schema": SCHEMA, **kind, **head, **where, "rows": [row.to_dict() for row in self.rows]}
 
     @classmethod
     def from_json(cls, text: str) -> Results:
-        """Return the results that `to_json` wrote; raise a ConfigError if the text is not such a document.
+        """Return the results of a JSON document; raise a ConfigError if the text is none.
 
         Example:
-            >>> results = Results("python -m memscale.benchmarks", "2.13.0", "5.22.0", ())
-            >>> Results.from_json(results.to_json()) == results
+            >>> results = Results("python -m memscale.benchmarks", {"torch": "2.13.0"}, ())
+            >>> Results.from_json(json.dumps(results.to_dict())) == results
             True
         """
         try:
@@ -111,15 +128,15 @@ class Results:
             )
         try:
             rows = tuple(map(Row.from_dict, document["rows"]))
-            versions = document["torch"], document["transformers"]
-            return cls(document["command"], *versions, rows, document.get("machine", {}))
+            old = {name: document[name] for name in ("torch", "transformers") if name in document}
+            versions = document.get("versions") or old
+            where, kind = document.get("machine", {}), document.get("kind")
+            return cls(document["command"], versions, rows, where, is_comparison=kind == KIND)
         except (KeyError, TypeError) as error:
-            raise ConfigError(
-                f"Results need command, torch and transformers, and a list of rows ({error})."
-            ) from None
+            raise ConfigError(f"Results need a command and a list of rows ({error}).") from None
 
     def write(self, path: Path) -> None:
-        write_whole(path, self.to_json())
+        write_document(path, self.to_dict())
 
     @classmethod
     def read(cls, path: Path) -> Results:
@@ -130,11 +147,22 @@ class Results:
             raise ConfigError(f"{path}: {error}") from None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file, whole or not at all: a run that is interrupted goes on with it."""
+def write_document(path: Path, document: Mapping[str, object]) -> None:
+    """Write results as JSON, with the commit of this code; whole or not at all, as a later run may go on with them."""
+    text = json.dumps({**document, **_commit()}, indent=1, ensure_ascii=False, allow_nan=False)
     new = path.with_name(f"{path.name}.new")
-    new.write_text(text, encoding="utf-8")
+    new.write_text(f"{text}\n", encoding="utf-8", newline="")
     new.replace(path)
+
+
+@functools.cache
+def _commit() -> dict[str, str]:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):  # installed, not a clone
+        return {}
+    return {"commit": done.stdout.strip()}
 
 
 def check_resumable(old: Mapping[str, str | int], now: Mapping[str, str | int], path: Path) -> None:
@@ -196,11 +224,23 @@ class Cells:
 
 
 @dataclass(frozen=True)
-class _Field:
+class Field:
+    """A column of a table of rows."""
+
     header: str
     text: Callable[[Row], str]
     align: Literal["left", "right"] = "right"
     shown: bool = True
+
+
+def cells_of(fields: Sequence[Field], rows: Sequence[Row], remarks: Sequence[str]) -> Cells:
+    """Return the fields that are shown, of each row."""
+    shown = [each for each in fields if each.shown]
+    return Cells(
+        columns=tuple(Column(each.header, each.align) for each in shown),
+        rows=tuple(tuple(each.text(row) for each in shown) for row in rows),
+        remarks=tuple(remarks),
+    )
 
 
 def cells(rows: Sequence[Row], *, brief: bool = False) -> Cells:
@@ -216,35 +256,25 @@ def cells(rows: Sequence[Row], *, brief: bool = False) -> Cells:
         return f"{nbytes / unit:.2f}"
 
     shown = [
-        _Field("model", lambda row: row.model, "left"),
-        _Field("params", lambda row: f"{row.params / 1e6:,.1f} M", shown=not brief),
-        _Field("batch × seq", batch_text),
-        _Field("mode", mode_text, "left"),
-        _Field(
+        Field("model", lambda row: row.model, "left"),
+        Field("params", lambda row: f"{row.params / 1e6:,.1f} M", shown=not brief),
+        Field("batch × seq", batch_text),
+        Field("mode", mode_text, "left"),
+        Field(
             f"peak ({unit_name})",
             lambda row: size(row.peak_bytes) if row.peak_bytes is not None else missing(row),
         ),
-        _Field("reduction", _reduction, shown=modes),
-        _Field("step time", _time, shown=modes),
-        _Field(f"host ({unit_name})", lambda row: size(row.host_bytes), shown=has_host),
-        _Field(f"disk ({unit_name})", lambda row: size(row.disk_bytes), shown=has_disk),
-        _Field("published (GiB)", _published, shown=compared),
-        _Field("error", _error, shown=compared),
+        Field("reduction", _reduction, shown=modes),
+        Field("step time", _time, shown=modes),
+        Field(f"host ({unit_name})", lambda row: size(row.host_bytes), shown=has_host),
+        Field(f"disk ({unit_name})", lambda row: size(row.disk_bytes), shown=has_disk),
+        Field("published (GiB)", _published, shown=compared),
+        Field("error", _error, shown=compared),
     ]
-    shown = [each for each in shown if each.shown]
-    return Cells(
-        columns=tuple(Column(each.header, each.align) for each in shown),
-        rows=tuple(tuple(each.text(row) for each in shown) for row in rows),
-        remarks=_remarks(rows, compared),
-    )
+    return cells_of(shown, rows, _remarks(rows, compared))
 
 
-class _Noted(Protocol):
-    @property
-    def note(self) -> str | None: ...
-
-
-def missing(row: _Noted) -> str:
+def missing(row: Row) -> str:
     """Return why a row has no peak, in two or three words; the rest of its note is below the table."""
     return (row.note or "does not fit").partition(":")[0]
 

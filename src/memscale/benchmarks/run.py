@@ -4,18 +4,25 @@ Note [Which steps are run]
 Every case trains a model in fp32 with the default AdamW, in the loop of the tutorials:
 `loss = model(...).loss`, `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. It takes two steps
 to see the peak: only in the second one are activations and optimizer state alive together.
+
+Note [The same work]
+What is measured trains in a fresh process. In a comparison every case trains the same model from the same weights (a
+file that is written first) on the same batch, in fp32 with the same learning rate. The generator is seeded anew before
+the first step, so that dropout draws the same numbers. Of the seconds of a step, those of the fastest after the first
+one count.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +37,16 @@ from memscale.benchmarks.models import (
     quiet_transformers,
     unknown_name,
 )
-from memscale.benchmarks.results import Row, Source
+from memscale.benchmarks.peers import LEARNING_RATE, PEERS, PLAIN, loop
+from memscale.benchmarks.results import Row
 from memscale.config import Config, OptimizationMode
 from memscale.errors import ConfigError, ProfileError, shown
 from memscale.execution_plan import Plan, StepTime
 from memscale.executor import Executor, executor_of
 from memscale.hardware import GpuSpec, read_host, virtual_hardware
 from memscale.hardware.calibrate import CALIBRATION_VARIABLE
-from memscale.memory.process import measure_in_fresh_process, rss_bytes
+from memscale.memory.process import measure_in_fresh_process, peak_rss_bytes, reset_peak_rss, rss_bytes
+from memscale.offload.loading import load_safetensors
 from memscale.planner.assembly import plain_time
 from memscale.planner.make_plan import make_plan
 from memscale.planner.predict import rehearsal
@@ -54,8 +63,9 @@ MODES: dict[str, Config | None] = {
 BUDGET = "budget"
 """Beside `MODES`: what `wrap` does within a `memory_budget` of the peak that others published for the model."""
 
+OURS = "memscale-"  # before the name of a mode: what a mode is called among peers
 ENDLESS = 2**50
-_LEARNING_RATE = 1e-4
+_WEIGHTS_SEED, _INPUTS_SEED, _TRAINING_SEED = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -69,10 +79,13 @@ class Case:
     overlap: bool = True  # whether the loop lets optimizer steps overlap with backward
 
     @classmethod
-    def of(cls, name: str, batch: int | None = None, seq: int | None = None, steps: int = 2) -> Case:
+    def of(
+        cls, name: str, batch: int | None = None, seq: int | None = None, steps: int = 2, overlap: bool = True
+    ) -> Case:
         """Return the case of a model by its name; the model's own batch where none is given."""
         model = find_model(name)
-        case = cls(model, model.batch if batch is None else batch, model.seq if seq is None else seq, steps)
+        batch = model.batch if batch is None else batch
+        case = cls(model, batch, model.seq if seq is None else seq, steps, overlap)
         for field in ("batch", "seq", "steps"):
             value = getattr(case, field)
             if value is None:
@@ -85,7 +98,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case needed; `peak_bytes` is None, and `note` says why, if it did not fit."""
+    """What a case needed, in the fields of its row; `peak_bytes` is None, and `note` says why, if it did not fit."""
 
     peak_bytes: int | None
     host_bytes: int = 0
@@ -94,6 +107,9 @@ class Outcome:
     note: str | None = None
     time_ratio: float | None = None  # predicted; measured ones come from the seconds
     step_time: StepTime | None = None  # estimated; of those that are measured, none
+    cpu_seconds: float | None = None
+    later_peak_bytes: int | None = None
+    losses: tuple[float, ...] = ()
 
 
 def run_suite(
@@ -127,7 +143,7 @@ def run_suite(
         ('simulated', 'none', 0.0)
     """
     device = find_device(on)
-    cases = [replace(Case.of(name, batch, seq, steps), overlap=overlap) for name in models]
+    cases = [Case.of(name, batch, seq, steps, overlap) for name in models]
     wanted = list(modes)
     for mode in wanted:
         if mode not in (*MODES, BUDGET):
@@ -156,31 +172,13 @@ def config_of(case: Case, mode: str) -> Config | None:
 def _rows(
     cases: list[Case], modes: list[str], on: str, device: Device, done: Mapping[tuple[object, ...], Row]
 ) -> Iterator[Row]:
-    source: Source = "measured" if device is None else "simulated"
-
     def outcome(case: Case, mode: str) -> Outcome:
-        return _measured(case, mode) if device is None else simulated_mode(case, mode, device)
+        if device is not None:
+            return simulated_mode(case, mode, device)
+        return measured(case, PLAIN if mode == "none" else f"{OURS}{mode}")
 
     for case in cases:
-        with torch.device("meta"):
-            params = sum(parameter.numel() for parameter in case.model.build().parameters())
-        empty = Row(
-            model=case.model.name,
-            params=params,
-            batch=case.batch,
-            seq=case.seq,
-            mode="none",
-            on=on,
-            source=source,
-            baseline_bytes=None,
-            peak_bytes=None,
-            host_bytes=0,
-            disk_bytes=0,
-            reduction=0.0,
-            time_ratio=1.0,
-            steps=case.steps,
-            overlap=case.overlap,
-        )
+        empty = empty_row(case, "none", on, device)
         plain = done.get(empty.key)
         # Whatever the mode: the others are relative to it.
         baseline = plain and Outcome(plain.peak_bytes, step_seconds=plain.step_seconds)
@@ -191,18 +189,27 @@ def _rows(
                 continue
             baseline = baseline or outcome(case, "none")
             found = baseline if mode == "none" else outcome(case, mode)
-            yield replace(
-                row,
-                baseline_bytes=baseline.peak_bytes,
-                peak_bytes=found.peak_bytes,
-                host_bytes=found.host_bytes,
-                disk_bytes=found.disk_bytes,
-                reduction=0.0 if mode == "none" else _reduction(found, baseline),
-                time_ratio=1.0 if mode == "none" else _ratio(found, baseline),
-                step_time=found.step_time,
-                step_seconds=found.step_seconds,
-                note=found.note,
-            )
+            reduction = 0.0 if mode == "none" else _reduction(found, baseline)
+            ratio = 1.0 if mode == "none" else _ratio(found, baseline)
+            found = replace(found, time_ratio=ratio)
+            yield replace(row, baseline_bytes=baseline.peak_bytes, reduction=reduction, **vars(found))
+
+
+def empty_row(case: Case, mode: str, on: str, device: Device) -> Row:
+    """Return the row of a case that was not run yet."""
+    with torch.device("meta"):
+        params = sum(parameter.numel() for parameter in case.model.build().parameters())
+    return Row(
+        model=case.model.name,
+        params=params,
+        batch=case.batch,
+        seq=case.seq,
+        mode=mode,
+        on=on,
+        source="measured" if device is None else "simulated",
+        steps=case.steps,
+        overlap=case.overlap,
+    )
 
 
 def _reduction(found: Outcome, baseline: Outcome) -> float | None:
@@ -217,19 +224,15 @@ def _ratio(found: Outcome, baseline: Outcome) -> float | None:
     return round(found.step_seconds / baseline.step_seconds, 3)
 
 
-def _train(model: nn.Module, inputs: dict[str, Tensor], steps: int) -> list[float]:
-    """Train, and return the seconds of each step. See Note [Which steps are run]."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
-    seconds = []
+def _train(model: nn.Module, inputs: dict[str, Tensor], steps: int) -> None:
+    """Train on a simulated device. See Note [Which steps are run]."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     with quiet_transformers():
         for _ in range(steps):
-            start = time.perf_counter()
             loss = model(**inputs).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            seconds.append(time.perf_counter() - start)
-    return seconds
 
 
 def simulated_mode(case: Case, mode: str, device: GpuSpec | int) -> Outcome:
@@ -300,25 +303,36 @@ def _on_meta(case: Case) -> tuple[nn.Module, Sample]:
         return model, sample_of(case.model.inputs(case.batch, case.seq))
 
 
-def _measured(case: Case, mode: str) -> Outcome:
-    if mode == "none":
+def measured(case: Case, way: str, weights: Path | None = None) -> Outcome:
+    """Return what a case needs in a fresh process, in the way of a peer or of a mode, from the weights of a file."""
+    peer = PEERS.get(way)
+    if peer is not None:
         # Not left to the system to find out: it may kill another process than this one.
         available = read_host().available_ram_bytes
         needed = predicted_on_cpu(case) + rss_bytes()  # the other process has the same libraries
         if needed > available:
-            note = f"does not fit: needs {format_bytes(needed)}, {format_bytes(available)} free; not run"
-            return Outcome(None, note=note)
+            size = f"the plain step needs {format_bytes(needed)}, {format_bytes(available)} free"
+            return Outcome(None, note=f"not run: {size}")
+    imports = (*case.model.modules, *(peer.modules if peer is not None else ()))
     try:
-        measured = measure_in_fresh_process(measured_steps, case, mode, imports=case.model.modules)
+        if weights is not None and not weights.exists():
+            measure_in_fresh_process(write_weights, case, weights)
+        found = measure_in_fresh_process(measured_case, case, way, weights, imports=imports)
     except ProfileError as error:
         if "SIGKILL" in str(error):
             return Outcome(None, note="does not fit: the process was killed, mostly a sign of no memory")
         return Outcome(None, note=f"failed: {reason(str(error))}")
-    seconds, on_disk = measured.result
+    run = found.result
+    timed = run.seconds[1:] or run.seconds  # the first step also pays for warming up
+    fastest = min(range(len(timed)), key=timed.__getitem__)
     return Outcome(
-        measured.peak_above_import_bytes,
-        step_seconds=median(seconds[1:] or seconds),  # the first step also pays for warming up
-        disk_bytes=on_disk,
+        max(run.first_peak_bytes, found.peak_bytes) - found.baseline_bytes,
+        later_peak_bytes=found.peak_bytes - found.baseline_bytes,
+        disk_bytes=run.disk_bytes,
+        step_seconds=round(timed[fastest], 4),
+        cpu_seconds=round((run.cpu_seconds[1:] or run.cpu_seconds)[fastest], 4),
+        losses=run.losses,
+        note=peer.remark if peer is not None else None,
     )
 
 
@@ -329,6 +343,7 @@ def reason(error: str) -> str:
     return line if len(line) <= 200 else f"{line[:199]}…"
 
 
+@functools.lru_cache(maxsize=1)  # a comparison asks for each of its peers
 def predicted_on_cpu(case: Case) -> int:
     """Return the tensor bytes at the peak of the plain case."""
     try:
@@ -340,24 +355,56 @@ def predicted_on_cpu(case: Case) -> int:
         gc.collect()
 
 
-def measured_steps(case: Case, mode: str) -> tuple[list[float], int]:
-    """Train a case for real, in a fresh process; return the seconds of each step, and the most bytes on disk.
+@dataclass(frozen=True)
+class _Run:
+    losses: tuple[float, ...]
+    seconds: tuple[float, ...]
+    cpu_seconds: tuple[float, ...]
+    disk_bytes: int
+    first_peak_bytes: int  # of the process, up to the end of the first step
 
-    A model that is wrapped is built on the meta device, so that the peak is that of the whole process, and not of
-    building the model in memory.
+
+def write_weights(case: Case, path: Path) -> None:
+    """Write random weights of a model, with which every case of a comparison begins; in a fresh process."""
+    from safetensors.torch import save_model
+
+    torch.manual_seed(_WEIGHTS_SEED)
+    save_model(case.model.build(), str(path))
+
+
+def measured_case(case: Case, way: str, weights: Path | None = None) -> _Run:
+    """Train a case for real, in a fresh process. See Note [The same work].
+
+    A model that is wrapped is built on the meta device, so that the peak is that of training, and not of building the
+    model in memory.
     """
     os.environ[CALIBRATION_VARIABLE] = "none"  # results are to be compared between machines
-    config = config_of(case, mode)
-    with torch.device("cpu" if config is None else "meta"):
-        torch.manual_seed(0)
+    torch.manual_seed(_WEIGHTS_SEED)
+    with torch.device("cpu" if way in PEERS else "meta"):
         model = case.model.build()
+    if weights is not None:
+        load_safetensors(model, weights)
+    torch.manual_seed(_INPUTS_SEED)  # on the meta device, building draws nothing
     inputs = case.model.inputs(case.batch, case.seq)
-    if config is not None:
-        torch.manual_seed(0)
-        wrap(model, config, inputs)
-    with disk_watch(model) as on_disk:
-        seconds = _train(model, inputs, case.steps)
-    return seconds, max(on_disk)
+    with quiet_transformers():
+        if way in PEERS:
+            step = PEERS[way].prepare(model)
+        else:
+            wrap(model, config_of(case, way.removeprefix(OURS)), inputs)
+            step = loop(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
+    torch.manual_seed(_TRAINING_SEED)
+    losses, seconds, cpu = [], [], []
+    first_peak = 0
+    with quiet_transformers(), disk_watch(model) as on_disk:
+        for number in range(case.steps):
+            if number == 1:
+                first_peak = peak_rss_bytes()
+                reset_peak_rss()
+            start, start_cpu = time.perf_counter(), time.process_time()
+            losses.append(float(step(inputs)))
+            seconds.append(time.perf_counter() - start)
+            cpu.append(time.process_time() - start_cpu)
+    return _Run(tuple(losses), tuple(seconds), tuple(cpu), max(on_disk), first_peak)
 
 
 @contextlib.contextmanager
