@@ -3,7 +3,8 @@
 Tried on torch 2.13 and 2.15. Each docstring or comment says what it is for and what happens on a torch that lacks it.
 No other module imports a name of torch that begins with an underscore, or reads one from a module of torch. Of torch's
 objects others read a few such attributes, which `tests/test_contributing.py` lists: the dictionaries of an `nn.Module`,
-a storage's `_cdata`, a tensor's `_version`, an operator's `_schema`.
+a storage's `_cdata`, a tensor's `_version`, an operator's `_schema`; and they have four names in strings: `_apply`,
+`_init_group`, `_ff_block`, `_orig_mod`.
 """
 
 from __future__ import annotations
@@ -457,6 +458,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule"  # by name: to import the class takes a second
 
 
+def is_checkpoint_wrapper(module: torch.nn.Module) -> bool:
+    """Return whether a module is torch's `checkpoint_wrapper`, known by the name of what it wraps."""
+    return "_checkpoint_wrapped_module" in module._modules
+
+
 def forbids_graph_breaks(module: torch.nn.Module) -> bool:
     """Return whether a module is what `torch.compile(module, fullgraph=True)` returns; no, where unknown."""
     return is_compiled(module) and bool(getattr(getattr(module, "dynamo_ctx", None), "fullgraph", False))
@@ -607,6 +613,9 @@ def _unwrapped(function: Any) -> Iterator[Any]:
         yield function
         function = getattr(function, "__wrapped__", None)
 
+
+FUSED_CHECK = "_need_device_dtype_check_for_fused"
+"""An attribute that fused steps leave behind in an optimizer."""
 
 HAS_WARNED_OF_CAPTURABLE = "_warned_capturable_if_run_uncaptured"
 """What `Optimizer.__init__` sets. Without it a step reads `capturable` of its groups, which those of Adafactor lack: on

@@ -12,8 +12,10 @@ import torch
 from torch import nn, optim
 from torch.optim import optimizer as torch_optimizer
 
+from memscale.observe.counters import Meter
 from memscale.optimizer.bucketed_steps import BucketedSteps
 from memscale.tiers.disk import DiskStore
+from memscale.tiers.engine import PinnedMemory
 from support.optimizers import (
     Elsewhere,
     Mapped,
@@ -153,7 +155,7 @@ def test_nothing_is_kept_alive():
     module, place = model(), Elsewhere()
     place.least_bytes = 1
     gone = weakref.ref(module), weakref.ref(place)
-    module.steps = BucketedSteps(DiskStore())
+    module.steps = BucketedSteps(DiskStore(), Meter(), PinnedMemory())
     module.steps.attach(module.parameters(), place, 1)
     optimizer = optim.AdamW(module.parameters())
     for step in range(3):

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import memscale
 from memscale import Config
 from memscale.executor import executor_of
-from memscale.optimizer import cost as step_cost
+from memscale.optimizer import needs
 from memscale.techniques import cost
 from memscale.testing import executing
 
@@ -23,7 +23,7 @@ BUDGET = "50MiB"
 @pytest.fixture(autouse=True)
 def launches_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a model this small buckets would cost more than they gain."""
-    monkeypatch.setattr(step_cost, "BUCKET_SECONDS", 0.0)
+    monkeypatch.setattr(needs, "BUCKET_SECONDS", 0.0)
     monkeypatch.setattr(cost, "BUCKET_SECONDS", 0.0)
     monkeypatch.setattr(cost, "LINK_LATENCY", 0.0)
 

@@ -8,9 +8,11 @@ import weakref
 import torch
 from torch import nn, optim
 
+from memscale.observe.counters import Meter
 from memscale.optimizer.bucketed_steps import BucketedSteps
 from memscale.optimizer.state_stores import StateStore
 from memscale.tiers.disk import DiskStore
+from memscale.tiers.engine import PinnedMemory
 
 SHAPES = ((16, 8), (8,), (32, 16), (4, 3, 2, 2), (), (24, 16), (16,), (5, 7))
 
@@ -66,7 +68,7 @@ class Mapped(Elsewhere):
 @contextlib.contextmanager
 def streamed(parameters, store=None, bucket_bytes=4096, least_bytes=1):
     """Steps run in buckets inside the block; tests have small tensors, so every one moves."""
-    steps, store = BucketedSteps(DiskStore()), store or Elsewhere()
+    steps, store = BucketedSteps(DiskStore(), Meter(), PinnedMemory()), store or Elsewhere()
     store.least_bytes = least_bytes
     steps.attach(parameters, store, bucket_bytes)
     try:

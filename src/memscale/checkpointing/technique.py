@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from memscale._torch import is_compiled, sharded_groups
+from memscale._torch import is_checkpoint_wrapper, is_compiled, sharded_groups
 from memscale.checkpointing.keep import calls_to_keep
 from memscale.checkpointing.region import run_region
 from memscale.errors import WrapError
@@ -218,7 +218,7 @@ _REPLACED = 0  # the flag while a plan replaces it: off, yet not the False that 
 
 def _checkpoints_itself(module: nn.Module) -> bool:
     """Return whether Hugging Face's flag is set, or the module is torch's `checkpoint_wrapper`."""
-    return getattr(module, _FLAG, False) is True or "_checkpoint_wrapped_module" in module._modules
+    return getattr(module, _FLAG, False) is True or is_checkpoint_wrapper(module)
 
 
 class OwnCheckpointing:

@@ -201,8 +201,8 @@ class ModelPlacement:
         self.device_steps: DeviceSteps | None = None
         self.store = store or DiskStore()
         self.pinned = pinned or PinnedMemory()
-        self.states = BucketedSteps(self.store, meter, self.pinned)
         self._meter = meter or Meter()
+        self.states = BucketedSteps(self.store, self._meter, self.pinned)
         self._placed: dict[int, PlacedParameter] = {}  # by the parameter's id
         self._buffers: list[tuple[nn.Module, str, torch.device]] = []
         self._steps = PlacementSteps(self)

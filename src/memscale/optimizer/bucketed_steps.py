@@ -81,11 +81,9 @@ class BucketedSteps(StepSubscriber):
 
     order = StepOrder.BUCKETS
 
-    def __init__(
-        self, disk: DiskStore, meter: Meter | None = None, pinned: PinnedMemory | None = None
-    ) -> None:
+    def __init__(self, disk: DiskStore, meter: Meter, pinned: PinnedMemory) -> None:
         self._disk = disk
-        self._meter = meter or Meter()
+        self._meter = meter
         self.buckets_run = 0  # calls of torch's arithmetic
         # The optimizers that are stepped whole, and those with moments in 32 bits, with the reason.
         self.skipped: MutableMapping[Optimizer, str] = weakref.WeakKeyDictionary()
@@ -96,8 +94,8 @@ class BucketedSteps(StepSubscriber):
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # some of whose state is ours
         self._wholes: dict[int, Tensor] = {}  # the parameter of the slice that is being stepped
         self._eight_bit: EightBitState | None = None
-        self._mover = StateMover(StateStore(disk), self._meter)
-        self.overlap = OverlappedSteps(self._mover, pinned or PinnedMemory(), self._meter)
+        self._mover = StateMover(StateStore(disk), meter)
+        self.overlap = OverlappedSteps(self._mover, pinned, meter)
         self._configuration: tuple[list[int], list[int], set[int], StateStore, int]
         self._configuration = ([], [], set(), self._mover.store, 1)
         self._configure([], [], set(), self._mover.store, 1, logs=False)

@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 
 from memscale._torch import (
     FOREACH_MUL,
+    FUSED_CHECK,
     GRAD_SCALER_COPY,
     LightDispatchMode,
     foreach_mul_,
@@ -75,7 +76,6 @@ DEFAULT_BUCKET_BYTES = 64 * 2**20
 """What is loaded at once where the plan does not say: large enough to be read and written in long runs."""
 
 _SPARE_TIMES = 7  # a master with its gradient, two moments, and spare memory for all but the gradient
-_FUSED_CHECK = "_need_device_dtype_check_for_fused"  # an attribute that fused steps leave behind
 _SCALING = ("grad_scale", "found_inf")  # a `GradScaler` gives them to a fused optimizer, which does not wait
 _STORES: dict[Tier, type[StateStore]] = {"device": StateStore, "host": HostStateStore, "disk": DiskStateStore}
 
@@ -309,7 +309,7 @@ def _implementation(kind: str, optimizer: Optimizer, device: torch.device) -> It
         rounds = has_16_bits and bool(by_foreach)
     captured = [group for group in optimizer.param_groups if kind != "device" and group.get("capturable")]
     rates = [group["lr"] for group in captured]
-    has_check = _FUSED_CHECK in vars(optimizer)
+    has_check = FUSED_CHECK in vars(optimizer)
     scaling = [(name, vars(optimizer).get(name)) for name in _SCALING] if kind != "device" else []
     try:
         for name, value in scaling:
@@ -330,7 +330,7 @@ def _implementation(kind: str, optimizer: Optimizer, device: torch.device) -> It
         for group, rate in zip(captured, rates, strict=True):
             group.update(capturable=True, lr=rate)
         if kind == "fused" and not has_check:
-            vars(optimizer).pop(_FUSED_CHECK, None)
+            vars(optimizer).pop(FUSED_CHECK, None)
 
 
 class _DeviceRounding(LightDispatchMode):

@@ -15,6 +15,7 @@ from typing import Literal
 
 from torch import nn
 
+from memscale._torch import is_checkpoint_wrapper
 from memscale.memory.allocator import CachingAllocator
 from memscale.profiler.blocks import Block, Role
 from memscale.profiler.recorder import OpProfile as OpProfile
@@ -191,8 +192,8 @@ def build_profile(
     checkpointed = [
         name
         for name, module in model.named_modules()
-        if getattr(module, "gradient_checkpointing", False) is True  # Hugging Face's flag, or torch's wrapper
-        or "_checkpoint_wrapped_module" in module._modules
+        if getattr(module, "gradient_checkpointing", False) is True  # Hugging Face's flag
+        or is_checkpoint_wrapper(module)
     ]
     profiles = []
     for block in blocks:
