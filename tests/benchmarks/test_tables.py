@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
+from benchmarks.step_times import constants
 from benchmarks.tables import main, markdown, pages, replace_tables, write_into
 from memscale.benchmarks import Results, Row
 from memscale.benchmarks.results import cells
@@ -233,3 +235,10 @@ def test_check_needs_files_to_check(files):
     with pytest.raises(SystemExit) as caught:
         main([files[0], "--check"])
     assert caught.value.code == 2
+
+
+def test_the_committed_step_times_have_the_constants_of_the_code():
+    file = Path(__file__).parents[2] / "benchmarks" / "results" / "step_times.json"
+    committed = {(row["source"], row["what"]): row for row in json.loads(file.read_text())["rows"]}
+    for row in constants():
+        assert committed[row.source, row.what]["estimated"] == row.estimated
