@@ -198,3 +198,48 @@ def test_a_new_process_resumes_from_a_checkpoint(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(expected)
+
+
+def fabric_of() -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    model = memscale.wrap(Stack(layers=4, width=16), QUIET)
+    return fabric, *fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def train_with(fabric: Any, model: Any, optimizer: Any) -> list[float]:
+    torch.manual_seed(9)
+    losses = []
+    for batch in data(8):
+        loss = model(batch).float().pow(2).mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+RESUME_FABRIC = """
+import sys
+sys.path[:0] = ["tests", "tests/integrations"]
+import conftest
+from test_lightning import *
+
+silence()
+fabric, model, optimizer = fabric_of()
+fabric.load(sys.argv[1], {"model": model, "optimizer": optimizer})
+print(train_with(fabric, model, optimizer))
+assert executor_of(model._original_module).report().recomputations > 0
+"""
+
+
+@pytest.mark.slow
+def test_a_new_process_resumes_with_fabric(tmp_path: Path) -> None:
+    fabric, model, optimizer = fabric_of()
+    train_with(fabric, model, optimizer)
+    fabric.save(tmp_path / "saved", {"model": model, "optimizer": optimizer})
+    expected = train_with(fabric, model, optimizer)
+    command = [sys.executable, "-c", RESUME_FABRIC, str(tmp_path / "saved")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(expected)

@@ -107,35 +107,31 @@ def test_adapters_around_a_base_that_is_wrapped(kind: str) -> None:
     assert all(map(torch.equal, outside.parameters(), plain.parameters()))
 
 
+def quantised(bits: int) -> nn.Module:
+    bnb = pytest.importorskip("bitsandbytes")
+    model = base()
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            sizes = (module.in_features, module.out_features)
+            if bits == 4:
+                linear = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+                linear.weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, quant_type="nf4")
+            else:
+                linear = bnb.nn.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False)
+                linear.weight = bnb.nn.Int8Params(
+                    module.weight.data, requires_grad=False, has_fp16_weights=False
+                )
+            model.set_submodule(name, linear.to("cpu"))
+    setattr(model, f"is_loaded_in_{bits}bit", True)
+    return peft.prepare_model_for_kbit_training(model)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantised_base(bits: int) -> None:
-    bnb = pytest.importorskip("bitsandbytes")
-
-    def quantised() -> nn.Module:
-        model = base()
-        for name, module in list(model.named_modules()):
-            if isinstance(module, nn.Linear) and name != "lm_head":
-                sizes = (module.in_features, module.out_features)
-                if bits == 4:
-                    linear = bnb.nn.Linear4bit(
-                        *sizes, bias=False, compute_dtype=torch.float32, quant_type="nf4"
-                    )
-                    linear.weight = bnb.nn.Params4bit(
-                        module.weight.data, requires_grad=False, quant_type="nf4"
-                    )
-                else:
-                    linear = bnb.nn.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False)
-                    linear.weight = bnb.nn.Int8Params(
-                        module.weight.data, requires_grad=False, has_fp16_weights=False
-                    )
-                model.set_submodule(name, linear.to("cpu"))
-        setattr(model, f"is_loaded_in_{bits}bit", True)
-        return peft.prepare_model_for_kbit_training(model)
-
-    plain, model = build("LoRA", quantised()), build("LoRA", quantised())
+    plain, model = build("LoRA", quantised(bits)), build("LoRA", quantised(bits))
     memscale.wrap(model, QUIET)
     # Its own checkpointing, which `prepare_model_for_kbit_training` switches on, is replaced.
-    without = build("LoRA", quantised())
+    without = build("LoRA", quantised(bits))
     without.base_model.model.gradient_checkpointing_disable()
     wrapped = run(model)
     assert wrapped.losses == run(plain).losses
@@ -192,7 +188,8 @@ sys.path[:0] = ["tests", "tests/integrations"]
 import conftest
 from test_peft import *
 
-model = peft.PeftModel.from_pretrained(base(), sys.argv[1], is_trainable=True).train()
+bits = int(sys.argv[2])
+model = peft.PeftModel.from_pretrained(quantised(bits) if bits else base(), sys.argv[1], is_trainable=True).train()
 memscale.wrap(model, QUIET)
 print(train(model, seed=4))
 assert model._memscale_executor.report().recomputations > 0
@@ -200,13 +197,15 @@ assert model._memscale_executor.report().recomputations > 0
 
 
 @pytest.mark.slow
-def test_saved_adapters_train_on_in_a_new_process(tmp_path: Path) -> None:
-    plain, model = build("LoRA"), build("LoRA")
+@pytest.mark.parametrize("bits", [0, 4, 8])
+def test_saved_adapters_train_on_in_a_new_process(bits: int, tmp_path: Path) -> None:
+    plain, model = (build("LoRA", quantised(bits) if bits else None) for _ in range(2))
     memscale.wrap(model, QUIET)
     for each in (plain, model):
         train(each)
     model.save_pretrained(tmp_path)
     expected = train(plain, seed=4)
-    done = subprocess.run([sys.executable, "-c", RESUME, str(tmp_path)], capture_output=True, text=True)
+    command = [sys.executable, "-c", RESUME, str(tmp_path), str(bits)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(expected)

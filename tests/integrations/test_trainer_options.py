@@ -227,23 +227,32 @@ from pathlib import Path
 sys.path.insert(0, "tests")
 import conftest
 import memscale
+from memscale.integrations.huggingface import MemScaleCallback
+from support.steps import counted_regions
 from support.trainers import make_seq2seq, make_trainer
 from support.surfaces import history
 from support.wrapping import lossless
 
-kind, where, wrapped, resume = sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "wrapped", sys.argv[4:]
+kind, where, way, resume = sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4:]
 options = dict(max_steps=6, eval_strategy="no", save_steps=3, seed=3)
-if kind == "SFT":
+if "compiled" in kind:
+    kind = kind.split()[0]
+    options |= dict(torch_compile=True, torch_compile_backend="aot_eager")
+if kind in ("SFT", "DPO"):
     sys.path.insert(0, "tests/integrations")
     from test_trl import make
     del options["eval_strategy"]
     trainer = make(kind, where, save_strategy="steps", **options)
 else:
     trainer = make_seq2seq(where, **options) if kind == "seq2seq" else make_trainer(kind, where, **options)
-if wrapped:
-    memscale.wrap(trainer, lossless("aggressive", force_optimize=True))
-trainer.train(resume_from_checkpoint=resume[0] if resume else None)
-assert not wrapped or any(layer.techniques for layer in trainer.model._memscale_executor.plan.layers)
+config = lossless("aggressive", force_optimize=True)
+if way == "wrapped":
+    memscale.wrap(trainer, config)
+elif way == "callback":
+    trainer.add_callback(MemScaleCallback(config))
+with counted_regions() as regions:
+    trainer.train(resume_from_checkpoint=resume[0] if resume else None)
+assert (regions[0] > 0) == (way != "plain")
 print(json.dumps(history(trainer, "loss", "grad_norm")))
 """
 
@@ -263,11 +272,14 @@ def in_new_process(*arguments: object) -> str:
         ("gpt2", "wrapped", "wrapped"),
         ("gpt2", "plain", "wrapped"),
         ("seq2seq", "wrapped", "wrapped"),
+        ("gpt2", "callback", "callback"),
+        ("gpt2 compiled", "wrapped", "wrapped"),
         ("SFT", "wrapped", "wrapped"),
+        ("DPO", "wrapped", "wrapped"),
     ],
 )
 def test_a_new_process_resumes_from_a_checkpoint(kind: str, first: str, then: str, tmp_path: Path) -> None:
-    if kind == "SFT":
+    if kind in ("SFT", "DPO"):
         pytest.importorskip("trl")
     expected = in_new_process(kind, tmp_path / "a", first)
     resumed = in_new_process(kind, tmp_path / "b", then, tmp_path / "a" / "checkpoint-3")
