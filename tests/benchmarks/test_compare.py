@@ -236,6 +236,22 @@ def test_each_case_in_a_process_of_its_own():
     assert rows["fsdp2-cpu-offload"].losses == rows["plain"].losses
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("way", ["compile-budget-0.5", "bnb-adamw8bit", "torchao-adamw8bit"])
+def test_a_peer_trains(way, weights):
+    peer = peers.PEERS[way]
+    if peer.package is not None:
+        pytest.importorskip(peer.package)
+    case = Case.of("gpt2-tiny", steps=3)
+    found = run_module.measured(case, way, weights)
+    assert found.note == peer.remark, found.note
+    assert found.peak_bytes >= found.later_peak_bytes > 0
+    plain = measured_case(case, "plain", weights).losses
+    assert found.losses == pytest.approx(plain, rel=0.01)  # other dropout masks, quantised state
+    assert found.losses[2] < found.losses[0]
+
+
 def test_a_comparison_that_was_cut_off_can_be_read(tmp_path):
     file = tmp_path / "out.json"
     comparison = Results("it", {"torch": "2.13.0"}, (ROW, FAILED), {"cores": 2}, is_comparison=True)
