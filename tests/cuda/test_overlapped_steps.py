@@ -161,6 +161,36 @@ def test_trains_as_a_plain_model(
     assert (overlap.commits, overlap.rollbacks) == (5 * (LAYERS + offloaded), 0)
 
 
+class MatrixAlone(nn.Module):
+    """A layer all of whose parameters are stepped in backward, so that nothing is left for `step()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(nn.functional.linear(inputs, LateGradient.apply(self.linear.weight)))
+
+
+@pytest.mark.parametrize("act", [usual, clips_sometimes])
+@pytest.mark.parametrize("offloaded", [0, 2, LAYERS])
+def test_a_model_without_biases(
+    act: Action, offloaded: int, copies: str, computing: Computing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "Layer", MatrixAlone)
+    on_device: list[bool] = []
+
+    def act_and_look(model: nn.Module, optimizer: optim.Optimizer, step: int) -> None:
+        act(model, optimizer, step)
+        on_device.append(any(state["exp_avg"].is_cuda for state in optimizer.state.values()))
+
+    with computing():
+        is_equal, overlap = run(act_and_look, 2 * MATRIX, offloaded, steps=9)
+    assert is_equal
+    assert overlap.commits == 8 * LAYERS if act is usual else overlap.rollbacks > 0
+    assert on_device == [True] * 9 + [False] * 9  # the first nine are the plain model's
+
+
 @pytest.mark.parametrize("offloaded", [0, 2, LAYERS])
 @pytest.mark.parametrize("act", [clips_sometimes, skips_one, changes_one_by_data])
 def test_a_loop_that_changes_its_mind(act: Action, offloaded: int, copies: str, computing: Computing) -> None:

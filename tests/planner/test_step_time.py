@@ -6,14 +6,17 @@ import operator
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
+import memscale
 from memscale import Config, OptimizationMode
 from memscale.execution_plan import Plan, StepTime
 from memscale.planner.cost_model import PLAIN, SAVED_OFFLOADED, Choice, CostModel
 from memscale.planner.decide import cost_models, decide, frontier_points
 from memscale.planner.settings import NOTHING, Setting
 from memscale.profiler.profile import ModelProfile
-from memscale.techniques.cost import HOOK_SECONDS
+from memscale.techniques.cost import FOREACH_ACCESSES, HOOK_SECONDS
 from support.profiles import LARGE, MIB, stack
 
 OFFLOADING = Config(enable_logging=False)
@@ -91,6 +94,18 @@ def test_batches_share_the_optimizers_parts_alone() -> None:
     offloaded = PLAIN._replace(offloaded=True)
     one, many = time_of(offloaded), time_of(offloaded, gradient_accumulation_steps=8)
     assert many.parts == pytest.approx(replace(one, host_step=one.host_step / 8).parts, abs=ROUNDING)
+
+
+@pytest.mark.parametrize(("momentum", "accesses"), [(0.0, 3), (0.9, 8)])
+def test_the_step_of_sgd_is_not_timed_as_adamws(momentum: float, accesses: int) -> None:
+    model, batch = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.zeros(2, 64)
+    adamw = torch.optim.AdamW(model.parameters())
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    time, expected = (
+        memscale.plan(model, batch, hardware="RTX 3090", optimizer=each).step_time.device_step
+        for each in (sgd, adamw)
+    )
+    assert time == pytest.approx(expected * accesses / FOREACH_ACCESSES, abs=1e-12)
 
 
 @pytest.mark.parametrize("mode", tuple(OptimizationMode))

@@ -19,6 +19,7 @@ from memscale.optimizer.eight_bit import is_moment
 from memscale.optimizer.interceptor import (
     NewState,
     arithmetic_of,
+    has_moments,
     is_fused_on_cpu,
     leaves_gradients,
     step_alone,
@@ -27,12 +28,14 @@ from memscale.optimizer.interceptor import (
 )
 from memscale.profiler import ModelProfile, Place, find_blocks
 from memscale.simulator.shards import bytes_here
-from memscale.techniques.cost import BUCKET_SECONDS, CostTerms
+from memscale.techniques.cost import BUCKET_SECONDS, FOREACH_ACCESSES, CostTerms
 
 LARGEST_BUCKET = 64 * 2**20  # bytes: runs long enough to be read at the disk's full rate
 SMALLEST_BUCKET = 2**20  # bytes
 BUCKET_SHARE = 1 / 8  # of the parameters, between the two
 _SIDE = 1024  # of the matrices that a step is simulated with
+SGD_ACCESSES = 3  # of SGD's foreach step: it reads parameters and gradients, and writes parameters
+MOMENTUM_ACCESSES = 5  # it scales momentum, and adds the gradient to it
 _PARTS = 8  # temporaries are counted in such parts of a parameter
 
 
@@ -52,6 +55,7 @@ class OptimizerNeeds:
     temporaries: tuple[float, float]
     moves: bool  # whether its state can be on another tier between steps
     eight_bit: bool  # whether its moments can be kept in 8 bits
+    accesses: int = FOREACH_ACCESSES  # reads and writes of its step, for each byte of parameters
     fused_on_cpu: bool = True  # whether parameters on the host can be stepped by a fused implementation
     steps_on_device: bool = True  # whether they can be stepped on the device: Note [Device twins]
     overlaps: bool = True  # whether its steps can be computed in backward: Note [Overlapped steps]
@@ -99,6 +103,7 @@ def needs_of(optimizer: Optimizer, model: nn.Module, place: Place) -> OptimizerN
         temporaries,
         moves=whole is None,
         eight_bit=why_32_bits(optimizer) is None,
+        accesses=_accesses(optimizer),
         fused_on_cpu=all(
             group.get("fused") or is_fused_on_cpu(optimizer, group) for group in optimizer.param_groups
         ),
@@ -106,6 +111,13 @@ def needs_of(optimizer: Optimizer, model: nn.Module, place: Place) -> OptimizerN
         overlaps=whole is None and leaves_gradients(optimizer),
         notes=notes,
     )
+
+
+def _accesses(optimizer: Optimizer) -> int:
+    """Return how often a foreach step accesses each byte of parameters; but for SGD, how often AdamW's does."""
+    if arithmetic_of(type(optimizer)) is not torch.optim.SGD:
+        return FOREACH_ACCESSES
+    return SGD_ACCESSES + (MOMENTUM_ACCESSES if has_moments(optimizer) else 0)
 
 
 def shards_of(model: nn.Module) -> dict[str, tuple[ShardedGroup, Tensor]]:
@@ -169,6 +181,7 @@ def with_optimizer(
         blocks=tuple(replace(block, optimizer_bytes=by_block.get(block.name, 0)) for block in profile.blocks),
         optimizer_bytes=sum(map(bytes_of, needs.state)),
         step_temporaries=needs.temporaries,
+        step_accesses=needs.accesses,
         fused_on_cpu=needs.fused_on_cpu,
     )
 

@@ -85,7 +85,9 @@ def plain_point(profile: ModelProfile, hardware: Hardware, config: Config) -> Po
 
 
 def plain_time(profile: ModelProfile, hardware: Hardware, config: Config) -> StepTime:
-    return _rounded(ReachedRates.of(hardware).step(profile, config.gradient_accumulation_steps))
+    return _rounded(
+        ReachedRates.for_profile(hardware, profile).step(profile, config.gradient_accumulation_steps)
+    )
 
 
 def _rounded(time: StepTime) -> StepTime:

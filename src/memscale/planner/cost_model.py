@@ -159,7 +159,7 @@ class CostModel:
         everything = profile.parameter_bytes + profile.gradient_bytes + profile.optimizer_bytes
         self.bucket_bytes = bucket_bytes_for(profile)
         self.terms = CostTerms(
-            ReachedRates.of(hardware),
+            ReachedRates.for_profile(hardware, profile),
             config,
             setting.working_share,
             prefetch > 0,

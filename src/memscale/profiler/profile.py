@@ -99,6 +99,7 @@ class ModelProfile:
     # Bytes of temporaries of the optimizer's step, for each byte of all parameters stepped at once, and for each byte
     # of the largest; None for AdamW's.
     step_temporaries: tuple[float, float] | None = None
+    step_accesses: int | None = None  # bytes that its step reads and writes, for each byte of parameters
     fused_on_cpu: bool = True  # whether that optimizer has a fused implementation for parameters on the host
     other_half_flops: int = 0  # those in 16 bits
 

@@ -7,7 +7,7 @@ from a clock, so that a plan is the same on every run. `docs/step_times.md` comp
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -49,6 +49,12 @@ class ReachedRates:
     tier_is_disk: bool = False  # whether the offload tier is the disk, not host memory
     host_adam_loop: float = HOST_ADAM_LOOP  # seconds for each byte of parameters
     host_adam_fused: float = HOST_ADAM_FUSED
+    accesses: int = FOREACH_ACCESSES  # of the optimizer's step on the device
+
+    @classmethod
+    def for_profile(cls, hardware: Hardware, profile: ModelProfile) -> ReachedRates:
+        """Return the rates of a device, with the accesses of the profile's optimizer."""
+        return replace(cls.of(hardware), accesses=profile.step_accesses or FOREACH_ACCESSES)
 
     @classmethod
     def of(cls, hardware: Hardware) -> ReachedRates:
@@ -101,8 +107,8 @@ class ReachedRates:
         return StepTime(compute=blocks + other, device_step=stepping)
 
     def optimizer(self, gradient_bytes: int) -> float:
-        """Return the time of Adam on the device, by torch's foreach implementation."""
-        return FOREACH_ACCESSES * gradient_bytes / self.bytes_per_second
+        """Return the time of the optimizer's step on the device, by torch's foreach implementation."""
+        return self.accesses * gradient_bytes / self.bytes_per_second
 
     def optimizer_offloaded(self, gradient_bytes: int, *, fused: bool) -> float:
         """Return the time of Adam on the offload tier; on the host by torch's fused implementation, or by its loop."""
