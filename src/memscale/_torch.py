@@ -252,14 +252,20 @@ def _saved_tensors(node: Any) -> Iterator[Any]:
 
 
 class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
-    """A dispatch mode that does not import the compiler.
+    """A dispatch mode that the compiler stays out of, without importing it.
 
-    To hide the body of a mode from the compiler, torch imports all of `torch._dynamo` at the first operation: seconds,
-    and a traceback that holds on to the caller's frames.
+    To hide the body of a mode from the compiler, torch puts a wrapper around it that costs as much as a mode itself,
+    and imports all of `torch._dynamo` at the first operation: seconds, and a traceback that holds on to the caller's
+    frames. Here its code is marked, and what it calls is skipped as well (torch 2.13 and 2.15). On a torch that cannot
+    do that, the compiler traces it where a compiled model runs under it, which takes time and changes nothing.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
+        frames = _C._dynamo.eval_frame
+        if "__torch_dispatch__" in vars(cls) and hasattr(frames, "set_code_exec_strategy"):
+            skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+            frames.set_code_exec_strategy(cls.__torch_dispatch__.__code__, skip)
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -129,7 +129,7 @@ def _rebuild(host: Tensor, parameter: bool, requires_grad: bool) -> Tensor:
     return _with_flags(ExecutingTensor(host), parameter, requires_grad)
 
 
-class ExecutingTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
+class ExecutingTracker(DeviceTracker):
     """The device's tracker; page-locked host memory is ordinary host memory here."""
 
     _plain = DeviceTracker._plain | {ExecutingTensor}

@@ -28,7 +28,7 @@ from torch.optim import optimizer as optimizer_hooks
 
 from memscale._torch import (
     OUTSIDE_BACKWARD,
-    TorchDispatchMode,
+    LightDispatchMode,
     at_end_of_backward,
     attribute,
     current_dispatch_modes,
@@ -112,7 +112,7 @@ class RunningModules:
         return (self._spans.in_backward() if in_backward else None) or ""
 
 
-class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
+class MemoryTracker(LightDispatchMode, Ledger):
     """Track the memory of everything that runs inside its `with` block.
 
     What existed before is counted once it is watched or used: pass the model (and optimizer) to the constructor or to
@@ -143,7 +143,7 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(self, *watched: Watchable, allocators: Mapping[str, AllocatorFactory] | None = None) -> None:
-        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        LightDispatchMode.__init__(self)
         Ledger.__init__(self, allocators or {})
         self._running = RunningModules()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -172,12 +172,6 @@ class MemoryTracker(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
     def reserve(self, nbytes: int, device: torch.device, what: str) -> None:
         """Account for memory without a tensor, such as a library's workspace, from now on."""
         self.hold(nbytes, device, what, Category.WORKSPACE)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # torch hides a mode from the compiler by a wrapper that costs as much as the tracker, and imports the compiler
-        # at the first operation. Under a mode nothing is compiled anyway.
-        return False
 
     def __enter__(self) -> MemoryTracker:
         if self._active is not None:

@@ -360,7 +360,7 @@ def op_name(func: Any) -> str:
     return str(getattr(func, "_opname", ""))  # higher-order operators have no such name
 
 
-class DeviceTracker(MemoryTracker):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
+class DeviceTracker(MemoryTracker):
     """Track the memory of one virtual device and its host."""
 
     def __init__(self, *, workspace_bytes: int = 0, **options: Any) -> None:

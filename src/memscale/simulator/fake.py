@@ -146,13 +146,13 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # its `__init_
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # as in MemoryTracker
+        return False  # as in LightDispatchMode
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FakeMode:
         return self  # a copied tensor (nn.TransformerEncoder copies its layer) belongs to the same mode
 
 
-class StepTracker(DeviceTracker):  # type: ignore[no-untyped-call]  # its `__init_subclass__`
+class StepTracker(DeviceTracker):
     """A device's tracker that also answers the few operations that need data or a real device."""
 
     _plain = DeviceTracker._plain | {FakeTensor}
