@@ -50,7 +50,7 @@ def test_a_device_is_a_name_a_size_or_a_specification(on, name, capacity):
         (0, ConfigError, "must be more than zero bytes"),
         ("0GiB", ConfigError, "must be more than zero bytes"),
         (-1, ConfigError, "must be more than zero bytes"),
-        ("-1GiB", HardwareError, "No GPU is known"),
+        ("-1GiB", ConfigError, "must be more than zero bytes"),
         (True, ConfigTypeError, "is a bool, which is not a size"),
         (None, ConfigTypeError, "is a NoneType, which is not a size"),
         (24.0, ConfigTypeError, "is a float, which is not a size"),

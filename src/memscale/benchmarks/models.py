@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -18,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from memscale.errors import ConfigError, ConfigTypeError, MemScaleError, shown
-from memscale.hardware import GpuSpec, find_gpu, virtual_hardware
-from memscale.units import format_bytes, parse_bytes
+from memscale.hardware import GpuSpec, gpu_or_size, virtual_hardware
+from memscale.units import format_bytes
 
 PUBLISHED_ON = "NVIDIA GeForce RTX 3090"  # the device of every published figure
 
@@ -363,9 +362,6 @@ def find_model(name: str) -> BenchmarkModel:
 Device: TypeAlias = GpuSpec | int | None
 """What a case runs on: a GPU of the table or so many bytes (simulated), or None for the CPU (measured)."""
 
-# With a unit, or too large a number to be the name of a GPU ("3090").
-_SIZE = re.compile(r"[-+]?(\d[\d_.]*\s*[a-z]*b|\d{7,})", re.IGNORECASE)
-
 
 def find_device(on: str) -> Device:
     """Return the device that `on` names: a GPU ("RTX 3090", "a100-80gb"), a size ("24GiB"), or "cpu"."""
@@ -376,7 +372,7 @@ def find_device(on: str) -> Device:
     text = on.strip()
     if text.lower() == "cpu":
         return None
-    return parse_bytes(text, field="on") if _SIZE.fullmatch(text) else find_gpu(text)
+    return gpu_or_size(text, field="on")
 
 
 def device_name(on: str) -> str:

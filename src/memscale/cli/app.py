@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import os
 import re
 import sys
@@ -16,6 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from memscale._util import terminal
+from memscale.config import OptimizationMode as Mode
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -82,14 +82,6 @@ class _Bench(TyperCommand):
             for each in found
             if each.startswith(incomplete)
         ]
-
-
-class Mode(str, enum.Enum):
-    """The modes of a plan, as `Config.mode` takes them."""
-
-    conservative = "conservative"
-    balanced = "balanced"
-    aggressive = "aggressive"
 
 
 def _models(incomplete: str) -> list[str]:
@@ -198,7 +190,7 @@ def plan(
     batch: Batch = None,
     seq: Seq = None,
     on: On = None,
-    mode: ModeOption = Mode.balanced,
+    mode: ModeOption = Mode.BALANCED,
     budget: Budget = None,
     optimizer: OptimizerOption = "adamw",
     json: Annotated[
@@ -246,7 +238,7 @@ def report(
     batch: Batch = None,
     seq: Seq = None,
     on: On = None,
-    mode: ModeOption = Mode.balanced,
+    mode: ModeOption = Mode.BALANCED,
     budget: Budget = None,
     optimizer: OptimizerOption = "adamw",
     snapshot: Annotated[
@@ -344,7 +336,7 @@ def _fit_gpus(target: Target, gpus: Sequence[str], optimizer: str) -> int:
             card, place = hardware.device, Place.of(hardware.device)
             if place not in plain:
                 plain[place] = plain_step(
-                    target.model, target.sample, place, _config(Mode.balanced, None), stepped
+                    target.model, target.sample, place, _config(Mode.BALANCED, None), stepped
                 )
             advance()
             as_it_is = format_bytes(plain[place].peak_bytes)
@@ -543,7 +535,7 @@ def _target(model: str, batch: int | None, seq: int | None) -> Target:
 def _config(mode: Mode, budget: str | None) -> Config:
     from memscale.config import Config
 
-    quiet = Config(mode=mode.value, enable_logging=False)
+    quiet = Config(mode=mode, enable_logging=False)
     return quiet if budget is None else quiet.replace(memory_budget=budget)
 
 

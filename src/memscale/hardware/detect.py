@@ -36,7 +36,8 @@ _VIRTUAL_DISK = DiskSpec(
 # Its rates are those of a virtual GPU of which only the size is known: published results are for this card.
 _REFERENCE_GPU = "NVIDIA GeForce RTX 3090"
 
-_SIZE = re.compile(r"\s*[+-]?[\d.]+\s*[kmgtpe]?i?b\s*", re.IGNORECASE)
+# With a unit, or too large a number to be the name of a GPU ("3090").
+_SIZE = re.compile(r"\s*[-+]?(\d[\d_.]*\s*[a-z]*b|\d{7,})\s*", re.IGNORECASE)
 
 
 def detect(
@@ -123,6 +124,22 @@ def _parse(device: torch.device | str) -> torch.device:
         ) from error
 
 
+def gpu_or_size(gpu: str | int, *, field: str) -> GpuSpec | int:
+    """Return the GPU of that name, or the bytes of a size: "24GiB", or a whole number of at least seven digits.
+
+    Raises:
+        HardwareError: No GPU of that name is known.
+        ConfigError, ConfigTypeError: The size can't be one; messages call it `field`.
+
+    Example:
+        >>> gpu_or_size("3060 12gb", field="on").name, gpu_or_size("2 GiB", field="on")
+        ('NVIDIA GeForce RTX 3060', 2147483648)
+    """
+    if isinstance(gpu, str) and not _SIZE.fullmatch(gpu):
+        return find_gpu(gpu)
+    return parse_bytes(gpu, field=field)
+
+
 def virtual_hardware(gpu: str | GpuSpec | int, *, host_bytes: int | None = None) -> Hardware:
     """Describe a GPU that is not here, to plan or to simulate for it.
 
@@ -145,12 +162,11 @@ def virtual_hardware(gpu: str | GpuSpec | int, *, host_bytes: int | None = None)
             f"hardware={shown(gpu)} is a {type(gpu).__name__}, which describes no GPU: give a name such as "
             "'RTX 3090', an entry of memscale.hardware.list_gpus(), or a size: '8GiB', or a number of bytes."
         )
-    if isinstance(gpu, int) or (isinstance(gpu, str) and _SIZE.fullmatch(gpu)):
-        size = parse_bytes(gpu, field="hardware")
-        notes: tuple[str, ...] = (f"only the size is known: rates are those of the {_REFERENCE_GPU}",)
-        spec = replace(find_gpu(_REFERENCE_GPU), name=f"GPU of {format_bytes(size)}", memory_bytes=size)
-    else:
-        spec, notes = find_gpu(gpu) if isinstance(gpu, str) else gpu, ()
+    spec = gpu if isinstance(gpu, GpuSpec) else gpu_or_size(gpu, field="hardware")
+    notes: tuple[str, ...] = ()
+    if isinstance(spec, int):
+        notes = (f"only the size is known: rates are those of the {_REFERENCE_GPU}",)
+        spec = replace(find_gpu(_REFERENCE_GPU), name=f"GPU of {format_bytes(spec)}", memory_bytes=spec)
     host_ram = _VIRTUAL_HOST_BYTES if host_bytes is None else parse_bytes(host_bytes, field="host_bytes")
     device = _device_of(spec, "virtual", None, spec.memory_bytes, notes)
     return Hardware(device, 1, HostSpec(host_ram, host_ram, cores=_VIRTUAL_CORES), _VIRTUAL_DISK)

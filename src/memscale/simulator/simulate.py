@@ -32,12 +32,11 @@ from memscale._torch import (
 )
 from memscale._util.trees import any_on_accelerator, copied
 from memscale.errors import SimulationError
-from memscale.hardware import GpuSpec, find_gpu
+from memscale.hardware import GpuSpec, gpu_or_size
 from memscale.memory.allocator import CachingAllocator, ExactAllocator
 from memscale.simulator import device as backend
 from memscale.simulator.cuda import behaving_as_cuda, cuda_attention
 from memscale.simulator.fake import FakeMode, StepTracker, data_protected, remember_values
-from memscale.units import parse_bytes
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -106,12 +105,10 @@ def _cast_inputs(
 
 
 def _resolve(on: str | int | GpuSpec) -> tuple[str, int, tuple[int, int]]:
-    if isinstance(on, GpuSpec):
-        return on.name, on.memory_bytes, on.compute_capability or DEFAULT_CAPABILITY
-    if isinstance(on, str) and not (on.strip()[:1].isdigit() and on.strip().lower().endswith("b")):
-        return _resolve(find_gpu(on))  # also "3090", "4090 laptop"
-    capacity = parse_bytes(on, field="simulate(on)")
-    return f"virtual GPU of {on}", capacity, DEFAULT_CAPABILITY
+    found = on if isinstance(on, GpuSpec) else gpu_or_size(on, field="simulate(on)")
+    if isinstance(found, GpuSpec):
+        return found.name, found.memory_bytes, found.compute_capability or DEFAULT_CAPABILITY
+    return f"virtual GPU of {on}", found, DEFAULT_CAPABILITY
 
 
 @contextlib.contextmanager
