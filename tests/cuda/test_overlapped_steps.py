@@ -158,7 +158,7 @@ def test_trains_as_a_plain_model(
         is_equal, overlap = run(usual, BUCKETS[bucket], offloaded, kind=kind)
     assert is_equal
     # From the second step on. State of a bias on the device is smaller than a page, and stays there.
-    assert (overlap.commits, overlap.rollbacks) == (5 * (LAYERS + offloaded), 0)
+    assert (overlap.meter.steps_committed, overlap.meter.steps_dropped) == (5 * (LAYERS + offloaded), 0)
 
 
 class MatrixAlone(nn.Module):
@@ -187,7 +187,7 @@ def test_a_model_without_biases(
     with computing():
         is_equal, overlap = run(act_and_look, 2 * MATRIX, offloaded, steps=9)
     assert is_equal
-    assert overlap.commits == 8 * LAYERS if act is usual else overlap.rollbacks > 0
+    assert overlap.meter.steps_committed == 8 * LAYERS if act is usual else overlap.meter.steps_dropped > 0
     assert on_device == [True] * 9 + [False] * 9  # the first nine are the plain model's
 
 
@@ -197,8 +197,8 @@ def test_a_loop_that_changes_its_mind(act: Action, offloaded: int, copies: str, 
     with computing():
         is_equal, overlap = run(act, 2 * MATRIX, offloaded, steps=9)
     assert is_equal
-    assert overlap.rollbacks > 0
-    assert overlap.commits > 2 * (LAYERS + offloaded)  # also after the loop is as before
+    assert overlap.meter.steps_dropped > 0
+    assert overlap.meter.steps_committed > 2 * (LAYERS + offloaded)  # also after the loop is as before
 
 
 def test_gpt2(copies: str, computing: Computing) -> None:
@@ -224,8 +224,8 @@ def test_gpt2(copies: str, computing: Computing) -> None:
         overlap = executor.placement.states.overlap
         executor.detach()
     assert are_equal(expected, ours)
-    assert overlap.commits > 0
-    assert overlap.rollbacks == 0
+    assert overlap.meter.steps_committed > 0
+    assert overlap.meter.steps_dropped == 0
 
 
 @pytest.mark.parametrize("offloaded", [0, 2, LAYERS])
@@ -250,7 +250,7 @@ def test_a_gradient_that_changes_while_its_step_is_computed(
     with computing():
         is_equal, overlap = run(act, 2 * MATRIX, offloaded)
     assert is_equal
-    assert overlap.rollbacks > 0
+    assert overlap.meter.steps_dropped > 0
 
 
 class Watching(optim.AdamW):
@@ -267,7 +267,7 @@ def test_state_that_is_on_the_device_is_not_overlapped(computing: Computing) -> 
     with computing():
         is_equal, overlap = run(kind=Watching, steps=4)
     assert is_equal
-    assert overlap.commits == 0
+    assert overlap.meter.steps_committed == 0
 
 
 # ---------------------------------------------------------------------- memory
@@ -292,7 +292,7 @@ def test_nothing_stays_on_the_device_between_steps(
 
     with computing():
         _, overlap = run(act_and_measure, 2 * MATRIX, offloaded)
-    assert overlap.commits > 0
+    assert overlap.meter.steps_committed > 0
     assert len(set(allocated[6:])) == 1  # the first six are the plain model's
 
 
@@ -402,8 +402,8 @@ def test_a_removed_wait_is_found(
     mutate(monkeypatch)
     with computing():
         is_equal, overlap = run(usual, MATRIX, offloaded)
-    assert overlap.commits + overlap.rollbacks > 0
-    assert not is_equal or overlap.rollbacks > 0
+    assert overlap.meter.steps_committed + overlap.meter.steps_dropped > 0
+    assert not is_equal or overlap.meter.steps_dropped > 0
 
 
 # ---------------------------------------------------------------------- torch's own sanitizer, which is for a process
@@ -460,8 +460,8 @@ def run_sanitized(mutant: str) -> None:
             executor = attach(model := build(), MATRIX, names(2))
             train(model, act, steps=5)
             executor.detach()
-            assert executor.placement.states.overlap.commits > 0
-        assert train_on_another_stream().commits > 0
+            assert executor.placement.states.overlap.meter.steps_committed > 0
+        assert train_on_another_stream().meter.steps_committed > 0
 
 
 @pytest.mark.parametrize(

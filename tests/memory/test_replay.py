@@ -54,8 +54,8 @@ def test_the_second_step_of_a_caching_allocator_may_need_more_than_the_first() -
             del first
             third = torch.empty(2 * MIB + MIB // 2, dtype=torch.uint8)  # gets all of what the first one had
             del second, third
-        replay = tracker.replay(log, [middle])
-    assert replay.above_start == {middle: 6 * MIB}
+        replay = tracker.replay(log, middle)
+    assert replay.above_start == 6 * MIB
     assert replay.peak_bytes == tracker.peak_bytes(CPU) == 6 * MIB
 
 

@@ -105,8 +105,8 @@ def test_every_step_after_the_warmup_is_committed(kind, offloaded):
     # The first step is observed, and makes the state. That of biases on the device is smaller than a page, and stays.
     # The steps of two kinds compute in the memory of gradients; without state only parameters on the host are copied.
     early = 0 if kind in ("sgd, nesterov", "adagrad") else 2 * offloaded if kind == "sgd" else 4 + offloaded
-    assert overlap.commits == 4 * early
-    assert overlap.rollbacks == 0
+    assert overlap.meter.steps_committed == 4 * early
+    assert overlap.meter.steps_dropped == 0
     assert overlap.obstacle is None
 
 
@@ -126,7 +126,7 @@ def test_state_stays_on_the_host_if_every_parameter_is_stepped_early(offloaded, 
         return optimizer
 
     overlap = both(train, bias=False, offloaded=offloaded)
-    assert (overlap.commits, overlap.rollbacks) == (4 * 4, 0)
+    assert (overlap.meter.steps_committed, overlap.meter.steps_dropped) == (4 * 4, 0)
     assert not caplog.records
 
 
@@ -173,7 +173,7 @@ def test_a_plan_for_a_model_without_biases_needs_what_it_predicts(budget, early,
             optimizer.zero_grad()
             states = [state["exp_avg"] for state in optimizer.state.values()]
             assert sum(each.device.type == "cpu" for each in states) == early
-        assert placement.states.overlap.commits == 3 * early
+        assert placement.states.overlap.meter.steps_committed == 3 * early
         assert plan.peak_at == peak_at
         assert plan.predicted_peak_bytes == pytest.approx(gpu.peak_bytes, rel=0.002)
         memscale.detach(model)
@@ -202,8 +202,8 @@ def test_steps_wait_for_the_warmup():
             optimizer.zero_grad()
         return optimizer
 
-    assert both(train, warmup_steps=3).commits == 2 * 4
-    assert both(train, warmup_steps=0).commits == 4 * 4
+    assert both(train, warmup_steps=3).meter.steps_committed == 2 * 4
+    assert both(train, warmup_steps=0).meter.steps_committed == 4 * 4
 
 
 def test_memory_on_the_host_changes_places_unless_there_are_views_of_it():
@@ -224,7 +224,7 @@ def test_memory_on_the_host_changes_places_unless_there_are_views_of_it():
                 assert kept.data_ptr() != before[0]
                 assert other.data_ptr() == before[1] == view.data_ptr()
         assert torch.equal(view, other)
-        assert executor.placement.states.overlap.commits == 4 * 8
+        assert executor.placement.states.overlap.meter.steps_committed == 4 * 8
         executor.detach()
 
 
@@ -262,11 +262,11 @@ def test_changes_between_backward_and_step(change, always, offloaded):
 
     overlap = both(train, offloaded=offloaded)
     if always and change is not decay_by_data:
-        assert overlap.commits == 0
+        assert overlap.meter.steps_committed == 0
         assert overlap.obstacle == GRADIENTS_CHANGE
     else:
-        assert overlap.rollbacks > 0
-        assert always or overlap.commits > 0
+        assert overlap.meter.steps_dropped > 0
+        assert always or overlap.meter.steps_committed > 0
 
 
 def zero_smallest_element(model: Model, optimizer: optim.Optimizer) -> None:
@@ -321,8 +321,8 @@ def test_small_changes_through_data_after_the_warmup(change, offloaded):
         return optimizer
 
     overlap = both(train, offloaded=offloaded)
-    assert overlap.commits > 0
-    assert overlap.rollbacks > 0
+    assert overlap.meter.steps_committed > 0
+    assert overlap.meter.steps_dropped > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -369,7 +369,11 @@ def test_clipping_and_accumulation_do_not_overlap():
 
     for train, obstacle in ((clip, GRADIENTS_CHANGE), (accumulate, ACCUMULATED)):
         overlap = both(train)
-        assert (overlap.commits, overlap.rollbacks, overlap.obstacle) == (0, 0, obstacle)
+        assert (overlap.meter.steps_committed, overlap.meter.steps_dropped, overlap.obstacle) == (
+            0,
+            0,
+            obstacle,
+        )
 
 
 class Loop:
@@ -612,7 +616,7 @@ def test_random_loops(seeds):
             offloaded=seed % 5,
             bucket=(2, 8)[seed % 3 == 0],
         )
-        commits += overlap.commits
-        rollbacks += overlap.rollbacks
+        commits += overlap.meter.steps_committed
+        rollbacks += overlap.meter.steps_dropped
     assert commits > 0
     assert rollbacks > 0

@@ -64,8 +64,8 @@ def test_the_loop_decides_whether_steps_overlap(clip: bool, caplog: pytest.LogCa
         assert executor.plan.optimizer is not None
         assert executor.plan.optimizer.overlapped is not clip
         overlap = executor.placement.states.overlap
-        assert (overlap.commits > 0) is not clip
-        assert overlap.rollbacks == 0
+        assert (overlap.meter.steps_committed > 0) is not clip
+        assert overlap.meter.steps_dropped == 0
         said = [each for each in caplog.messages if each.startswith("nothing changes gradients")]
         assert len(said) == (0 if clip else 1)
         assert all("(estimated)" in each and "of host memory" in each for each in said)
@@ -83,5 +83,5 @@ def test_switched_off() -> None:
         model = memscale.wrap(gpt2().to(gpu.device), config)
         train(model, gpu.device, clip=False)
         overlap = executor_of(model).placement.states.overlap
-        assert (overlap.commits, overlap.obstacle, overlap.is_allowed) == (0, None, False)
+        assert (overlap.meter.steps_committed, overlap.obstacle, overlap.is_allowed) == (0, None, False)
         memscale.detach(model)

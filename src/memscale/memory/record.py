@@ -446,18 +446,15 @@ class Ledger:
         finally:
             self._log = None
 
-    def replay(self, log: StepLog, marks: Collection[int] = ()) -> Replay:
-        """Repeat a step's requests, but for what was not released; record what is in use before the events `marks`."""
+    def replay(self, log: StepLog, mark: int = 0) -> Replay:
+        """Repeat a step's requests, but for what was not released; record what is in use before the event `mark`."""
         # See Note [Replaying a step].
         allocator = self._find(log.device).allocator
         released = {id(allocation) for allocation, size in log.events if size is None}
-        peak = start = allocator.allocated
+        peak = start = at_mark = allocator.allocated
         peak_event = 0
-        above_start: dict[int, int] = {}
         blocks: dict[int, AllocatedBlock] = {}
         for number, (allocation, size) in enumerate(log.events):
-            if number in marks:
-                above_start[number] = allocator.allocated - start
             key = id(allocation)
             if size is None:
                 block = blocks.pop(key, None)  # None: it is older than the log
@@ -467,9 +464,9 @@ class Ledger:
                 blocks[key] = allocator.allocate(size)
                 if allocator.allocated > peak:
                     peak, peak_event = allocator.allocated, number
-        if len(log) in marks:  # nothing follows: the model has no gradients
-            above_start[len(log)] = allocator.allocated - start
-        return Replay(peak, above_start, peak_event)
+            if number < mark:
+                at_mark = allocator.allocated
+        return Replay(peak, at_mark - start, peak_event)
 
     def use_of(self, log: StepLog) -> StepUse:
         """Return the memory over a logged step, if it is repeated from now on."""
@@ -569,7 +566,7 @@ class StepLog:
 @dataclass(frozen=True)
 class Replay:
     peak_bytes: int
-    above_start: dict[int, int]  # by mark: what was in use above the start
+    above_start: int  # what was in use at the mark, above the start
     peak_event: int  # the event of the log that reached the peak
 
 

@@ -139,7 +139,7 @@ class OverlappedSteps(StepSubscriber):
         self.obstacle: str | None = None
         self._mover = mover
         self._pinned = pinned
-        self._meter = meter
+        self.meter = meter
         self._engine = Engine(AsyncOffloadConfig())
         self._arithmetic = Engine(AsyncOffloadConfig())  # with a stream of its own
         self._lock = threading.RLock()  # backward runs in threads of its own
@@ -159,16 +159,6 @@ class OverlappedSteps(StepSubscriber):
         self._early: dict[int, _EarlyStep] = {}
         self._spare: dict[tuple[int, str], Tensor] = {}  # by parameter and name of its state; "" is itself
         self._writing: deque[tuple[Transfer[None], list[Any]]] = deque()  # with what was loaded
-
-    @property
-    def commits(self) -> int:
-        """Parameters whose early step was committed so far."""
-        return self._meter.steps_committed
-
-    @property
-    def rollbacks(self) -> int:
-        """Those whose early step was dropped."""
-        return self._meter.steps_dropped
 
     # ------------------------------------------------------------------ on and off
 
@@ -214,8 +204,7 @@ class OverlappedSteps(StepSubscriber):
         with self._lock:
             self._finish_writing()  # first: memory that is freed may be reused at once, and copies read gradients
             self._waiting.clear()
-            self._meter.steps_dropped += len(self._early)
-            self._finish_writing()  # first: an early step may be the last that holds memory which is written
+            self.meter.steps_dropped += len(self._early)
             self._early.clear()
 
     def before_forward(self, *_: object) -> None:
@@ -242,7 +231,7 @@ class OverlappedSteps(StepSubscriber):
             observed = not overlaps and not is_fake(gradient) and _is_plain(gradient)
             self._arrived[key] = _Arrival(_key(gradient), passes, _sums_of(gradient) if observed else None)
             if self._early.pop(key, None) is not None:
-                self._meter.steps_dropped += 1
+                self.meter.steps_dropped += 1
             if passes > 1 or not overlaps or not self._can_compute(parameter, gradient):
                 return
             task = graph_task_id()
@@ -305,7 +294,7 @@ class OverlappedSteps(StepSubscriber):
 
     def _flush(self) -> None:
         """Compute the step of the next bucket."""
-        with self._lock, torch.no_grad(), self._meter.timing("optimizer state"):
+        with self._lock, torch.no_grad(), self.meter.timing("optimizer state"):
             # Without a gradient: it waited since a backward that raised.
             waiting = [each for each in self._waiting if each.grad is not None]
             self._waiting.clear()
@@ -318,7 +307,7 @@ class OverlappedSteps(StepSubscriber):
                 )
             except (torch.OutOfMemoryError, TierFullError):  # step() itself needs less room
                 self._arithmetic.drain(self._device)  # before what it reads and writes is released
-                self._meter.steps_dropped += len(waiting)
+                self.meter.steps_dropped += len(waiting)
                 for loop in map(self._loop_of, waiting):
                     if loop is not None and loop.overlaps:
                         loop.back_off()
@@ -403,7 +392,7 @@ class OverlappedSteps(StepSubscriber):
             return value
         if not self._is_copied(value):
             return value.clone()
-        self._meter.count_read(what, "host", value.nbytes)
+        self.meter.count_read(what, "host", value.nbytes)
         return value.to(self._device, non_blocking=True)
 
     def _spares_for(self, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Tensor]:
@@ -458,7 +447,7 @@ class OverlappedSteps(StepSubscriber):
             early = [self._early.pop(key) for key in stepped if key in self._early]
             current = [each for each in early if each.is_current(optimizer, stepped[id(each.parameter)][1])]
             current = _with_equal_sums(current)
-            self._meter.steps_dropped += len(early) - len(current)
+            self.meter.steps_dropped += len(early) - len(current)
             if not current or len(current) < len(early):
                 self._finish_writing()  # and release what was loaded: the step needs the room
             self.obstacle = _obstacle(arrivals)
@@ -471,7 +460,7 @@ class OverlappedSteps(StepSubscriber):
             return current
 
     def _commit(self, steps: Iterable[_EarlyStep], optimizer: Optimizer) -> None:
-        with self._lock, torch.no_grad(), self._meter.timing("optimizer state"):
+        with self._lock, torch.no_grad(), self.meter.timing("optimizer state"):
             self._finish_writing()
             for step in steps:
                 parameter, state = step.parameter, optimizer.state.get(step.parameter, {})
@@ -489,11 +478,11 @@ class OverlappedSteps(StepSubscriber):
                         self._exchange("optimizer state", parameter, name, before, after)
                     else:
                         before.copy_(after)
-                self._meter.steps_committed += 1
+                self.meter.steps_committed += 1
 
     def _exchange(self, what: Any, parameter: nn.Parameter, name: str, kept: Tensor, spare: Tensor) -> None:
         """Give a tensor on the host spare memory with new values; if there are views of its own, the values."""
-        self._meter.count_written(what, "host", kept.nbytes)
+        self.meter.count_written(what, "host", kept.nbytes)
         if has_other_views(kept):
             kept.copy_(spare)
             return

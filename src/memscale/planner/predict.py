@@ -247,7 +247,7 @@ def _step(
                 parameter.grad = None
         # Without state to come, the first step may need as much as the later ones: the allocator's blocks are new.
         peaks += [tracker.peak_bytes(device)] if steps.in_buckets else []
-        replays = [tracker.replay(log, (saved_at,)) for _ in range(REPLAYS)]
+        replays = [tracker.replay(log, saved_at) for _ in range(REPLAYS)]
         peaks += [each.peak_bytes for each in replays]
     phases = {"forward": after_forward, "loss": after_loss, "backward": after_backward}
     peak_event = max(replays, key=lambda each: each.peak_bytes).peak_event
@@ -260,7 +260,7 @@ def _step(
         capacity = log.least_capacity(REPLAYS, peak, reserved)
     return Step(
         peak,
-        replays[-1].above_start[saved_at],
+        replays[-1].above_start,
         peak_at,
         _memory_of(tracker.use_of(log), phases),
         reserved,
