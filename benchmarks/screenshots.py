@@ -57,7 +57,7 @@ def main(images: Path) -> None:
             page.goto(page_path.as_uri())
             page.wait_for_selector("#memory-planned path")
             if scheme == "dark":
-                page.hover("#memory-planned", position={"x": 370, "y": 250})
+                page.hover("#memory-planned", position={"x": 250, "y": 250})
             page.screenshot(path=images / f"{name}.png")
             page.close()
         site = Path(directory) / "site"
