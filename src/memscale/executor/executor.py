@@ -756,7 +756,7 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     callback = executor.on_training_batch
     if callback is None or executor._is_calling_back:
         return None
-    called = override_of(model)
+    called, hooks = override_of(model), tuple(model._forward_pre_hooks)
     executor._was_called = True
     executor.meter.forward_pass()
     executor.accumulation.begin_batch(lambda: any(map(_has_gradient, model.parameters())))
@@ -768,7 +768,9 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     executor.replace_own_checkpointing()
     if called is not None:
         called.redirect_next_call(override_of(model))
-    # Planning may have replaced the model's other hooks, and torch goes on with the old ones in this call.
+    if tuple(model._forward_pre_hooks) == hooks:
+        return None
+    # The model's other hooks were replaced, and torch goes on with the old ones in this call.
     brought = _inputs_to_device(model, args, kwargs)
     args, kwargs = brought or (args, kwargs)
     return next((hook(model, args, kwargs) for hook in _no_cache_of(model)), None) or brought
