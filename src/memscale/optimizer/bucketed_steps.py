@@ -41,7 +41,7 @@ from memscale.optimizer.eight_bit import (
     is_moment,
     stored_layout,
 )
-from memscale.optimizer.interceptor import Member, SplitStep, StepOrder, StepSubscriber, members_of
+from memscale.optimizer.interceptor import Member, StepOrder, StepSubscriber, members_of, split_step
 from memscale.optimizer.kinds import (
     ELEMENTWISE,
     MOMENTS,
@@ -324,7 +324,7 @@ class BucketedSteps(StepSubscriber):
                     if is_ours:  # no gradient now, but maybe state: loaded from a checkpoint, or from before
                         idle.append(self._reserve(optimizer, each))
             buckets = self._buckets(optimizer, bucketed, others)
-            with SplitStep(optimizer) as split, contextlib.closing(buckets):
+            with split_step(optimizer) as split, contextlib.closing(buckets):
                 for bucket, shown in buckets:
                     # See Note [Two buckets]: the state of the bucket before is being saved.
                     with torch.no_grad(), self._meter.timing("optimizer state"):

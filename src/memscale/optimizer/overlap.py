@@ -50,7 +50,7 @@ from memscale.errors import TierFullError
 from memscale.hardware.host import process_count
 from memscale.observe.counters import Meter
 from memscale.optimizer.eight_bit import Moment, is_dense
-from memscale.optimizer.interceptor import SplitStep, StepOrder, StepSubscriber, members_of
+from memscale.optimizer.interceptor import StepOrder, StepSubscriber, members_of, split_step
 from memscale.optimizer.kinds import has_moments, leaves_gradients, step_alone, why_whole
 from memscale.optimizer.state_stores import StateMover, lane_of
 from memscale.techniques.undo_log import GradientHook
@@ -430,7 +430,7 @@ class OverlappedSteps(StepSubscriber):
             return
         done = {id(each.parameter) for each in early}
         others = [each for each in members_of(optimizer) if id(each.parameter) not in done]
-        with SplitStep(optimizer) as split:
+        with split_step(optimizer) as split:
             split.show(others)
             if others:
                 call()

@@ -48,7 +48,7 @@ from memscale.execution_plan import Plan, Tier
 from memscale.optimizer.bucketed_steps import bytes_of_gradient
 from memscale.optimizer.device_steps import DeviceSteps
 from memscale.optimizer.eight_bit import is_dense, parameters_in_eight_bits, stored_layout
-from memscale.optimizer.interceptor import Member, SplitStep, StepOrder, StepSubscriber, members_of
+from memscale.optimizer.interceptor import Member, StepOrder, StepSubscriber, members_of, split_step
 from memscale.optimizer.kinds import (
     FOREACH_DIFFERS,
     FOREACH_DIFFERS_IN_16_BITS,
@@ -225,7 +225,7 @@ class PlacementSteps(StepSubscriber):
                 twins.append(member)
             else:
                 calls[self._implementation_of(member, optimizer, placement)].append(member)
-        with SplitStep(optimizer) as split:
+        with split_step(optimizer) as split:
             if on_device and twins and not on_device.run(optimizer, twins, split, call):
                 for member in twins:
                     calls[self._implementation_of(member, optimizer, placement)].append(member)
