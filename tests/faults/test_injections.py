@@ -140,7 +140,8 @@ def test_a_disk_that_fails(name: str, inject: Inject) -> None:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_many_faults(name: str, fault: str, inject: Inject) -> None:
     on_cpu = SCENARIOS[name].device == CPU
-    assert inject(name, PHASES, [fault], 10 if on_cpu else 3).injected >= 15
+    points = 3 if not on_cpu else 10 if fault == "Ctrl-C" else 5  # errors: see the test below, too
+    assert inject(name, PHASES, [fault], points).injected >= 15
 
 
 @pytest.mark.slow
