@@ -189,6 +189,27 @@ def test_the_port_for_metrics_is_on_loopback_and_has_a_timeout(monkeypatch: pyte
     memscale.detach(model)
 
 
+def was_closed(connection: socket.socket) -> bool:
+    """Send one more byte, and see whether the other end is there."""
+    try:
+        connection.sendall(b"G")
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_a_client_that_asks_slowly_does_not_hold_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("prometheus_client")
+    monkeypatch.setattr(exporters, "TIMEOUT", 0.2)
+    model = memscale.wrap(build(), ON_DISK.replace(observability_port=0), X)
+    (server,) = exporters._servers
+    with socket.create_connection(("127.0.0.1", server.port), timeout=0.05) as slow:
+        assert any(was_closed(slow) for _ in range(600))
+    memscale.detach(model)
+
+
 @pytest.mark.parametrize(
     "change",
     [

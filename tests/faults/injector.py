@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +20,7 @@ SOURCE = str(Path(memscale.__file__).parent)
 DEVICES = ("/testing.py", "/simulator/", "/memory/")  # which stand for hardware
 # The rest is bookkeeping of a few lines without an operation that could fail, or runs in finalizers, whose errors
 # Python does not pass on.
-FINALIZERS = ("free", "_release", "_count", "is_forked")
+FINALIZERS = ("free", "_release", "_count", "is_forked", "__del__")
 NOT_HOOKS = (
     *DEVICES,
     "/observe/counters.py",
@@ -43,6 +43,7 @@ class Injector:
     def __init__(self, at: int | None = None, fault: Callable[[], BaseException] | None = None) -> None:
         self.count = 0
         self.where = ""
+        self.first: dict[CodeType, int] = {}  # the number of each function's first call
         self._at = at
         self._fault = fault
 
@@ -103,10 +104,19 @@ class Injector:
         name = frame.f_code.co_name
         if frame.f_code.co_filename.endswith(ARITHMETIC[0]) and name == ARITHMETIC[1]:
             return False
-        return not name.startswith("<") and name not in FINALIZERS and frame.f_lasti <= 4
+        return not name.startswith("<") and frame.f_lasti <= 4 and not Injector._is_in_finalizer(frame)
+
+    @staticmethod
+    def _is_in_finalizer(frame: FrameType | None) -> bool:
+        while frame is not None and frame.f_code.co_filename.startswith(SOURCE):
+            if frame.f_code.co_name in FINALIZERS:
+                return True
+            frame = frame.f_back
+        return False
 
     def _reached(self, frame: FrameType) -> bool:
         self.count += 1
+        self.first.setdefault(frame.f_code, self.count)
         if self.count != self._at:
             return False
         code = frame.f_code

@@ -10,7 +10,9 @@ import errno
 import itertools
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from types import CodeType
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ import torch
 import memscale
 from faults.injector import Injector, Syscalls, spread
 from faults.runs import Fault, Outcome, run_of
-from faults.scenarios import CPU, SCENARIOS, WIDTH, assert_nothing_left, build
+from faults.scenarios import CPU, GPU, SCENARIOS, WIDTH, assert_nothing_left, build
 from memscale import Config
 from memscale.executor import executor as executor_module
 from memscale.executor import executor_of
@@ -52,7 +54,16 @@ Inject = Callable[..., Outcome]
 def inject(tmp_path: Path, record_property: Callable[[str, object], None]) -> Inject:
     """Inject faults at some points of phases; the terminal summary adds up how many there were."""
 
-    def run(name: str, phases: Sequence[str], faults: Sequence[str], points: int) -> Outcome:
+    injected = 0
+
+    def run(
+        name: str,
+        phases: Sequence[str],
+        faults: Sequence[str],
+        points: int,
+        tried: set[CodeType] | None = None,
+    ) -> Outcome:
+        nonlocal injected
         if name == "8 bits":
             pytest.importorskip("bitsandbytes")
         with run_of(name, tmp_path) as made:
@@ -61,9 +72,10 @@ def inject(tmp_path: Path, record_property: Callable[[str, object], None]) -> In
                 if fault in SYSTEM_CALLS:
                     made.inject(phase, lambda at, call=fault: Syscalls(at, call, SYSTEM_CALLS[call]), points)
                 else:
-                    made.inject(phase, lambda at, fault=fault: Injector(at, FAULTS[fault]), points)
+                    made.inject(phase, lambda at, fault=fault: Injector(at, FAULTS[fault]), points, tried)
                 assert fault != "Ctrl-C" or made.outcome.torn == torn
-        record_property("injections", made.outcome.injected)
+        injected += made.outcome.injected
+        record_property("injections", injected)
         assert not made.outcome.failures, "\n".join(made.outcome.failures)
         return made.outcome
 
@@ -128,7 +140,22 @@ def test_a_disk_that_fails(name: str, inject: Inject) -> None:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_many_faults(name: str, fault: str, inject: Inject) -> None:
     on_cpu = SCENARIOS[name].device == CPU
-    assert inject(name, PHASES, [fault], 10 if on_cpu else 3).injected >= 15
+    points = 3 if not on_cpu else 10 if fault == "Ctrl-C" else 5  # errors: see the test below, too
+    assert inject(name, PHASES, [fault], points).injected >= 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_an_error_in_every_function(device: str, inject: Inject) -> None:
+    """At its first call in each phase of the first scenario that calls it."""
+    tried: dict[str, set[CodeType]] = {phase: set() for phase in PHASES}
+    injected = 0
+    for name, scenario in SCENARIOS.items():
+        if scenario.device == device and (name != "8 bits" or find_spec("bitsandbytes")):
+            for phase in PHASES:
+                injected += inject(name, [phase], ["an error"], 0, tried[phase]).injected
+    print(device, injected, {phase: len(each) for phase, each in tried.items()})
+    assert len(set().union(*tried.values())) >= 150
 
 
 @pytest.mark.slow

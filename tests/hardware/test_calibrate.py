@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from dataclasses import replace
@@ -158,6 +159,23 @@ def test_a_damaged_file_is_ignored_with_a_warning_and_refused_if_it_was_named(
     with pytest.raises(HardwareError, match=rf"{CALIBRATION_VARIABLE}='.*': it is damaged .*'none'"):
         detect("cpu")
     memscale.calibrate(written, device="cpu", **SIZES)
+    assert detect("cpu").measured is not None
+
+
+def test_a_file_that_could_not_be_written_is_as_before(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = written.read_bytes()
+    write = Path.write_text
+
+    def fail(path: Path, text: str, **options: Any) -> int:
+        write(path, text[:100], **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(HardwareError, match="can't be written: No space left"):
+        memscale.calibrate(device="cpu", **SIZES)
+    assert written.read_bytes() == before
     assert detect("cpu").measured is not None
 
 

@@ -91,7 +91,9 @@ def calibrate(
     contents = measure_calibration(hardware, nbytes, side, progress or _silent)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(contents, indent=1), encoding="utf-8")
+        new = target.with_name(f"{target.name}.new")  # whole or not at all
+        new.write_text(json.dumps(contents, indent=1), encoding="utf-8")
+        new.replace(target)
     except OSError as error:
         raise HardwareError(
             f"path={shown(str(target), 200)} can't be written: {error.strerror or error}. Give calibrate a file in "

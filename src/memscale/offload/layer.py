@@ -142,8 +142,12 @@ class OffloadedLayer(ForwardStage):
             if self.prefetcher is not None:
                 self.prefetcher.drop()
             raise
-        finally:
-            self.post_forward()
+        finally:  # the masters are put back here, not in a function whose call could fail
+            for inner, name, parameter in self._masters:
+                inner._parameters[name] = parameter
+            self._masters = []
+            self._copied.clear()
+            self.state = LayerState.OFFLOADED
             self._placement.end_use(mapped)
         in_training = torch.is_grad_enabled() and graph_task_id() == OUTSIDE_BACKWARD
         if mapped and in_training and not self._recomputed:
@@ -164,14 +168,6 @@ class OffloadedLayer(ForwardStage):
             inner._parameters[name] = copy  # type: ignore[assignment]
         if self.prefetcher is not None:
             self.prefetcher.reached(self, again=True)
-
-    def post_forward(self) -> None:
-        """Put the masters back."""
-        for inner, name, parameter in self._masters:
-            inner._parameters[name] = parameter
-        self._masters = []
-        self._copied.clear()
-        self.state = LayerState.OFFLOADED
 
     def _register_pre_backward(self, output: object, parameters: Sequence[nn.Parameter]) -> None:
         """Have the pages ready when backward gets to a layer that is not recomputed: nothing else tells of it."""

@@ -47,12 +47,12 @@ from memscale.optimizer.interceptor import (
     STATE_NAMES,
     Member,
     NewState,
-    SplitStep,
     StepOrder,
     StepSubscriber,
     arithmetic_of,
     has_moments,
     members_of,
+    split_step,
     why_32_bits,
     why_whole,
 )
@@ -325,7 +325,7 @@ class BucketedSteps(StepSubscriber):
                     if is_ours:  # no gradient now, but maybe state: loaded from a checkpoint, or from before
                         idle.append(self._reserve(optimizer, each))
             buckets = self._buckets(optimizer, bucketed, others)
-            with SplitStep(optimizer) as split, contextlib.closing(buckets):
+            with split_step(optimizer) as split, contextlib.closing(buckets):
                 for bucket, shown in buckets:
                     # See Note [Two buckets]: the state of the bucket before is being saved.
                     with torch.no_grad(), self._meter.timing("optimizer state"):

@@ -25,13 +25,14 @@ optimizer that it wraps), then that call is split, and nothing around it.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import inspect
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from types import CellType
 from typing import Any, ClassVar, NamedTuple
 
@@ -288,19 +289,16 @@ def members_of(optimizer: Optimizer) -> list[Member]:
 
 
 class SplitStep:
-    """One step of an optimizer, in several calls; the groups are whole again when the block ends, also by an error."""
+    """One step of an optimizer, in several calls; see `split_step`."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._groups = list(optimizer.param_groups)
+        self.groups = list(optimizer.param_groups)
         # The lists of a group that have one entry for each parameter.
-        self._lists = [
+        self.lists = [
             {key: group[key] for key in ("params", "param_names") if isinstance(group.get(key), list)}
-            for group in self._groups
+            for group in self.groups
         ]
-
-    def __enter__(self) -> SplitStep:
-        return self
 
     def show(self, members: Iterable[Member]) -> None:
         """Cut the groups down to these members, for the next call; groups that have none are left out.
@@ -310,16 +308,23 @@ class SplitStep:
         shown: dict[int, list[Member]] = defaultdict(list)
         for member in sorted(members, key=lambda member: member[:2]):
             shown[member.group].append(member)
-        self._optimizer.param_groups[:] = [self._groups[index] for index in shown]
+        self._optimizer.param_groups[:] = [self.groups[index] for index in shown]
         for index, chosen in shown.items():
-            for key, values in self._lists[index].items():
-                self._groups[index][key] = [values[each.position] for each in chosen]
-            self._groups[index]["params"] = [each.parameter for each in chosen]
+            for key, values in self.lists[index].items():
+                self.groups[index][key] = [values[each.position] for each in chosen]
+            self.groups[index]["params"] = [each.parameter for each in chosen]
 
-    def __exit__(self, *error: object) -> None:
-        for group, lists in zip(self._groups, self._lists, strict=True):
+
+@contextlib.contextmanager
+def split_step(optimizer: Optimizer) -> Iterator[SplitStep]:
+    """Make a step in several calls; the groups are whole again when the block ends, also by an error."""
+    split = SplitStep(optimizer)
+    try:
+        yield split
+    finally:  # not in a method, whose call could fail
+        for group, lists in zip(split.groups, split.lists, strict=True):
             group.update(lists)
-        self._optimizer.param_groups[:] = self._groups
+        optimizer.param_groups[:] = split.groups
 
 
 # ---------------------------------------------------------------------- the classes of torch.optim

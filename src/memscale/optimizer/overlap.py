@@ -51,12 +51,12 @@ from memscale.hardware.host import process_count
 from memscale.observe.counters import Meter
 from memscale.optimizer.eight_bit import Moment, is_dense
 from memscale.optimizer.interceptor import (
-    SplitStep,
     StepOrder,
     StepSubscriber,
     has_moments,
     leaves_gradients,
     members_of,
+    split_step,
     step_alone,
     why_whole,
 )
@@ -430,7 +430,7 @@ class OverlappedSteps(StepSubscriber):
             return
         done = {id(each.parameter) for each in early}
         others = [each for each in members_of(optimizer) if id(each.parameter) not in done]
-        with SplitStep(optimizer) as split:
+        with split_step(optimizer) as split:
             split.show(others)
             call()  # also if there are none: subscribers see the step
         self._commit(early, optimizer)

@@ -55,12 +55,12 @@ from memscale.optimizer.interceptor import (
     STATE_NAMES,
     Member,
     NewState,
-    SplitStep,
     StepOrder,
     StepSubscriber,
     arithmetic_of,
     is_fused_on_cpu,
     members_of,
+    split_step,
     why_whole,
 )
 from memscale.optimizer.state_stores import DiskStateStore, HostStateStore, StateStore
@@ -222,7 +222,7 @@ class PlacementSteps(StepSubscriber):
                 twins.append(member)
             else:
                 calls[self._implementation_of(member, optimizer, placement)].append(member)
-        with SplitStep(optimizer) as split:
+        with split_step(optimizer) as split:
             if on_device and twins and not on_device.run(optimizer, twins, split, call):
                 for member in twins:
                     calls[self._implementation_of(member, optimizer, placement)].append(member)

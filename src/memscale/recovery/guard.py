@@ -66,12 +66,12 @@ from memscale.hardware.host import process_count
 from memscale.observe.log import open_log
 from memscale.optimizer.interceptor import (
     Member,
-    SplitStep,
     StepInterceptor,
     StepOrder,
     StepSubscriber,
     arithmetic_of,
     members_of,
+    split_step,
     why_whole,
 )
 from memscale.recovery.shortage import attempt, explain, free_memory, heavier_plans, log_recovery
@@ -448,7 +448,7 @@ class StepRecovery(StepSubscriber):
         limit = BUCKET_BYTES
         done: list[_Snapshot] = []
         is_kept = not StepInterceptor.instance.has_begun(optimizer)  # what every bucket so far had before
-        with SplitStep(optimizer) as split:
+        with split_step(optimizer) as split:
             while pending:
                 bucket = [pending.pop()]
                 size = _stepped_bytes(bucket[0])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any, Protocol
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from torch import nn
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 HOST = "127.0.0.1"
-TIMEOUT = 10.0  # seconds in which a request must be made
+TIMEOUT = 10.0  # seconds in which a request must be made and answered
 PREFIX = "memscale/"
 
 logger = logging.getLogger("memscale")
@@ -73,29 +76,46 @@ _servers: list[_Server] = []
 _lock = threading.Lock()  # of the servers and their sources
 
 
-class _WithTimeout:
-    """Closes a connection on which nothing is asked for `timeout` seconds, which would hold a thread."""
+class _ThreadingServer(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Handler(WSGIRequestHandler):
+    """Closes a connection whose request is not made and answered in `TIMEOUT` seconds, as it holds a thread."""
 
     def handle(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            super().handle()  # type: ignore[misc]
+        deadline = threading.Timer(TIMEOUT, self._close)
+        deadline.daemon = True
+        deadline.start()
+        try:
+            with contextlib.suppress(OSError):  # the client has gone away, or was closed
+                super().handle()
+        finally:
+            deadline.cancel()
+
+    def _close(self) -> None:
+        with contextlib.suppress(OSError):  # it has just been answered
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing."""
 
 
 class _Server:
     """One port, however many models share it, on the loopback interface only, until the last of them is gone."""
 
     def __init__(self, port: int) -> None:
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, make_wsgi_app
 
         self._sources: list[weakref.ref[Executor]] = []
         registry = CollectorRegistry()
         registry.register(self)  # it calls `collect`
-        self._http, self._thread = start_http_server(port, HOST, registry)
-        kind = cast(type, self._http.RequestHandlerClass)
-        self._http.RequestHandlerClass = type("_Handler", (_WithTimeout, kind), {"timeout": TIMEOUT})
+        self._http = make_server(HOST, port, make_wsgi_app(registry), _ThreadingServer, _Handler)
         self.port: int = self._http.server_port
         self.ports = {port, self.port}  # asked for (0 for any), and had
-        self._thread.name = f"memscale-metrics-{self.port}"
+        name = f"memscale-metrics-{self.port}"
+        self._thread = threading.Thread(target=self._http.serve_forever, name=name, daemon=True)
+        self._thread.start()
 
     def add(self, source: Executor) -> None:
         """Serve a model's report as well; the caller holds the lock."""
