@@ -82,7 +82,9 @@ def _differences(
     for each in plans:
         if Plan.from_json(each.to_json()) != each:
             yield "a plan read back from its JSON differs"
-    if len(plans) == 3 and plans[1].predicted_time_ratio > plans[2].predicted_time_ratio:
+    # `force_optimize` exchanges the fastest plan, where that is the plain model, for one that saves memory.
+    compared = len(plans) == 3 and not config.force_optimize
+    if compared and plans[1].predicted_time_ratio > plans[2].predicted_time_ratio:
         ratios = [each.predicted_time_ratio for each in plans[1:]]
         yield f"a looser budget gives a slower plan: {points[0]} and {points[-1]} bytes, time ratios {ratios}"
     training = Training(case, device)
