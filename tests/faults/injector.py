@@ -114,10 +114,23 @@ class Injector:
             frame = frame.f_back
         return False
 
+    @staticmethod
+    def _is_attribute_read(frame: FrameType | None) -> bool:
+        """Whether torch asks a fake tensor for its device or the like: it ends the process if that raises."""
+        while frame is not None:
+            function = frame.f_locals.get("func") if frame.f_code.co_name == "__torch_dispatch__" else None
+            if getattr(function, "namespace", "") == "prim":
+                return True
+            frame = frame.f_back
+        return False
+
     def _reached(self, frame: FrameType) -> bool:
         self.count += 1
         self.first.setdefault(frame.f_code, self.count)
         if self.count != self._at:
+            return False
+        if self._is_attribute_read(frame):
+            self._at += 1
             return False
         code = frame.f_code
         self.where = f"{Path(code.co_filename).relative_to(SOURCE)}:{frame.f_lineno} {code.co_name}"
