@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from memscale._torch import current_fake_mode
 from memscale.testing import CPU_KERNELS
 
 aten = torch.ops.aten
@@ -69,6 +70,8 @@ class _Computing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if current_fake_mode() is not None:
+            return func(*args, **kwargs)  # a simulation, whose tensors seem to be on the card
         state = None
         on_device = [each for each in tree_flatten((args, kwargs))[0] if _is_cuda(each)]
         device = kwargs.get("device")
