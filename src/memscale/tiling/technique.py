@@ -55,14 +55,16 @@ def rows_of_layers(positions: int) -> int | None:
     return LAYER_ROWS if positions >= LONG_SEQUENCE else None
 
 
-def tiled_loss(tokens: int, vocabulary: int, memory_budget: int | None) -> LossTiling:
-    """Return tiles of logits that are fast, and small in comparison with the budget."""
+def tiled_loss(tokens: int, vocabulary: int, memory_budget: int | None) -> LossTiling | None:
+    """Return tiles of logits that are fast, and small in comparison with the budget; None for one tile's worth."""
     room = LOGITS_TILE_BYTES
     if memory_budget is not None:
         room = min(room, int(memory_budget * LOGITS_BUDGET_SHARE))
     rows = FEWEST_LOGITS_ROWS
     while 2 * rows * vocabulary * 4 <= room and 2 * rows * FEWEST_LOGITS_TILES <= tokens:
         rows *= 2
+    if rows >= tokens:
+        return None
     whole, tile = format_bytes(4 * tokens * vocabulary), format_bytes(4 * rows * vocabulary)
     return LossTiling(rows, "logits-in-tiles", f"logits of {whole} are never whole, but {tile} at a time")
 
