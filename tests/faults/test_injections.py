@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,10 +21,11 @@ import torch
 import memscale
 from faults.injector import Injector, Syscalls, spread
 from faults.runs import Fault, Outcome, run_of
-from faults.scenarios import CPU, GPU, SCENARIOS, WIDTH, assert_nothing_left, build
+from faults.scenarios import CPU, GPU, SCENARIOS, WIDTH, assert_nothing_left, build, training
 from memscale import Config
 from memscale.executor import executor as executor_module
 from memscale.executor import executor_of
+from memscale.optimizer import device_steps
 from memscale.planner.cache import plans_made
 from support.pictures import assert_as_before, pictures
 
@@ -91,6 +93,24 @@ def test_some_faults(name: str, inject: Inject) -> None:
 
 def test_some_faults_on_a_device(inject: Inject) -> None:
     assert inject("overlapped steps", ["optimizer_step"], ["Ctrl-C"], 3).injected == 3
+
+
+def test_a_copy_to_the_device_that_fails_leaves_no_state_behind(tmp_path: Path) -> None:
+    with training("host, async", tmp_path) as make:
+        run = make()
+        run.attach()
+        for _ in range(2):
+            run.run_step()
+        run.forward()
+        run.backward()
+        with (
+            patch.object(device_steps, "_copy", side_effect=RuntimeError("injected")),
+            pytest.raises(RuntimeError, match="injected"),
+        ):
+            run.optimizer_step()
+        assert set(run.optimizer.state) == set(run.model.parameters())
+        run.optimizer.state_dict()
+        run.detach()
 
 
 @pytest.mark.parametrize("points", [4, pytest.param(24, marks=pytest.mark.slow)])

@@ -59,10 +59,9 @@ def test_plans_are_deterministic_keep_to_budgets_and_predict(
     case = make_case(seed)
     outcome = plans.check_plans(case)
     assert outcome.kind == "equal", f"{outcome.kind}: {outcome.reason}\n{case.describe()}\n{outcome.details}"
-    assert len(predicted) == 1  # it came to the comparison with what steps need
+    assert predicted  # it came to the comparison with what steps need
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_prediction_that_is_too_low_is_found(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -110,8 +110,9 @@ class DeviceSteps:
         twins: _Twins = []
         try:
             for number, bucket in enumerate(buckets):
+                twins = []
                 with torch.no_grad(), self._meter.timing("optimizer state"):
-                    twins = self._copy_to_device(optimizer, bucket, buffers[number % 2], ready)
+                    self._copy_to_device(optimizer, bucket, buffers[number % 2], ready, twins)
                 split.show(piece.member._replace(parameter=twin) for piece, twin in twins)
                 call()
                 with torch.no_grad(), self._meter.timing("optimizer state"):
@@ -149,10 +150,14 @@ class DeviceSteps:
         return buckets
 
     def _copy_to_device(
-        self, optimizer: Optimizer, bucket: Sequence[_Piece], buffer: Tensor, ready: Transfer[None]
-    ) -> _Twins:
-        """Return the twins of a bucket in a buffer, whose values what is computed from now on will find there."""
-        twins: _Twins = []
+        self,
+        optimizer: Optimizer,
+        bucket: Sequence[_Piece],
+        buffer: Tensor,
+        ready: Transfer[None],
+        twins: _Twins,
+    ) -> None:
+        """Add a bucket's twins to `twins`, in a buffer, where what is computed from now on will find their values."""
         copies: _Copies = []
         used = 0
 
@@ -182,7 +187,6 @@ class DeviceSteps:
                     state[name] = value.clone()  # if the step fails, or another slice is to come
             optimizer.state[twin] = state
         self._engine.run(lambda: _copy(copies), self._lane, self._device, after=ready).wait()
-        return twins
 
     def _copy_to_host(self, optimizer: Optimizer, twins: _Twins) -> tuple[Transfer[None], object]:
         """Begin to copy the values and state of twins back; return the transfer, and what it reads."""
