@@ -8,9 +8,9 @@ Note [Observed capacity]
 A model is put on the device, wrapped and trained for some steps of AdamW: first with plenty of memory, for what torch
 reserves at most; then with torch's allocator limited to what the plan says it needs, with which the step must not run
 out of memory; and with less and less of that, until it does. Each case has a process of its own: what a step that ran
-out of memory leaves behind is not counted for the next one. The stand-in has neither cuDNN nor cuBLAS: the one is
-switched off, and nothing is predicted for the workspaces of the other. Nor does it compare values, by which
-transformers would look for packed sequences in a batch.
+out of memory leaves behind is not counted for the next one. The stand-in has no cuDNN: no model here has a convolution.
+Torch allocates a workspace of cuBLAS there for few products, of these models in ViT's forward alone: only that one is
+predicted. Nor does the stand-in compare values, by which transformers would look for packed sequences.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from memscale.benchmarks.results import check_writable, command_line, write_docu
 from memscale.errors import MemScaleError
 from memscale.execution_plan import Plan
 from memscale.executor import executor_of
+from memscale.memory.allocator import LARGE_SEGMENT
 from memscale.simulator.device import DeviceTracker
 
 __all__ = ["BOUND", "CASES", "CapacityCase", "CapacityRow", "main", "run_case"]
@@ -52,6 +53,8 @@ _PROGRAM = "python -m benchmarks.capacity"
 _TABLE = "capacity"
 _MIB = 2**20
 _STEPS = 4
+_PATCH = 16
+_WITH_WORKSPACE = ("ViT",)
 _VOCABULARY = 16384
 _EXACT = Config(
     enable_logging=False, use_mixed_precision=False, use_8bit_optimizer=False, overlap_optimizer=False
@@ -79,11 +82,21 @@ def _llama(layers: int) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, vocab_size=_VOCABULARY, **size))
 
 
+class _Patches(nn.Linear):
+    """The patch embedding of a ViT as a product, which it is: without cuDNN a convolution makes temporaries."""
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        patches = nn.functional.pixel_unshuffle(pixels, _PATCH)  # (samples, features, rows, columns)
+        return super().forward(patches.movedim(1, -1)).movedim(-1, 1)
+
+
 def _vit(layers: int) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
     size = {"hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048}
-    return ViTForImageClassification(ViTConfig(num_hidden_layers=layers, num_labels=1000, **size))
+    model = ViTForImageClassification(ViTConfig(num_hidden_layers=layers, num_labels=1000, **size))
+    model.vit.embeddings.patch_embeddings.projection = _Patches(3 * _PATCH**2, 512)
+    return model
 
 
 _MODELS: dict[str, Callable[[int], nn.Module]] = {"GPT-2": _gpt2, "BERT": _bert, "Llama": _llama, "ViT": _vit}
@@ -136,7 +149,8 @@ class CapacityRow:
 
     Attributes:
         family, mode, is_async: the case.
-        predicted_peak_bytes, predicted_reserved_bytes, predicted_capacity_bytes, allowance_bytes: of the plan.
+        predicted_peak_bytes, predicted_reserved_bytes, predicted_capacity_bytes: of the plan.
+        allowance_bytes: of the plan, but at least a segment: by less than that the allocator does not grow.
         allocated_bytes: `torch.cuda.max_memory_allocated()`.
         reserved_bytes: `torch.cuda.max_memory_reserved()`.
         runs: whether the steps run within the predicted capacity and its allowance.
@@ -169,10 +183,11 @@ class CapacityRow:
 
 def run_case(case: CapacityCase, shares: Sequence[float] = SHARES) -> CapacityRow:
     """Train a case, as in Note [Observed capacity]."""
-    with _as_on_stand_in():
+    with _as_on_stand_in(case):
         plan, allocated, reserved, _ = _train(case, None)
         capacity = plan.predicted_capacity_bytes
-        *_, runs = _train(case, capacity + plan.allowance_bytes)
+        allowance = max(plan.allowance_bytes, LARGE_SEGMENT)
+        *_, runs = _train(case, capacity + allowance)
         least = 1.0
         for share in shares:
             if not runs or not _train(case, int(share * capacity))[3]:
@@ -180,7 +195,7 @@ def run_case(case: CapacityCase, shares: Sequence[float] = SHARES) -> CapacityRo
             least = share
     return CapacityRow(
         *(case.family, case.mode, case.is_async, plan.predicted_peak_bytes, plan.predicted_reserved_bytes),
-        *(capacity, plan.allowance_bytes, allocated, reserved, runs, least),
+        *(capacity, allowance, allocated, reserved, runs, least),
     )
 
 
@@ -225,19 +240,22 @@ def _release() -> None:
 
 
 @contextlib.contextmanager
-def _as_on_stand_in() -> Iterator[None]:
+def _as_on_stand_in(case: CapacityCase) -> Iterator[None]:
     """Predict for the stand-in, if that is the device: Note [Observed capacity]."""
     with contextlib.ExitStack() as stack:
         if _is_stand_in():
             from transformers import masking_utils
 
-            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            reserve = DeviceTracker._reserve_workspace
 
-            for owner, name in (
-                (DeviceTracker, "_reserve_workspace"),
-                (masking_utils, "find_packed_sequence_indices"),
-            ):
-                stack.enter_context(attribute(owner, name, lambda *args, **kwargs: None))
+            def reserve_in_forward(tracker: DeviceTracker, result: torch.Tensor) -> None:
+                if case.family in _WITH_WORKSPACE and not tracker._in_backward:
+                    reserve(tracker, result)
+
+            stack.enter_context(attribute(DeviceTracker, "_reserve_workspace", reserve_in_forward))
+            stack.enter_context(
+                attribute(masking_utils, "find_packed_sequence_indices", lambda *args, **kwargs: None)
+            )
         yield
 
 
