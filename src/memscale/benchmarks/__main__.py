@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -126,7 +127,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 def option_names() -> list[str]:
     """Return the names of all options, for a shell to complete."""
-    return [name for action in _parser(_PROGRAM)._actions for name in action.option_strings]
+    return re.findall(r"--[a-z-]+", _parser(_PROGRAM).format_usage())
 
 
 def _names(text: str) -> list[str]:
