@@ -65,8 +65,8 @@ def test_every_exact_way_has_the_losses_of_the_plain_model(weights):
     assert plain[2] < plain[0]  # it learns: equal losses are not those of a model that stands still
     for way in ("hf-checkpointing", "save-on-cpu", "memscale-conservative"):
         assert measured_case(case, way, weights).losses == plain, way
-    # Its loss is tiled, and its optimizer's step on the host is torch's fused one: the last bits of gradients differ, of which
-    # AdamW's first steps make as much as of the others.
+    # Its loss is tiled, and its optimizer's step on the host is torch's fused one: the last bits of gradients differ,
+    # of which AdamW's first steps make as much as of the others.
     assert measured_case(case, "memscale-aggressive", weights).losses == pytest.approx(plain, rel=1e-4)
 
 
