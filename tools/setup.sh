@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 default_torch="torch==2.13.0"
-extras="hf,trl,peft,lightning,bnb,compare,rich,cli,metrics,docs,dev"
+extras="hf,trl,peft,lightning,bnb,rich,cli,metrics,docs,dev"
 # With SETUP_OLDEST, the oldest versions of these that pyproject.toml allows, and tests that need no others.
 oldest=""
 if [ -n "${SETUP_OLDEST:-}" ]; then
