@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -183,7 +184,9 @@ def test_the_hugging_face_trainer(
         str(tmp_path),
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
+        max_grad_norm=0.5,
         max_steps=2,
+        logging_steps=1,
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
@@ -195,36 +198,92 @@ def test_the_hugging_face_trainer(
     trainer.train()
     assert_as_planned(model)
     assert trainer.optimizer.param_groups[0]["fused"], "the Trainer's default"
+    assert sum("grad_norm" in entry for entry in trainer.state.log_history) == 2, "of each clipped step"
     on_host = {name for name, each in model.named_parameters() if each.device.type == "cpu"}
     assert on_host
     trainer.evaluate()
     assert {name for name, each in model.named_parameters() if each.device.type == "cpu"} == on_host
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-@pytest.mark.parametrize("order", ["wrap, prepare", "prepare, wrap"])
-def test_accelerate(order: str, precision: str) -> None:
+def log_of_a_trainer(precision: dict[str, bool], output: Any, *, wraps: bool) -> list[dict[str, float]]:
+    """Return loss, gradient norm and rate of each step."""
+    torch.manual_seed(0)
+    model = build(layers=2, width=64)
+    rows = [{"input_ids": ids, "labels": ids} for ids in IDS.repeat(4, 1)]
+    make: Callable[..., Any] = transformers.TrainingArguments
+    options: dict[str, Any] = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, **precision}
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4}
+    arguments = make(str(output), max_grad_norm=0.5, logging_steps=1, learning_rate=1e-2, **sizes, **options)
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows)
+    if wraps:
+        memscale.wrap(trainer, CONFIG.replace(enable_tiling=False))  # tiles round otherwise
+    trainer.train()
+    if wraps:
+        assert any(each.device.type == "cpu" for each in model.parameters())
+    names = ("loss", "grad_norm", "learning_rate")
+    return [{name: entry[name] for name in names} for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("precision", [{"bf16": True}, {"fp16": True}], ids=["bf16", "fp16"])
+def test_a_clipping_trainer_has_the_numbers_of_a_plain_one(
+    precision: dict[str, bool], tmp_path: Any, computing: Any
+) -> None:
+    with computing():
+        expected = log_of_a_trainer(precision, tmp_path / "plain", wraps=False)
+        found = log_of_a_trainer(precision, tmp_path / "wrapped", wraps=True)
+    assert len(expected) == 4
+    assert expected[-1]["loss"] < expected[0]["loss"]
+    assert found == expected
+
+
+def train_accelerated(model: nn.Module, precision: str, order: str, config: Config = CONFIG) -> list[float]:
+    """Return the losses of four batches, of which two make a step."""
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(True)
     accelerator = accelerate.Accelerator(mixed_precision=precision, gradient_accumulation_steps=2)
-    model = build()
     if order == "wrap, prepare":
-        memscale.wrap(model, CONFIG)
-    optimizer = torch.optim.AdamW(model.parameters())
+        memscale.wrap(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = torch.utils.data.DataLoader([{"input_ids": ids, "labels": ids} for ids in IDS.repeat(4, 1)], 4)
     called, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if order == "prepare, wrap":
-        memscale.wrap(called, CONFIG)
+        memscale.wrap(called, config)
+    losses = []
     for batch in loader:
         with accelerator.accumulate(called):
-            accelerator.backward(called(**batch).loss)
+            loss = called(**batch).loss
+            accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(called.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
+        losses.append(loss.item())
+    accelerate.state.AcceleratorState._reset_state(True)
+    return losses
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("order", ["wrap, prepare", "prepare, wrap"])
+def test_accelerate(order: str, precision: str) -> None:
+    model = build()
+    train_accelerated(model, precision, order)
     assert_as_planned(model)
     assert any(each.device.type == "cpu" for each in model.parameters())
-    accelerate.state.AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("order", ["wrap, prepare", "prepare, wrap"])
+def test_accelerate_has_the_numbers_of_a_plain_loop(order: str, precision: str, computing: Any) -> None:
+    plain = build(layers=2, width=64)
+    model = copy.deepcopy(plain)
+    rounds_alike = CONFIG.replace(enable_tiling=False, fused_host_step=False)
+    with computing():
+        torch.manual_seed(0)
+        expected = train_accelerated(plain, precision, "plain")
+        torch.manual_seed(0)
+        found = train_accelerated(model, precision, order, rounds_alike)
+    assert any(each.device.type == "cpu" for each in model.parameters())
+    assert found == expected
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
