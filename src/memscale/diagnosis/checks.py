@@ -48,7 +48,7 @@ from memscale.units import format_bytes
 
 STEPS = 3
 STEP_TOLERANCE = 1e-4  # relative, of losses after the first step on an accelerator
-LOSSY_TOLERANCE = 0.05  # relative, of losses with 16-bit products and 8-bit optimizer state
+LOSSY_TOLERANCE = 0.05  # relative, of losses with 16-bit products, 8-bit optimizer state and tiles
 WIDTH, LAYERS, WORDS, BATCH, LENGTH = 64, 4, 256, 8, 64
 LEARNING_RATE = 1e-3
 FAILING_STEP = 1
@@ -221,6 +221,7 @@ class _Checks:
             enable_logging=False,
             use_mixed_precision=False,
             use_8bit_optimizer=False,
+            enable_tiling=False,
             fused_host_step=False,
             overlap_optimizer=False,  # it would plan anew after some steps
             offload_dir=offload_dir,
@@ -235,7 +236,7 @@ class _Checks:
     def run(self, nbytes: int, side: int | None, progress: Callable[[int, int], object]) -> None:
         """Make all checks."""
         aggressive = self._config.replace(mode=OptimizationMode.AGGRESSIVE)
-        lossy = aggressive.replace(use_mixed_precision=True, use_8bit_optimizer=True)
+        lossy = aggressive.replace(use_mixed_precision=True, use_8bit_optimizer=True, enable_tiling=True)
         memory: dict[str, float] = {}
 
         def after_plain() -> None:
@@ -256,7 +257,9 @@ class _Checks:
             lambda: self._compare("fused optimizer", _Case(aggressive, fused=True)),
             lambda: self._compare("GradScaler", _Case(aggressive, scaler=True)),
             lambda: self._compare("failed backward", _Case(aggressive, fails=True)),
-            lambda: self._check("16-bit products, 8-bit state", lambda: self._train_lossy(_Case(lossy))),
+            lambda: self._check(
+                "16-bit products, 8-bit state, tiles", lambda: self._train_lossy(_Case(lossy))
+            ),
             self._release_cache,
             lambda: self._check("memory after detach", lambda: self._what_is_left(memory)),
             lambda: self._check("context", self._context),
@@ -407,14 +410,15 @@ class _Checks:
         plan = cast(Plan, trained.plan)
         used = [] if plan.precision is None else [f"products in {plan.precision.dtype}"]
         used += ["8-bit optimizer state"] if plan.optimizer is not None and plan.optimizer.eight_bit else []
+        used += ["loss in tiles"] if plan.loss is not None else []
         if not used:
-            raise Skipped(f"the plan uses neither: {'; '.join(plan.notes) or 'nothing to gain'}")
+            raise Skipped(f"the plan uses none of them: {'; '.join(plan.notes) or 'nothing to gain'}")
         apart = _distance(trained.losses, plain.losses)
         if not apart <= LOSSY_TOLERANCE:
             raise Failed(
                 f"losses {trained.losses} differ by {apart:.1%} from {plain.losses} of the plain model"
             )
-        return f"{' and '.join(used)}: losses within {apart:.2%} of the plain model's"
+        return f"{', '.join(used)}: losses within {apart:.2%} of the plain model's"
 
     # -- memory
 
