@@ -10,11 +10,31 @@ import sys
 import pytest
 import torch
 
-from benchmarks.capacity import BOUND, CapacityCase, run_case
+from benchmarks.capacity import BOUND, CASES, CapacityCase, run_case
 from memscale.hardware import detect
 from memscale.planner.decide import capacity_of
 
 MIB = 2**20
+
+
+MISSED = CapacityCase("ViT", "balanced", True)  # docs/predictions.md: it reserves less than predicted
+
+
+def marks(case: CapacityCase) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.xfail(strict=True)] if case == MISSED else []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=marks(case), id=f"{case.family}-{case.mode}-{case.is_async}")
+        for case in CASES
+    ],
+)
+def test_every_case_of_the_benchmark_holds(case: CapacityCase, runtime: ctypes.CDLL) -> None:
+    row = run_case(case, shares=())
+    assert row.holds, row
 
 
 @pytest.mark.parametrize("mode", ["plain", "aggressive"])

@@ -23,6 +23,7 @@ Computing = Callable[[], AbstractContextManager[None]]
 CONFIG = Config(
     mode="aggressive", force_optimize=True, enable_logging=False, use_8bit_optimizer=False, async_offload=True
 )
+EXACT = CONFIG.replace(use_mixed_precision=False, enable_tiling=False, fused_host_step=False)
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -48,7 +49,7 @@ def test_cuda_as_the_default_device(computing: Computing) -> None:
         expected = train(plain, inputs)
         torch.set_default_device("cuda")
         try:
-            memscale.wrap(model, CONFIG.replace(use_mixed_precision=False, fused_host_step=False), inputs)
+            memscale.wrap(model, EXACT, inputs)
             assert any(each.is_pinned() for each in model.parameters())
             assert train(model, inputs) == expected
             memscale.detach(model)

@@ -154,6 +154,7 @@ def test_a_step_that_failed_anywhere_can_be_made_again(
         async_offload=True,
         use_mixed_precision=False,
         use_8bit_optimizer=False,
+        enable_tiling=False,
         fused_host_step=False,
         overlap_optimizer=False,
     )

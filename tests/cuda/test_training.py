@@ -21,6 +21,7 @@ EXACT = Config(
     enable_logging=False,
     use_mixed_precision=False,
     use_8bit_optimizer=False,
+    enable_tiling=False,
     fused_host_step=False,
 )
 Computing = Callable[[], AbstractContextManager[None]]
