@@ -74,7 +74,7 @@ with_cuda = settings=$$($(CUDA_VENV)/bin/python tests/fakecuda/build.py) && \
 # On a card one process, as tests measure what it holds.
 on_card = $$([ -n "$$settings" ] || printf %s "-n 1")
 test-cuda: setup-cuda ## Run the tests that need CUDA: on a card, or on a stand-in for the CUDA runtime
-	$(with_cuda) $(pytest) $(on_card) tests/cuda $(PYTEST_ARGS)
+	$(with_cuda) $(pytest) $(on_card) tests/cuda $(marker) $(PYTEST_ARGS)
 
 # The oldest torch, transformers, accelerate, peft and lightning that pyproject.toml allows, in an environment of its own.
 OLDEST_VENV ?= .venv-oldest
