@@ -184,8 +184,9 @@ class OverlappedSteps(StepSubscriber):
         self._bucket_bytes, self._warmup_steps = bucket_bytes, warmup_steps
         wanted = {id(each): each for each in parameters if each.requires_grad and each.is_leaf}
         for key in self._hooks.keys() - wanted.keys():
-            parameter, hook = self._hooks.pop(key)
+            parameter, hook = self._hooks[key]
             hook.remove(parameter)
+            del self._hooks[key]  # not before: a detach that was interrupted goes on here
         for key in wanted.keys() - self._hooks.keys():
             self._hooks[key] = wanted[key], GradientHook(wanted[key], self._gradient_arrived)
         if wanted:
