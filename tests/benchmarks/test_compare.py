@@ -66,8 +66,10 @@ def test_every_exact_way_has_the_losses_of_the_plain_model(weights):
     for way in ("hf-checkpointing", "save-on-cpu", "memscale-conservative"):
         assert measured_case(case, way, weights).losses == plain, way
     # Its loss is tiled, and its optimizer's step on the host is torch's fused one: the last bits of gradients differ,
-    # of which AdamW's first steps make as much as of the others.
-    assert measured_case(case, "memscale-aggressive", weights).losses == pytest.approx(plain, rel=1e-4)
+    # of which AdamW's steps make more each time.
+    tiled = measured_case(case, "memscale-aggressive", weights).losses
+    assert tiled[:2] == pytest.approx(plain[:2], rel=1e-5)
+    assert tiled[2] == pytest.approx(plain[2], rel=1e-4)
 
 
 def in_this_process(function, *args, imports=()):
